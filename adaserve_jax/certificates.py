@@ -1,4 +1,4 @@
-"""PEM files of a server, loaded once before its port opens, so that what is wrong with them is one clear error."""
+"""Checks PEM files of a server before its port opens, so that a wrong file is one clear error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_certificates(tls_cert: str, tls_key: str, tls_client_ca: str | None) -
 
 
 def read_file(name: str, path: str) -> bytes:
-    """What a file of settings holds. name: of the setting. Raises ConfigError."""
+    """Return the bytes of a file that a setting names. name: of the setting. Raises ConfigError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -39,7 +39,7 @@ def read_file(name: str, path: str) -> bytes:
 
 
 def _no_passphrase() -> str:
-    """Called for a key under a passphrase; without it OpenSSL would ask the terminal."""
+    """Refuse a key under a passphrase; without this OpenSSL would ask the terminal."""
     raise ValueError("the key is under a passphrase")
 
 

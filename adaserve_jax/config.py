@@ -22,7 +22,7 @@ LEAST_CONTEXT = 8
 
 @settings
 class EngineConfig(Settings):
-    """What an engine is built from; 0 or None means "auto" where the help says so. Raises ConfigError.
+    """Configuration of an engine; 0 or None means "auto" where the help says so. Raises ConfigError.
 
     With a `drafter` this engine has no draft: `draft`, which may be left at its default, becomes None.
     """
@@ -202,7 +202,7 @@ class EngineConfig(Settings):
 
     @property
     def speculates(self) -> bool:
-        """Whether anything drafts: a draft here, or a draft service."""
+        """True where anything drafts: a draft here, or a draft service."""
         return self.draft is not None or self.drafter is not None
 
 

@@ -1,12 +1,9 @@
-"""The error tree: every error a caller can see. A message says what was expected, what came, and what to do.
-
-Imports nothing of the project.
-"""
+"""Errors that a caller can see. A message says what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
 SLO_INFEASIBLE = "slo_infeasible"
-"""Code of the error about a target that is out of the machine's reach."""
+"""Code of the error about a target that this machine cannot reach."""
 
 
 class AdaServeError(Exception):

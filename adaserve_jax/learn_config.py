@@ -14,7 +14,7 @@ LOSSES: tuple[str, ...] = get_args(Loss)
 
 @settings
 class LearnConfig(Settings):
-    """How drafts learn online. Raises ConfigError."""
+    """Configuration of online learning. Raises ConfigError."""
 
     PANEL: ClassVar[Panel] = Panel.LEARNING
 

@@ -1,7 +1,4 @@
-"""How the tokens of one request are drawn, as its user says it: every field checked, with an error that names it.
-
-Plain data; knows neither logits nor requests. Imports no jax.
-"""
+"""Sampling parameters of one request: plain data, every field checked by an error that names it. Imports no jax."""
 
 # pyright: reportUnnecessaryIsInstance=false
 # What users pass is looked at whatever its type says.
@@ -47,7 +44,7 @@ def require(ok: bool, param: str, expected: str, value: object, code: str = "inv
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token id and what is added to its logit, from a mapping or pairs. Raises RequestError."""
+    """Return pairs of a token id and a bias, from a mapping or pairs. Raises RequestError."""
     expected = (
         f"at most {MAX_LOGIT_BIASES} pairs of a token id and a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
     )
@@ -65,7 +62,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Defaults are OpenAI's. Raises RequestError naming the field at fault.
+    """Parameters by which tokens are drawn; defaults are OpenAI's. Raises RequestError naming the field at fault.
 
     temperature 0 is greedy. top_k 0 and top_p 1 mean off. seed None: one is drawn at admission and kept through
     preemption. stop strings are not part of the returned text.
@@ -128,7 +125,7 @@ class SamplingParams:
         self._check_changes()
 
     def _check_changes(self) -> None:
-        """Of the fields that change logits or report on them."""
+        """Check the fields that change logits or report on them."""
         for name, low, high in (
             ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0),
             ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),

@@ -144,7 +144,8 @@ class StepStats(Statistics):
     )  # fmt: skip
     last_depth: int = gauge("step_depth", "Depth of the last step's beam search.")
     last_width: int = gauge("step_width", "Width of the last step's beam search.")
-    last_verified_tree_tokens: int = gauge("step_budget", "Tree tokens that the last step could verify.")
+    last_tree_token_cap: int = gauge("step_budget", "Tree tokens that the last step could verify.")
+    last_verified_tree_tokens: int = gauge()
     pages_cached: int = gauge()
     extension_used: int = gauge()
     extension_cached: int = gauge()

@@ -1,7 +1,12 @@
-"""The vocabulary that every part shares: requests, targets, plans, trees, outcomes, and the protocols between parts.
+"""Vocabulary of the engine: sequences, targets, plans, trees, outcomes, and the protocols between parts.
 
-Imports no jax and decides nothing. Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages, V
-vocabulary. Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part of the public API.
+Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages, V vocabulary. Times are in seconds; only the
+constructor of `SLO`, which is public API, takes milliseconds.
+
+Probabilities of tree nodes. The chance of a node is the conditional probability that the target accepts it, given that
+it accepted the node's parent. f(v) is the probability that the target accepts the whole path from the root to node v:
+the product of the chances along the path, 1 for the root. log_f is its natural logarithm. q is the draft model's own
+probability of a token, from which chances are calibrated.
 """
 
 from __future__ import annotations
@@ -20,11 +25,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class SLO:
-    """The speed target of one request; None means that no target of that kind is carried.
+    """Speed target of one request; None means no target of that kind.
 
-    tpot_ms: milliseconds per output token after the first. ttft_ms: milliseconds to the first token.
-    relative: TPOT target as a multiple of the measured baseline latency (one token, no speculation, alone);
-    resolved at admission. Raises RequestError(code="invalid_slo") unless finite and > 0.
+    tpot_ms: milliseconds per output token after the first. ttft_ms: milliseconds to the first token. relative: TPOT
+    target as a multiple of the measured baseline latency (one token, no speculation, one request alone); resolved at
+    admission. Raises RequestError(code="invalid_slo") unless finite and > 0.
     """
 
     tpot_ms: float | None = None
@@ -40,20 +45,24 @@ class SLO:
         require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
 
     def tpot_s(self, baseline_s: float) -> float | None:
-        """Seconds per output token; `baseline_s` is the measured baseline latency that `relative` multiplies."""
+        """Return seconds per output token; `baseline_s` is the measured baseline latency that `relative` multiplies."""
         if self.relative is not None:
             return self.relative * baseline_s
         return None if self.tpot_ms is None else self.tpot_ms / 1e3
 
     @property
     def ttft_s(self) -> float | None:
+        """Seconds to the first token."""
         return None if self.ttft_ms is None else self.ttft_ms / 1e3
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Of one output token. logprob: natural log of its probability by the model's own logits, before penalties, biases,
-    temperature and filters. top: the likeliest tokens and theirs, best first."""
+    """Log probabilities at one output token.
+
+    logprob: natural log of the token's probability under the model's own logits, before penalties, biases, temperature
+    and filters. top: the likeliest tokens with theirs, best first.
+    """
 
     token_id: int
     logprob: float
@@ -64,10 +73,10 @@ class TokenLogprob:
 class Sequence:
     """One choice of one user request, as the scheduler receives it; immutable.
 
-    prompt_ids: i32[tokens], not empty. seed: drawn already (never None here). choice: index among the n choices.
-    tpot_slo_s / ttft_slo_s: targets in force, seconds, or None. priority: lower is sooner. arrival_s: engine clock.
-    stop_token_ids includes the model's EOS ids unless `ignore_eos`. cache_salt: requests share cached KV pages
-    only with those of the same salt. draft: index of the draft that speculates for it.
+    prompt_ids: i32[tokens], not empty. seed: always drawn by now. choice: index among the n choices of the request.
+    tpot_slo_s, ttft_slo_s: targets in seconds, or None. priority: lower is sooner. arrival_s: on the engine's clock.
+    stop_token_ids: with the model's EOS ids unless `ignore_eos`. cache_salt: sequences share cached KV pages only
+    within one salt. draft: index of the draft model that speculates for it.
     """
 
     sequence_id: str
@@ -87,7 +96,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Timings and counts of one choice. Definitions: docs/metrics.md. Times are on the engine's monotonic clock."""
+    """Timings and counts of one choice, defined in docs/metrics.md. Times are on the engine's monotonic clock."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -100,19 +109,23 @@ class RequestMetrics:
     accepted_tokens: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache when the request was first scheduled."""
+    """Prompt tokens whose KV came from the prefix cache when the sequence was first scheduled."""
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
     slo_class: str = "default"
     slo_feasible: bool | None = None
-    """Whether one request alone on an empty machine could meet every target, judged at admission; None without one."""
+    """True if one request alone on an empty machine could meet every target, judged at admission; None without a
+    target.
+    """
 
     @property
     def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def queue_s(self) -> float | None:
+        """Seconds from arrival to the first step."""
         return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     @property
@@ -124,7 +137,7 @@ class RequestMetrics:
 
     @property
     def tpot_met(self) -> bool | None:
-        """None without a TPOT target; a single token counts as met, none at all as not met."""
+        """True if the TPOT target is met; one output token counts as met, none as not met. None without a target."""
         if self.tpot_slo_s is None:
             return None
         if self.output_tokens == 0:
@@ -133,13 +146,14 @@ class RequestMetrics:
 
     @property
     def ttft_met(self) -> bool | None:
+        """True if the TTFT target is met. None without a target."""
         if self.ttft_slo_s is None:
             return None
         return self.ttft_s is not None and self.ttft_s <= self.ttft_slo_s
 
     @property
     def slo_met(self) -> bool | None:
-        """All targets that the request carries are met; None when it carries none."""
+        """True if all targets are met; None without targets."""
         outcomes = [met for met in (self.tpot_met, self.ttft_met) if met is not None]
         return all(outcomes) if outcomes else None
 
@@ -151,14 +165,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the executor's compiled programs can hold; the scheduler plans within it.
+    """Capacity of the executor's compiled programs; the scheduler plans within it.
 
-    token_edges: increasing lengths of the packed token array (target tokens of one step, tree + prefill).
-    max_tree_tokens: most positions of one step whose logits are sampled (tree nodes, roots and prefill ends).
-    max_context: most tokens of one request, prompt and output together. max_depth, max_width: of one beam search;
-    0 when no draft is loaded. In deterministic mode token_edges has one edge, which every step runs in.
-    num_pages: of the base pool, ids below it. extension_pages: those that the draft's memory makes while it is away,
-    ids from num_pages on; 0: the draft stays.
+    token_edges: increasing lengths of the packed token array (target tokens of one step, tree and prefill); one edge in
+    deterministic mode. max_tree_tokens: most positions of a step whose logits are sampled (tree nodes, roots and
+    prefill ends). max_context: most tokens of one sequence, prompt and output together. max_depth, max_width: of one
+    beam search, 0 without a draft. num_pages: pages of the base pool, with ids below it. extension_pages: pages that
+    fit in the draft's memory while it is away, with ids from num_pages on; 0 if the draft always stays.
     """
 
     max_requests: int
@@ -173,14 +186,21 @@ class Limits:
 
     @property
     def max_tokens(self) -> int:
+        """Most packed tokens of one step."""
         return self.token_edges[-1]
 
     @property
     def max_pages_per_request(self) -> int:
+        """Pages of a sequence of max_context tokens."""
         return -(-self.max_context // self.page_size)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the base pool holds."""
+        return self.num_pages * self.page_size
+
     def bucket(self, num_tokens: int) -> int:
-        """The smallest edge that holds `num_tokens`. Raises ValueError above the last edge."""
+        """Return the smallest edge that holds `num_tokens`. Raises ValueError above the last edge."""
         for edge in self.token_edges:
             if num_tokens <= edge:
                 return edge
@@ -201,16 +221,17 @@ class RowSampling:
 
 @dataclass(frozen=True, eq=False)
 class DraftPlan:
-    """What the draft does in this step, before any tree exists.
+    """Work of the draft in one step.
 
-    catchup_tokens: i32[sum(catchup_counts)], row after row: the tokens that the draft's KV lacks, first fed.
-    catchup_counts: i32[R]; draft_ctx: i32[R], tokens already in the draft's KV. A row that speculates ends its
-    catch-up with the pending root token. speculates: bool[num_decode]. depth and width bound the beam search
-    (depth 0: only catch up). calibrated: whether f is the product of calibrated chances, or of the draft's own
-    probabilities. chances: f32[2, D, ranks, bins], from now on in the place of those that the draft was loaded with;
-    None: as before. drafts: i32[R], which of several drafts is each row's; None: the first, for all. due_s:
-    f64[num_decode], seconds from planning until the row's next token is due, 0 where it is late, inf without a target;
-    None where the drafter is no service.
+    depth, width: bounds of the beam search; depth 0 means only catch up. catchup_tokens: i32[sum(catchup_counts)], row
+    after row, tokens that the draft's KV lacks and that it is fed before it searches; a row that speculates ends with
+    its root token. catchup_counts: i32[R]. draft_ctx: i32[R], tokens already in the draft's KV. speculates:
+    bool[num_decode].
+
+    calibrated: f is made of calibrated chances, not of the draft's own probabilities. chances: f32[2, D, ranks, bins],
+    a new table of calibrated chances, used from this step on; None: no change. drafts: i32[R], index of each row's
+    draft model; None: the first for all. due_s: f64[num_decode], seconds from planning until the row's next token is
+    due, 0 if late, inf without a target; None with a local draft.
     """
 
     depth: int
@@ -226,23 +247,27 @@ class DraftPlan:
 
     @property
     def is_remote(self) -> bool:
+        """True if a draft service drafts."""
         return self.due_s is not None
 
     @property
     def waited_tokens(self) -> int:
-        """Catch-up tokens that the step waits for: a service is fed those of rows that do not speculate meanwhile."""
+        """Catch-up tokens that the step waits for; a draft service is fed those of rows that do not speculate
+        meanwhile.
+        """
         counts = self.catchup_counts
         return int(counts[: len(self.speculates)][self.speculates].sum() if self.is_remote else counts.sum())
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What one step runs. Rows are decode rows first (one pending token each), then prefill rows.
+    """One step to run. Its rows are decode rows first (one pending token each), then prefill rows.
 
-    slots: i32[R], the engine slot of each row (stable while a request runs). root_token: i32[num_decode].
-    ctx_len: i32[R], committed target KV. page_table: i32[R, max_pages_per_request], unused entries 0.
-    prefill_tokens: i32[sum(prefill_counts)]; prefill_counts: i32[R - num_decode]; prefill_final: bool, whether the
-    chunk ends the prompt (then one token is sampled from its end). tree_token_cap: most tree tokens, roots included.
+    slots: i32[R], the engine slot of each row, stable while a sequence runs. root_token: i32[num_decode]. ctx_len:
+    i32[R], tokens with committed target KV. page_table: i32[R, max_pages_per_request], unused entries 0.
+    prefill_tokens: i32[sum(prefill_counts)]. prefill_counts: i32[R - num_decode]. prefill_final: bool[R - num_decode],
+    True if the chunk ends the prompt, so that one token is sampled from its end. tree_token_cap: most tree tokens,
+    roots included.
     """
 
     step: int
@@ -260,10 +285,12 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
+        """R."""
         return len(self.slots)
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Prefill tokens of all rows."""
         return len(self.prefill_tokens)
 
 
@@ -271,11 +298,10 @@ class StepPlan:
 class CandidateTrees:
     """Candidate nodes of every decode row, in beam order: index = (depth - 1) * width + rank in the beam.
 
-    token, parent: i32[num_decode, C]; parent is a candidate index of the same row, -1 for the root.
-    log_f: f32[num_decode, C], log of the chance that the target accepts the path to the node; -inf marks an absent
-    node. depth: i32[C], the level of each column, from 1. cell: i32[num_decode, C], which of the table's [D, ranks,
-    bins] gave the node's chance, -1 absent; log_q: f32[num_decode, C], log of the draft's own probability of the node
-    after its parent; both None from a drafter that cannot say.
+    token, parent: i32[num_decode, C]; parent is a candidate index of the same row, -1 for the root. log_f:
+    f32[num_decode, C], -inf for an absent node. depth: i32[C], from 1. cell: i32[num_decode, C], index into [D, ranks,
+    bins] of the chance used for the node, -1 for an absent one. log_q: f32[num_decode, C], log of the draft's own
+    probability of the node given its parent. cell and log_q are None from a drafter that does not know them.
     """
 
     token: np.ndarray
@@ -287,16 +313,17 @@ class CandidateTrees:
 
     @staticmethod
     def empty(num_rows: int) -> CandidateTrees:
+        """Return trees without candidates."""
         ints = np.zeros((num_rows, 0), np.int32)
         return CandidateTrees(ints, ints, np.zeros((num_rows, 0), np.float32), np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, eq=False)
 class DraftTrees:
-    """The selected trees of all decode rows, packed row after row, each root first, parents before children.
+    """Selected trees of all decode rows, packed row after row, each root first and parents before children.
 
-    row, token, parent, depth, candidate: i32[N]; parent is an index into the packed array (-1: root);
-    candidate: column in CandidateTrees (-1: root). f: f32[N], f (root: 1).
+    row, token, parent, depth, candidate: i32[N]; parent is an index into the packed array, -1 for a root; candidate is
+    the column in CandidateTrees, -1 for a root. f: f32[N], 1 for a root.
     """
 
     row: np.ndarray
@@ -308,20 +335,22 @@ class DraftTrees:
 
     @property
     def num_nodes(self) -> int:
+        """N."""
         return len(self.row)
 
 
 @dataclass(frozen=True, eq=False)
 class LogitEdits:
-    """What a step changes of the target's logits before it draws from them, and what it tells of them.
+    """Changes to the target's logits before tokens are drawn, and requests for log probabilities.
 
-    N sampled positions: tree nodes in packed order, then the ends of prompts in row order. E tokens that a row's
-    penalties or biases concern, each once per row; tokens on the path to a tree node come on top, on the device.
+    There are N sampled positions: tree nodes in packed order, then the ends of prompts in row order. E entries name
+    tokens that a row's penalties or biases concern, each once per row; tokens on the path to a tree node are added on
+    the device.
 
-    presence, frequency, repetition: f32[R]. row, token: i32[E]; output_count: i32[E], how often the row's output has
-    the token; in_prompt: bool[E]; bias: f32[E]. allowed: u32[N, ceil(V / 32)], bit v % 32 of word v // 32 says whether
-    token v may follow; None: everything may. changed: bool[N], where anything of this applies: the others draw as
-    without it. logprobs: i32[R], how many of the likeliest tokens to tell beside the drawn one; -1: tell nothing.
+    presence, frequency, repetition: f32[R]. row, token: i32[E]. output_count: i32[E], occurrences in the row's output.
+    in_prompt: bool[E]. bias: f32[E]. allowed: u32[N, ceil(V / 32)], bit v % 32 of word v // 32 allows token v; None
+    allows all. changed: bool[N], positions that any edit concerns; the others draw as without edits. logprobs: i32[R],
+    number of likeliest tokens to report beside the drawn one; -1 reports nothing.
     """
 
     presence: np.ndarray
@@ -339,9 +368,11 @@ class LogitEdits:
 
 @dataclass(frozen=True, eq=False)
 class StepLogprobs:
-    """Of the tokens that a step emitted, where StepOutcome.tokens has them. drawn: f32[R, max_depth + 1], natural logs
-    of their probabilities by the raw logits; top_ids: i32[R, max_depth + 1, K] and top: f32 of the same shape, the
-    likeliest tokens, best first. Rows that asked for nothing hold zeros."""
+    """Log probabilities of the tokens that a step emitted, in the places where StepOutcome.tokens has them.
+
+    drawn: f32[R, max_depth + 1], natural logs under the raw logits. top_ids: i32[R, max_depth + 1, K] and top: f32 of
+    the same shape, the likeliest tokens, best first. Rows that asked for nothing hold zeros.
+    """
 
     drawn: np.ndarray
     top_ids: np.ndarray
@@ -350,11 +381,13 @@ class StepLogprobs:
 
 @dataclass(frozen=True, eq=False)
 class StepOutcome:
-    """What a verification brought. tokens: i32[R, max_depth + 1], the first counts[r] valid; counts: i32[R], 0 for a
-    prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
-    draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
-    likewise. wait_s: the part of both spent waiting for the device, or a draft service. bucket: packed length that ran.
-    logprobs: where the edits asked for them. edited: bool[R], rows of which they changed any logits; None: no edits.
+    """Result of a verification.
+
+    tokens: i32[R, max_depth + 1], the first counts[r] valid. counts: i32[R], 0 for a prefill chunk that does not end
+    its prompt. accepted: bool[N], per packed tree node, roots True. draft_s: wall time from the call of speculate to
+    its candidates on the host, 0 without a draft; verify_s likewise. wait_s: part of both spent waiting for the device
+    or a draft service. bucket: packed length that ran. logprobs: set if the edits asked for any. edited: bool[R], rows
+    whose logits were changed; None without edits.
     """
 
     tokens: np.ndarray
@@ -370,8 +403,11 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class SequenceUpdate:
-    """New tokens of one request after a step; finish_reason and metrics are set exactly once, at its end. logprobs: one
-    per token where the request asked for them, else none."""
+    """New tokens of one sequence after a step.
+
+    finish_reason and metrics are set exactly once, at its end. logprobs has one entry per token if the request asked
+    for them, else none.
+    """
 
     sequence_id: str
     token_ids: tuple[int, ...]
@@ -381,19 +417,21 @@ class SequenceUpdate:
 
 
 class StopCheck(Protocol):
-    """Finds stop strings. Called once per request and step, in order."""
+    """Finder of stop strings. Called once per sequence and step, in order."""
 
     def __call__(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
-        """Take in new tokens; return how many of them to keep when a stop string ended the text, else None."""
+        """Take in new tokens; return how many of them to keep if a stop string ended the text, else None."""
         ...
 
 
 Progress = Callable[[str, int, int], None]
-"""progress(what, done, total), called during warm-up."""
+"""progress(stage, done, total), called during warm-up."""
 
 
 class Executor(Protocol):
-    """Runs the models; the only thing that touches a device. Host arrays in, host arrays out; one step at a time."""
+    """Runner of the models, and the only part that touches a device. Host arrays in, host arrays out; one step at a
+    time.
+    """
 
     @property
     def limits(self) -> Limits: ...
@@ -410,47 +448,54 @@ class Executor(Protocol):
         ...
 
     def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
-        """One target forward over trees and prefill chunks; accepted KV is committed before anything else runs. edits:
-        of the logits that tokens are drawn from, and what to tell of them; None: nothing, at no cost."""
+        """Run one target forward over trees and prefill chunks; accepted KV is committed before anything else runs.
+
+        edits: changes to the logits that tokens are drawn from, and log probabilities to report; None costs nothing.
+        """
         ...
 
     def expand(self) -> None:
-        """Free the draft and make the extension slab of its memory; called between steps, with the draft resident.
-        Afterwards pages up to num_pages + extension_pages are there, and no plan has a draft. Raises ElasticError: the
-        slab could not be made; the draft is back, its KV empty, and the pages are as they were."""
+        """Free the draft and make the extension slab of its memory. Called between steps, with the draft resident.
+
+        Afterwards pages up to num_pages + extension_pages exist and no plan has a draft. Raises ElasticError if the
+        slab could not be made: the draft is back with empty KV, and the pages are as they were.
+        """
         ...
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
-        """Copy target KV of pages to other pages, i32[N] each, none of them in both; called between steps while
-        expanded. Raises ElasticError: pages outside `to_pages` are as they were."""
+        """Copy target KV of pages to other pages, i32[N] each, disjoint. Called between steps while expanded.
+
+        Raises ElasticError: pages outside `to_pages` are as they were.
+        """
         ...
 
     def contract(self) -> None:
-        """Free the extension slab, which nobody uses any more, and begin to bring the draft back; returns at once.
-        Raises ElasticError: still expanded."""
+        """Free the extension slab, which is not in use any more, and begin to load the draft; return at once.
+
+        Raises ElasticError: still expanded.
+        """
         ...
 
     def draft_ready(self) -> bool:
-        """After `contract`: whether the draft is resident again, its KV empty. Never waits. Raises ElasticError when
-        loading failed; the next call begins anew."""
+        """Return whether the draft is resident again after `contract`, its KV empty. Never waits.
+
+        Raises ElasticError if loading failed; the next call begins anew.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Drafter(Protocol):
-    """Proposes candidate trees. The local one runs on this device; a remote one speaks to a draft service.
+    """Proposer of candidate trees: the local one runs on this device, a remote one asks a draft service.
 
-    One that keeps something for each row by its slot may have `ended(slots: i32[n])`, which is called between two
-    proposals with slots whose requests run no more; a row that begins (draft_ctx 0) may come in its place in the next.
-    A plan says all that a draft model of its own needs. What else a drafter may build on (the target's hidden states,
-    its weights) lies on the device and is the executor's: it gives them to the drafter when it makes it, and they never
-    pass through here.
+    A plan carries all that a separate draft model needs. A drafter that also needs the target's hidden states or
+    weights gets them from the executor that creates it; they stay on the device.
     """
 
     @property
     def wait_s(self) -> float:
-        """Seconds that the last call waited, for the device or for a service."""
+        """Seconds that the last call waited for the device or for a service."""
         ...
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
@@ -458,15 +503,30 @@ class Drafter(Protocol):
         ...
 
 
+class DraftSessions(Protocol):
+    """State that a draft service keeps for each slot; part of a remote drafter."""
+
+    @property
+    def available(self) -> bool:
+        """True if the service may be asked for trees now; otherwise plans have no draft."""
+        ...
+
+    def ended(self, slots: np.ndarray) -> None:
+        """Close the sessions of slots (i32[n]) whose sequences run no more. Called between two proposals."""
+        ...
+
+
 @dataclass(frozen=True)
 class CostSamples:
-    """Times with `context` committed tokens in every row. verify: (bucket tokens, rows) -> seconds; catchup: packed
-    catch-up tokens -> seconds; draft_level: (rows, width) -> seconds of one beam level; switch: (lag, rows) -> seconds
-    until drafts of so many rows have caught up on so many tokens each, where that was measured.
+    """Seconds measured at warm-up, with `context` committed tokens in every row.
 
-    *_per_context_s: by the same keys, what one token more of context load costs; keys that are not there: nothing.
-    The load is what `context_load` makes of the rows' contexts: rows are read in groups of `context_rows`, in order,
-    and each group waits for its longest. context 0: nothing depends on it.
+    verify_s: by (bucket tokens, rows). catchup_s: by packed catch-up tokens. draft_level_s: one beam level, by (rows,
+    width). switch_s: until drafts of so many rows have caught up on so many tokens each, by (lag, rows), where
+    measured.
+
+    *_per_context_s: by the same keys, the cost of one more token of context load; a missing key costs nothing. The
+    context load is what `context_load` makes of the rows' contexts: rows are read in groups of `context_rows`, in
+    order, and each group waits for its longest. context 0: nothing depends on the context.
     """
 
     verify_s: dict[tuple[int, int], float]
@@ -481,7 +541,7 @@ class CostSamples:
 
 
 def scaled_samples(samples: CostSamples, *, verify: float, draft: float) -> CostSamples:
-    """The samples with verification and draft taking so many times as long."""
+    """Return the samples with verification and draft times multiplied by these factors."""
     by_verify = {name: _scaled(getattr(samples, name), verify) for name in ("verify_s", "verify_per_context_s")}
     names = ("catchup_s", "draft_level_s", "catchup_per_context_s", "level_per_context_s", "switch_s")
     by_draft = {name: _scaled(getattr(samples, name), draft) for name in names}
@@ -493,7 +553,10 @@ def _scaled(seconds: dict[Any, float], factor: float) -> dict[Any, float]:
 
 
 def context_load(context: np.ndarray, context_rows: int) -> float:
-    """Tokens: the longest context of each group of `context_rows` rows, summed. context: i64[R], committed tokens."""
+    """Return the tokens of context that a step reads: the longest of each group of `context_rows` rows, summed.
+
+    context: i64[R], committed tokens.
+    """
     if len(context) <= context_rows:
         return float(context.max()) if len(context) else 0.0
     return float(np.maximum.reduceat(context, np.arange(0, len(context), context_rows)).sum())

@@ -30,7 +30,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "models", "tree", "runtime/test_compiling.py", "runtime/test_footprint.py", "runtime/test_programs.py",
+    "models", "tree", "runtime/test_compile.py", "runtime/test_sizing.py", "runtime/test_programs.py",
     "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
@@ -50,7 +50,7 @@ def _has_gpu() -> bool:
 
 
 LONGEST = (
-    "runtime/test_mesh.py", "star/test_end_to_end_faults.py", "runtime/test_hosts.py", "star/test_model.py",
+    "runtime/test_mesh.py", "star/test_end_to_end_faults.py", "runtime/test_multihost.py", "star/test_model.py",
     "engine/test_elastic_device.py", "engine/test_learning.py", "cluster/test_local.py",
     "bench/test_http_own_server.py", "engine/test_families.py", "engine/test_drafts.py", "cli/test_distill.py",
     "distill/test_generate.py", "distill/test_offline.py", "engine/test_draft_versions.py",

@@ -228,7 +228,7 @@ def test_processes_that_are_gone_are_said():
         other.sendall(struct.pack("<I", 9)[:2])
         other.close()
         with pytest.raises(EngineDeadError, match="the other process is gone: it closed the connection"):
-            hosts._exactly(one, 4)
+            hosts._receive_exactly(one, 4)
 
 
 def test_models_that_cannot_be_held_are_said(tmp_path: Path):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import runpy
 import socket
 import sys
 import threading
@@ -216,19 +215,6 @@ def test_a_cluster_in_the_background_that_ends_is_quoted(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", "up", "--detach", "--targets", "0"])
     with pytest.raises(errors.AdaServeError, match=r"the cluster ended with status 2: adaserve: error: .*targets"):
         _detach(ClusterFolder(tmp_path / "run"))
-
-
-def test_a_cluster_without_its_packages_names_the_first_one(monkeypatch: pytest.MonkeyPatch):
-    class Missing:
-        @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> None:
-            if name == "adaserve_jax.cluster.settings":
-                raise ModuleNotFoundError("No module named 'pydantic'", name="pydantic")
-
-    monkeypatch.delitem(sys.modules, "adaserve_jax.cluster.settings")
-    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
-    with pytest.raises(errors.ConfigError, match="adaserve cluster needs the package 'pydantic'"):
-        runpy.run_path(str(PACKAGE / "cli" / "cluster.py"))
 
 
 def test_a_target_alone_drafts_nothing():

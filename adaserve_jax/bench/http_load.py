@@ -1,5 +1,7 @@
-"""Any OpenAI-compatible server, by its URL, as a bench run sees it: the client, its event loop and the accounting are
-here, the engine is elsewhere.
+"""Open-loop load on any OpenAI-compatible server by its URL, as an implementation of `BenchEngine`.
+
+Prepared requests are sent at their due times, whatever the server does; after the last one the client waits a bounded
+time for the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult
 from adaserve_jax.bench.http_probe import (
     MAX_ERROR_BYTES,
     USAGE_LADDER,
-    Dialect,
-    Prepared,
+    PreparedRequest,
+    ServerDialect,
     UrlProbe,
     message,
     prepare,
@@ -38,20 +40,23 @@ from adaserve_jax.types import SLO
 from adaserve_jax.workloads.prompt_text import PromptWriter, about_tokens
 from adaserve_jax.workloads.workload import WorkloadItem
 
-# Sends prepared requests to a URL at their due times, whatever the server does; waits a bounded time for the
-# rest.
-
 SPIN_S = 0.0015
-"""A timer of the event loop is up to a millisecond late; so long before a due time the loop turns without sleeping."""
+"""Time before a due time during which the loop spins: its timers are up to a millisecond late."""
 SWITCH_S = 0.0005
-"""Longest turn of another thread of this process, such as a progress bar's, before the client gets its own."""
+"""Interpreter switch interval: bounds the turns of other threads of this process, such as a progress bar."""
 SWEEP_S = 0.25
 _UNREACHED = ("connection_refused", "connect_timeout", "connect_failed")
+PROMPT = "Write down the numbers from one to a hundred:"
+BASELINE_TOKENS, BASELINE_REQUESTS, PROBE_TOKENS = 32, 3, 2
+FIRST_ANSWER_S = 600.0
+"""Limit for the first request, which may load a model."""
+_OWNER = "adaserve"
+T = TypeVar("T")
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No pause for collecting garbage while times are taken, and short turns of this process's other threads."""
+    """Disable garbage collection and shorten the turns of other threads while times are taken."""
     enabled, switch_s = gc.isenabled(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()
@@ -67,7 +72,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class UrlRun:
-    """One open loop on one event loop. `stop()` ends it early, from the loop's own thread."""
+    """One open-loop run on one event loop. `stop()` ends it early, from the loop's own thread."""
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class UrlRun:
         self._stopped.set()
 
     async def run(self, due: Sequence[Due], drain_s: float) -> LoopResult:
-        """Submit in order of due_s, then wait at most drain_s and cut off what is left, by closing connections."""
+        """Submit in order of due_s, wait at most drain_s for the rest, then cut it off by closing connections."""
         await self._pool.fill()
         sweeper = asyncio.create_task(self._sweep())
         start_s = time.monotonic()
@@ -99,11 +104,11 @@ class UrlRun:
             await self._until(start_s + each.due_s)
             if self._stopped.is_set():
                 break
-            self._submit(cast("Prepared", each.prepared), start_s + each.due_s)
+            self._submit(cast("PreparedRequest", each.prepared), start_s + each.due_s)
         await self._drained(drain_s)
         sweeper.cancel()
         cut_off_s = time.monotonic()
-        await asyncio.sleep(0)  # what was read just now is looked at first
+        await asyncio.sleep(0)  # parse what was read just now
         left = [probe for probe in self.probes if not probe.ended]
         for probe in left:
             probe.cut_off()
@@ -113,7 +118,7 @@ class UrlRun:
             self.probes, start_s, cut_off_s if left else None, interrupted=self._stopped.is_set(), engine_died=gone
         )
 
-    def _submit(self, prepared: Prepared, due_at_s: float) -> None:
+    def _submit(self, prepared: PreparedRequest, due_at_s: float) -> None:
         probe = UrlProbe(prepared, due_at_s, self._ended, self._resend, keep_texts=self._keep_texts)
         self.probes.append(probe)
         self._in_flight += 1
@@ -145,7 +150,7 @@ class UrlRun:
             wait.cancel()
 
     async def _sweep(self) -> None:
-        """Fail requests that hear nothing."""
+        """Fail requests that have been silent for too long."""
         while True:
             await asyncio.sleep(min(SWEEP_S, self._silence_timeout_s / 4))
             oldest_s = time.monotonic() - self._silence_timeout_s
@@ -153,37 +158,29 @@ class UrlRun:
                 probe.fail("timeout")
 
     async def _server_gone(self) -> bool:
-        """Requests found nobody, and still nobody is there."""
+        """Return whether requests found no server and still none accepts a connection."""
         missed = any(probe.outcome[1] in _UNREACHED for probe in self.probes)
         return missed and not await self._pool.reachable()
 
 
-# What a server says of itself before it is measured: its model, whether it is of this package, how it counts
-# tokens, and how fast it decodes one request alone. Runs on the event loop.
-
-PROMPT = "Write down the numbers from one to a hundred:"
-BASELINE_TOKENS, BASELINE_REQUESTS, PROBE_TOKENS = 32, 3, 2
-FIRST_ANSWER_S = 600.0
-"""The first request may load a model."""
-_OWNER = "adaserve"
-
-
 @dataclass(frozen=True)
-class Discovered:
-    """dialect: how to talk to the server. engine: what a server of this package says of its engine. max_context: 0
-    where it does not say."""
+class DiscoveredServer:
+    """Properties of a server that are found before it is measured.
 
-    dialect: Dialect
+    max_context: 0 if unknown. engine: engine facts of a server of this package.
+    """
+
+    dialect: ServerDialect
     max_context: int
     engine: Mapping[str, Any]
 
 
-class _Body:
-    """Collects a whole answer."""
+class _WholeBody:
+    """Response handler that collects a whole answer. ended: error code, or None if it came whole."""
 
     def __init__(self) -> None:
         self.status, self.content = 0, bytearray()
-        self.over: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -201,37 +198,40 @@ class _Body:
         self._finish(code)
 
     def _finish(self, code: str | None) -> None:
-        if not self.over.done():
-            self.over.set_result(code)
+        if not self.ended.done():
+            self.ended.set_result(code)
 
 
-async def discover(pool: ConnectionPool, settings: UrlSettings) -> Discovered:
-    """Raises ConfigError that says what came instead."""
+async def discover(pool: ConnectionPool, settings: UrlSettings) -> DiscoveredServer:
+    """Find the server's model, whether it is of this package, how it counts tokens, and its baseline.
+
+    The baseline is the time per token of one request alone. Raises ConfigError, which says what came instead.
+    """
     card = await _model_card(pool, settings)
     own = card.get("owned_by") == _OWNER
     said = _number(card.get("baseline_ms")) if own else None
     baseline_s = settings.baseline_s or (said / 1e3 if said else 0.0)
-    plain = Dialect(settings.model or str(card["id"]), {}, own, baseline_s)
+    plain = ServerDialect(settings.model or str(card["id"]), {}, own, baseline_s)
     dialect = await _accepted(pool, settings, plain)
     if not baseline_s:
         dialect = replace(dialect, baseline_s=await _baseline_s(pool, settings, dialect))
     version = await _get(pool, settings, "version") if own else {}
     engine = version.get("engine")
     context = card.get("max_model_len")
-    return Discovered(
+    return DiscoveredServer(
         dialect, context if isinstance(context, int) else 0, engine if isinstance(engine, Mapping) else {}
     )
 
 
-def system_name(settings: UrlSettings, found: Discovered) -> str:
+def system_name(settings: UrlSettings, found: DiscoveredServer) -> str:
     return settings.system or (OWN_SYSTEM if found.dialect.own else settings.authority)
 
 
 async def _model_card(pool: ConnectionPool, settings: UrlSettings) -> Mapping[str, Any]:
-    """The wanted model's entry in the server's list, or an empty one where it is not listed."""
+    """Return the wanted model's entry in the server's list, or {} if it is not listed."""
     try:
         body = await _get(pool, settings, "v1/models")
-    except _NotThere as error:
+    except _RouteMissing as error:
         if settings.model is None:
             raise ConfigError(f"{error}; name the model") from None
         return {}
@@ -243,16 +243,16 @@ async def _model_card(pool: ConnectionPool, settings: UrlSettings) -> Mapping[st
     return named[0] if named else {}
 
 
-class _NotThere(ConfigError):
+class _RouteMissing(ConfigError):
     """The server has no such route."""
 
 
 async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mapping[str, Any]:
-    answer = _Body()
+    answer = _WholeBody()
     pool.acquire(lambda connection: connection.send(message(settings, route, None), answer), answer.fail)
     where = f"{settings.url}: GET {settings.route(route)}"
     try:
-        lost = await asyncio.wait_for(answer.over, settings.silence_timeout_s)
+        lost = await asyncio.wait_for(answer.ended, settings.silence_timeout_s)
     except TimeoutError:
         raise ConfigError(
             f"{where} got no answer in {settings.silence_timeout_s:g} s; is it the right server?"
@@ -262,7 +262,7 @@ async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mappi
     if answer.status in (401, 403):
         raise ConfigError(f"{where} answered {answer.status}; give the API key")
     if answer.status != 200:
-        raise _NotThere(f"{where} answered {answer.status}")
+        raise _RouteMissing(f"{where} answered {answer.status}")
     try:
         body = json.loads(answer.content)
     except (ValueError, RecursionError):
@@ -272,8 +272,8 @@ async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mappi
     return body
 
 
-async def _accepted(pool: ConnectionPool, settings: UrlSettings, plain: Dialect) -> Dialect:
-    """With the best of USAGE_LADDER that the server does not refuse."""
+async def _accepted(pool: ConnectionPool, settings: UrlSettings, plain: ServerDialect) -> ServerDialect:
+    """Return the dialect with the best entry of USAGE_LADDER that the server does not refuse."""
     for usage in USAGE_LADDER:
         dialect = replace(plain, usage=usage)
         probe = await _ask(pool, settings, dialect, PROBE_TOKENS)
@@ -288,8 +288,8 @@ async def _accepted(pool: ConnectionPool, settings: UrlSettings, plain: Dialect)
     )
 
 
-async def _baseline_s(pool: ConnectionPool, settings: UrlSettings, dialect: Dialect) -> float:
-    """Median seconds per token of greedy requests, each alone; 0 where there were never two tokens."""
+async def _baseline_s(pool: ConnectionPool, settings: UrlSettings, dialect: ServerDialect) -> float:
+    """Return the median seconds per token of greedy requests, each alone; 0 if none had two tokens."""
     found = []
     for _ in range(BASELINE_REQUESTS):
         times = (await _ask(pool, settings, dialect, BASELINE_TOKENS)).token_times_s
@@ -298,7 +298,7 @@ async def _baseline_s(pool: ConnectionPool, settings: UrlSettings, dialect: Dial
     return median(found) if found else 0.0
 
 
-async def _ask(pool: ConnectionPool, settings: UrlSettings, dialect: Dialect, tokens: int) -> UrlProbe:
+async def _ask(pool: ConnectionPool, settings: UrlSettings, dialect: ServerDialect, tokens: int) -> UrlProbe:
     item = WorkloadItem(PROMPT, (), tokens, "default", SLO(), 0.0, 0, None)
     prepared = prepare(Ask("probe", item, 0, SLO(), "probe", tokens), settings, dialect)
     run = UrlRun(pool, max(settings.silence_timeout_s, FIRST_ANSWER_S))
@@ -310,24 +310,21 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
-T = TypeVar("T")
-
-
 class UrlEngine:
-    """Implements `BenchEngine` by HTTP, ready when the constructor returns.
+    """`BenchEngine` over HTTP, ready when the constructor returns.
 
-    The client's clock counts: a request arrives when it is sent, a token comes when its bytes are read. policy: the
-    name of its rows; None: the server's policy where it is of this package, else its system. keep_texts: whether each
-    probe keeps what came, with its time. Raises ConfigError: no such server, no such model, an answer not streamed.
+    Times are the client's: a request arrives when it is sent, a token when its bytes are read. policy: name in the
+    result rows; None: the policy of a server of this package, else the system. keep_texts: whether each probe keeps
+    the received texts with their times. Raises ConfigError: no such server or model, or an answer without a stream.
     """
 
     def __init__(self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False):
         parser_library()
         self.settings = settings
         self.token_source = ""
-        """How the tokens of the last drive were counted, of its least sure request: `http_tokens.SOURCES`."""
+        """Least sure source of token times in the last drive: one of http_probe.SOURCES, or ""."""
         self.notes: tuple[str, ...] = ()
-        """Sentences on what the client had to do in the last drive."""
+        """Remarks on the last drive, for the user."""
         self._keep_texts = keep_texts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="bench-url", daemon=True)
@@ -341,23 +338,24 @@ class UrlEngine:
             raise
         self.about = _about(settings, self._found, policy)
 
-    def prepare(self, ask: Ask) -> Prepared:
-        """The bytes of its request. Raises ConfigError when it cannot be asked of a URL."""
+    def prepare(self, ask: Ask) -> PreparedRequest:
+        """Build the bytes of a request. Raises ConfigError if it cannot be sent to a URL."""
         item = ask.item
         written = self._writer.write(item.lengths, ask.seed) if item.by_length and item.lengths else ""
         return prepare(ask, self.settings, self._found.dialect, written)
 
     @cached_property
     def _writer(self) -> PromptWriter:
-        """Of about as many tokens as wanted: nobody here can count those of a server."""
+        """Writer of prompts with about as many tokens as wanted; the server's tokenizer is unknown."""
         return PromptWriter(about_tokens)
 
     def drive(
         self, due: Sequence[Due], *, drain_s: float, on_progress: Callable[[int], None] | None = None
     ) -> LoopResult:
-        """Send in order of due_s and on time; what is left drain_s after the last is cut off by closing connections.
+        """Send in order of due_s and on time; cut off what is left drain_s after the last by closing connections.
 
-        Ctrl-C stops sending and cuts off likewise. on_progress: told how many are in flight, from the client's thread.
+        Ctrl-C stops sending and cuts off likewise. on_progress: called with the number of requests in flight, in the
+        client's thread.
         """
         run = UrlRun(self._open_pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
         with undisturbed():
@@ -372,7 +370,7 @@ class UrlEngine:
         return result
 
     def set_policy(self, name: str) -> None:
-        """Only the one name that its rows have. Raises ConfigError."""
+        """Accept only the one name in its rows: a server keeps its own policy. Raises ConfigError."""
         if name not in (self.about.policies or ()):
             known = ", ".join(self.about.policies or ())
             raise ConfigError(f"a server by its URL keeps its own policy: expected {known}, got {name!r}")
@@ -405,7 +403,7 @@ class UrlEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _about(settings: UrlSettings, found: Discovered, policy: str | None) -> EngineAbout:
+def _about(settings: UrlSettings, found: DiscoveredServer, policy: str | None) -> EngineAbout:
     engine, system = found.engine, system_name(settings, found)
 
     def text(name: str, otherwise: str) -> str:

@@ -1,7 +1,7 @@
-"""Watches one request to a URL: when it was sent, when each token was read, how it ended.
+"""One request of a bench run to a URL: its bytes, the times of its tokens, and how it ended.
 
-Connections call it on their event loop. It notes times first and looks at what was read on the loop's next turn, so
-that other connections' bytes are stamped before anybody decodes anything.
+The bytes are made before the run. Connections call the probe on their event loop. It notes times first and parses what
+was read on the loop's next turn, so that other connections' bytes get their time stamps before anything is decoded.
 """
 
 from __future__ import annotations
@@ -23,20 +23,36 @@ from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import SLO, RequestMetrics
 from adaserve_jax.workloads.workload import WorkloadItem
 
-# The bytes of the requests that a bench sends to a URL, made ahead of the run. Opens nothing.
-
 USAGE_LADDER: tuple[Mapping[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     {"stream_options": {"include_usage": True}},
     {},
 )
-"""Ways to ask for token counts in a stream, the best first; servers that refuse one get the next."""
+"""Ways to ask for token counts in a stream, the best first; a server that refuses one gets the next."""
+MAX_MS = 1e9
+"""Upper bound of a reported wait."""
+TokenSource = Literal["usage", "usage_spread", "events"]
+SOURCES: tuple[TokenSource, ...] = ("usage", "usage_spread", "events")
+"""Sources of token times, the surest first: the count so far in the events; the final count, spread over the events by
+the length of their texts; one token for each event with text, which is a lower bound."""
+MAX_TOKENS = 2**20
+"""A larger count is ignored."""
+MAX_EVENT_BYTES = 2**22
+MAX_ERROR_BYTES = 2**16
+MAX_ANSWER_BYTES = 2**26
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """What one server takes. usage: of USAGE_LADDER. own: it is of this package, so that it knows targets, salts and
-    every parameter of sampling."""
+class ServerDialect:
+    """Request fields that one server accepts.
+
+    usage: one of USAGE_LADDER. own: a server of this package, which knows SLO targets, salts and all sampling
+    parameters.
+    """
 
     model: str
     usage: Mapping[str, Any]
@@ -45,8 +61,8 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A request as it goes onto the wire, and what its record needs. slo: as the client accounts for it."""
+class PreparedRequest:
+    """Bytes of a request and what its record needs. slo: the targets by which the client judges it."""
 
     request_id: str
     message: bytes
@@ -55,19 +71,21 @@ class Prepared:
     max_tokens: int
 
 
-def prepare(ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = "") -> Prepared:
-    """written: the prompt of an item that is known by its lengths only. Raises ConfigError when the item cannot be
-    asked of this server."""
+def prepare(ask: Ask, settings: UrlSettings, dialect: ServerDialect, written: str = "") -> PreparedRequest:
+    """Build a request. written: prompt of an item that is known by its lengths only.
+
+    Raises ConfigError if this server cannot be asked for the item.
+    """
     if ask.slo.relative is not None and dialect.baseline_s <= 0:
         raise ConfigError("a relative target needs a baseline, and none could be measured; give baseline_s")
     body = request_body(ask, settings, dialect, written)
-    return Prepared(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
+    return PreparedRequest(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
 
 
 def request_body(
-    ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = ""
+    ask: Ask, settings: UrlSettings, dialect: ServerDialect, written: str = ""
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """Route and body. Whatever sampling the server would fill in by itself is said where that is standard."""
+    """Return route and body, with standard sampling parameters given explicitly instead of left to the server."""
     route, content = _content(ask.item, ask.item.prompt or written, settings.endpoint)
     body: dict[str, Any] = {
         "model": dialect.model, **content, "stream": True, **dialect.usage, "max_tokens": ask.max_tokens,
@@ -85,7 +103,7 @@ def request_body(
 
 
 def message(settings: UrlSettings, route: str, body: Mapping[str, Any] | None) -> bytes:
-    """A whole HTTP request; GET without a body."""
+    """Return the bytes of a whole HTTP request: GET if there is no body."""
     content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     headers = {
         "host": settings.authority,
@@ -118,15 +136,11 @@ def _content(item: WorkloadItem, prompt: str, endpoint: str) -> tuple[str, dict[
     return "v1/completions", {"prompt": prompt}
 
 
-# What a server of this package says of a request in its last event, as the metrics of a request.
-
-MOST_MS = 1e9
-"""No request waits longer."""
-
-
 def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
-    """Counts of verifications and the wait before the first of them, `first_scheduled_s` counting from an arrival at 0.
-    What is absent, or no number, is as if nothing was said."""
+    """Return verification counts and queue time that a server of this package reports in its last event.
+
+    `first_scheduled_s` counts from an arrival at 0. Values of a wrong type count as absent.
+    """
     speculative = said.get("speculative")
     speculative = speculative if isinstance(speculative, Mapping) else {}
     slo = said.get("slo")
@@ -142,32 +156,20 @@ def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
 
 
 def _is_time(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_MS
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_MS
 
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
-# How many tokens each event of a stream brought, and so when each token came. Knows nothing of connections.
-#
-# Servers differ: some say the count so far in every event (this package, vLLM, SGLang, on
-# `continuous_usage_stats`; llama.cpp in its `timings`), most say it once at the end, some never. An event may
-# hold several tokens, or part of one.
-
-TokenSource = Literal["usage", "usage_spread", "events"]
-SOURCES: tuple[TokenSource, ...] = ("usage", "usage_spread", "events")
-"""From the surest to the least sure: the count so far in the events; the final count, spread over the events by the
-length of their texts; one token for each event with text, which is a lower bound."""
-MOST_TOKENS = 2**20
-"""A count above it is no count."""
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
-
-
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What one event says of the first choice. count: output tokens so far, where it says so. error: an object that a
-    failure brings, or its text. served: what a server of this package says of the request in its last event."""
+class CompletionEvent:
+    """Content of one event for the first choice.
+
+    count: output tokens so far, if given. error: object or text of a failure. served: metrics in the last event of a
+    server of this package.
+    """
 
     text: str = ""
     finish_reason: str | None = None
@@ -179,40 +181,45 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """An event that brought text, or a count above the one before. at_s: when its bytes were read."""
+class SeenEvent:
+    """Time, text length and count of an event that brought text or a higher count. at_s: when its bytes were read."""
 
     at_s: float
     length: int
     count: int | None
 
 
-def event_of(body: object) -> Event:
-    """The event whose JSON is `body`; whatever is not as expected counts as absent, as servers send more than they
-    document."""
+def event_of(body: object) -> CompletionEvent:
+    """Parse the JSON of an event; fields of an unexpected type count as absent, as servers send undocumented ones."""
     if not isinstance(body, Mapping):
-        return Event()
+        return CompletionEvent()
     usage, timings = _object(body.get("usage")), _object(body.get("timings"))
     choice = _first(body.get("choices"))
     reason = choice.get("finish_reason")
-    count = _http_tokens_count(usage.get("completion_tokens"))
-    return Event(
+    count = _token_count(usage.get("completion_tokens"))
+    return CompletionEvent(
         text=_text(choice),
         finish_reason=reason if isinstance(reason, str) else None,
-        count=_http_tokens_count(timings.get("predicted_n")) if count is None else count,
-        prompt_tokens=_http_tokens_count(usage.get("prompt_tokens")),
+        count=_token_count(timings.get("predicted_n")) if count is None else count,
+        prompt_tokens=_token_count(usage.get("prompt_tokens")),
         error=body.get("error"),
         has_choice=bool(choice),
         served=body["metrics"] if isinstance(body.get("metrics"), Mapping) else None,
     )
 
 
-def token_times(seen: Sequence[Seen], total: int | None) -> tuple[list[float], TokenSource]:
-    """When each output token came, and how that is known. seen: in the order of reading. total: the final count, None
-    where the server did not say.
+def token_times(seen: Sequence[SeenEvent], total: int | None) -> tuple[list[float], TokenSource]:
+    """Return the time of each output token, and the source of that knowledge.
 
-    Tokens of one event share its time. With a count in every event the tokens are those between two counts; a final
-    count is spread in proportion to the texts, each event with text having one at least while there are enough.
+    Servers differ: some give the count so far in every event (this package, vLLM and SGLang with
+    `continuous_usage_stats`, llama.cpp in its `timings`), most give it once at the end, some never. An event may hold
+    several tokens, or part of one. Tokens of one event share its time. With a count in every event, an event's tokens
+    are the difference to the count before. A final count is spread in proportion to the lengths of the texts; each
+    event with text gets at least one token while there are enough.
+
+    Args:
+        seen: events in the order of reading.
+        total: the final count; None if the server does not give it.
     """
     if not seen:
         return [], "events" if total is None else "usage"
@@ -224,20 +231,20 @@ def token_times(seen: Sequence[Seen], total: int | None) -> tuple[list[float], T
 
 
 def worst(sources: Sequence[TokenSource]) -> TokenSource | None:
-    """The least sure of them; None of nothing."""
+    """Return the least sure source; None if there is none."""
     return max(sources, key=SOURCES.index, default=None)
 
 
-def _by_counts(seen: Sequence[Seen], total: int | None) -> list[float]:
+def _by_counts(seen: Sequence[SeenEvent], total: int | None) -> list[float]:
     times: list[float] = []
     for each in seen:
         times += [each.at_s] * ((each.count or 0) - len(times))
     return times + [seen[-1].at_s] * ((total or 0) - len(times))
 
 
-def _spread(seen: Sequence[Seen], total: int) -> list[float]:
+def _spread(seen: Sequence[SeenEvent], total: int) -> list[float]:
     texts = [each for each in seen if each.length] or [seen[-1]]
-    if total <= len(texts):  # parts of characters, or of words that a stop text held back: the first one is the first
+    if total <= len(texts):  # events hold parts of a token; the first token is in the first event
         step = (len(texts) - 1) / max(1, total - 1)
         return [texts[round(i * step)].at_s for i in range(total)]
     extra, whole = total - len(texts), sum(each.length for each in texts) or 1
@@ -266,26 +273,22 @@ def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _http_tokens_count(value: object) -> int | None:
+def _token_count(value: object) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    return value if 0 <= value <= MOST_TOKENS else None
-
-
-# Splits a stream of bytes into server-sent events, however the bytes come. Knows nothing of JSON.
-
-MAX_EVENT_BYTES = 2**22
-_LINE_END = re.compile(rb"\r\n|\n|\r")
+    return value if 0 <= value <= MAX_TOKENS else None
 
 
 class EventTooLarge(ValueError):
-    """One event has more bytes than any server of tokens sends."""
+    """An event is longer than MAX_EVENT_BYTES."""
 
 
 class EventReader:
-    """The `data` of each event, as the HTML standard defines event streams: lines end with LF, CR or CRLF, also in
-    turns; lines of one event are joined; comments and other fields are left out. Bytes that begin a character whose
-    rest comes later wait for it, as does half a line."""
+    """Incremental parser of server-sent events, which yields the `data` of each event.
+
+    Follows the HTML standard: lines end with LF, CR or CRLF, even mixed; data lines of one event are joined; comments
+    and other fields are ignored. An incomplete line waits for its rest.
+    """
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
@@ -295,7 +298,7 @@ class EventReader:
         self._at_start = True
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Events that `part` completes. Raises EventTooLarge."""
+        """Return the events that `part` completes. Raises EventTooLarge."""
         if not part:
             return []
         if self._after_cr and part[:1] == b"\n":
@@ -314,7 +317,7 @@ class EventReader:
         return events
 
     def close(self) -> list[bytes]:
-        """The event that was not ended when the stream was: some servers leave out the last empty line."""
+        """Return the event that the end of the stream completes: some servers omit the last empty line."""
         self._line(b"".join(self._rest))
         left, self._data, self._rest = self._data, [], []
         return [b"\n".join(left)] if left else []
@@ -337,22 +340,16 @@ class EventReader:
             raise EventTooLarge(f"one event of the stream has more than {MAX_EVENT_BYTES} bytes")
 
 
-MAX_ERROR_BYTES = 2**16
-MAX_ANSWER_BYTES = 2**26
-_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_DONE = b"[DONE]"
-
-
 class UrlProbe(Probe):
-    """One request and its answer; an `Answer` of its connection too.
+    """One request and its answer; also the `ResponseHandler` of its connection.
 
-    on_end: called once, when the request ended, however that was. resend(probe): a connection that had been idle was
-    gone before a byte came back, as happens when a server closes it just then; called once at most. keep_texts: whether
-    `texts` keeps what each event said, with its time.
+    on_end: called once, when the request has ended in any way. resend: called at most once, with the probe, when the
+    server closed an idle connection just as the request was sent on it. keep_texts: whether `texts` keeps the text of
+    each event with its time.
     """
 
     def __init__(
-        self, prepared: Prepared, due_at_s: float, on_end: Callable[[], None],
+        self, prepared: PreparedRequest, due_at_s: float, on_end: Callable[[], None],
         resend: Callable[[UrlProbe], None] | None = None, *, keep_texts: bool = False,
     ):  # fmt: skip
         super().__init__(due_at_s)
@@ -367,7 +364,7 @@ class UrlProbe(Probe):
         self._resend = resend
         self._keep_texts = keep_texts
         self._events = EventReader()
-        self._seen: list[Seen] = []
+        self._seen: list[SeenEvent] = []
         self._count: int | None = None
         self._prompt_tokens = 0
         self._served = RequestMetrics(0.0)
@@ -378,12 +375,12 @@ class UrlProbe(Probe):
 
     @property
     def outcome(self) -> tuple[Status, str | None]:
-        """How it ended, and the code of what went wrong; unfinished until it did."""
+        """Status and error code; the status is unfinished until the request has ended."""
         return self._outcome
 
     def send(self, connection: HttpConnection) -> None:
-        """Onto the wire now."""
-        if self.ended:  # cut off while its connection was opened
+        """Send the request now."""
+        if self.ended:  # it was cut off while its connection was opened
             connection.close()
             return
         self.connection = connection
@@ -412,20 +409,20 @@ class UrlProbe(Probe):
         self._loop.call_soon(self._close, at_s, code)
 
     def fail(self, code: str) -> None:
-        """End the request here: its connection could not be opened, or nothing was heard for too long."""
+        """End the request because its connection cannot be opened or has been silent for too long."""
         done = self._finish_reason is not None
         self._end(time.monotonic(), *(("finished", None) if done else ("failed", code)))
-        self._let_go()
+        self._close_connection()
 
     def cut_off(self) -> None:
-        """Stop the request at the end of the run, by closing its connection."""
+        """Stop the request at the end of the run by closing its connection."""
         if not self.ended:
             done = self._finish_reason is not None
             self._end(time.monotonic(), "finished" if done else "unfinished", None)
-        self._let_go()
+        self._close_connection()
 
     def record(self, at: AtPoint) -> RequestRecord:
-        """The request's record; times are those seen here, counts of verifications the server's where it says them."""
+        """Return the request's record: times as seen here, verification counts as the server reports them."""
         status, code = self._outcome
         times = self.token_times_s
         slo = self.prepared.slo
@@ -478,7 +475,7 @@ class UrlProbe(Probe):
             return
         self._note(at_s, event)
 
-    def _note(self, at_s: float, event: Event) -> None:
+    def _note(self, at_s: float, event: CompletionEvent) -> None:
         if event.prompt_tokens is not None:
             self._prompt_tokens = event.prompt_tokens
         if event.served is not None:
@@ -487,7 +484,7 @@ class UrlProbe(Probe):
         counted = more and event.has_choice
         alone = event.finish_reason is not None and not self._seen  # a token without text
         if self._finish_reason is None and (event.text or counted or alone):
-            self._seen.append(Seen(at_s, len(event.text), event.count))
+            self._seen.append(SeenEvent(at_s, len(event.text), event.count))
             if self._keep_texts:
                 self.texts.append((at_s, event.text))
         if more:
@@ -495,7 +492,7 @@ class UrlProbe(Probe):
         self._finish_reason = self._finish_reason or event.finish_reason
 
     def _close(self, at_s: float, lost: str | None) -> None:
-        """The answer is over: as it should be, or by `lost`."""
+        """Note that the answer is over. lost: error code, or None if it ended properly."""
         if self.ended:
             return
         if self._refusal is not None:
@@ -525,7 +522,7 @@ class UrlProbe(Probe):
         self._seen = []
         self._on_end()
 
-    def _let_go(self) -> None:
+    def _close_connection(self) -> None:
         if self.connection is not None:
             self.connection.close_for(self)
 
@@ -535,7 +532,7 @@ def _later(at_s: float, wait_s: float | None) -> float | None:
 
 
 def _error_in(raw: bytes | bytearray) -> object:
-    """The error of a JSON body, in the shapes that servers have; the text of any other body."""
+    """Return the error of a JSON body in the forms that servers use, or else the body's text."""
     text = raw.decode(errors="replace")
     try:
         body = json.loads(text)

@@ -27,7 +27,7 @@ from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import identify
 from adaserve_jax.runtime.warmup import THOROUGH, Effort, measure, measure_switching
 from adaserve_jax.scheduler.acceptance import acceptance_of_nodes
-from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, Served, ServingFactors, errors_of
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
@@ -143,7 +143,7 @@ def run_trial(
     levels = sorted({1, -(-most // 4), most})
     tokenizer = Tokenizer.from_folder(executor.target_folder)
     requests = _requests(tokenizer, config, seed)
-    predicted, acceptance, served = [], None, Served()
+    predicted, acceptance, served = [], None, ServedTimes()
     for done, policy in enumerate(policies, 1):
         as_tried = replace(config, policy=policy, infeasible_slo="best_effort", prefix_cache=False)
         scheduler = build_scheduler(as_tried, executor.limits, samples)

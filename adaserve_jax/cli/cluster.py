@@ -1,4 +1,4 @@
-"""`adaserve cluster`: several servers and draft services as one. What it needs is imported only when it starts."""
+"""`adaserve cluster`: runs servers and draft services as one. Optional packages are imported when it starts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.cli.options import Command, Group, takes
+from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import AdaServeError, ConfigError
 
-PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "msgspec", "zmq", "prometheus_client", "h11")
+PACKAGES = ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client", "h11")
 LOOK_EVERY_S = 0.2
 ORCHESTRATORS = ("local", "ray")
-
-try:
-    from adaserve_jax.cluster.settings import RouterSettings
-except ModuleNotFoundError as error:
-    raise ConfigError(f"adaserve cluster needs the package {error.name!r}") from error
 
 cluster = typer.Typer(
     name="cluster", help="Serve with several targets and draft services behind one router.", add_completion=False,
@@ -44,7 +40,7 @@ def _folder(path: str | None) -> Any:
 
 
 def _needs(error: ModuleNotFoundError) -> ConfigError:
-    """What to say of a package that is missing. Raises the error itself where it is none of those."""
+    """Return an error that says how to install a missing package; raise `error` itself if it is another one."""
     name = (error.name or "").partition(".")[0]
     extra = {"ray": "cluster"}.get(name, "server" if name in PACKAGES else "")
     if not extra:
@@ -106,8 +102,10 @@ def up(
 
 
 def _detach(folder: Any) -> None:
-    """The same command in a session of its own; returns once it serves. Raises AdaServeError with the end of its log
-    when it does not come to that."""
+    """Start the same command in a session of its own; return once it serves.
+
+    Raises AdaServeError with the end of its log when it ends before.
+    """
     command = [sys.executable, "-m", "adaserve_jax.cli", *(each for each in sys.argv[1:] if each != "--detach")]
     folder.make()
     log = folder.logs / "cluster.log"

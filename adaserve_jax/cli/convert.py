@@ -1,4 +1,4 @@
-"""`adaserve convert`: a checkpoint in the layout that the engine loads without fusing and casting."""
+"""`adaserve convert`: writes a checkpoint in the layout that the engine loads without fusing and casting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def convert(
     folder = resolve_folder(source, "target")
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.models.writing import convert as convert_checkpoint  # imports jax
+        from adaserve_jax.models.export import convert as convert_checkpoint  # imports jax
 
         convert_checkpoint(folder, out, dtype=dtype, progress=progress)
     notes().print(f"{out}: converted from {folder}", style="dim", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`adaserve distill`: a draft that agrees more with its target, from prompts alone or from what a server learned."""
+"""`adaserve distill`: trains a draft to agree with its target, or writes a draft that a server learned."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.cli.options import FormatOption, takes
-from adaserve_jax.cli.terminal import progress_bar, say
+from adaserve_jax.cli.terminal import progress_bar, say, table_console
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.writing import TYPES, check_new
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.types import Progress
 from adaserve_jax.workloads.readers import AUTO
@@ -67,8 +67,6 @@ def distill(
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> None:
     """Train a draft to agree with its target, and write it as a checkpoint. Guide: docs/learning.md."""
-    from adaserve_jax.models.writing import TYPES, check_new  # imports jax
-
     for name, value, known in (("dtype", dtype, DTYPES), ("save-dtype", save_dtype, ("auto", *TYPES))):
         if value not in known:
             raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
@@ -117,7 +115,7 @@ def distill(
 
 
 def _given(context: typer.Context) -> dict[str, str]:
-    """Parameters that stand on the command line, not in the environment, and how their options are written."""
+    """Return parameters that stand on the command line, not in the environment, with the spelling of their options."""
     given = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name) if parameter.name else None
@@ -127,7 +125,7 @@ def _given(context: typer.Context) -> dict[str, str]:
 
 
 def _check_mode(given: dict[str, str], *, writes: bool) -> None:
-    """Raises ConfigError: an option would be without effect. writes: with --from-checkpoint, which trains nothing."""
+    """Raise ConfigError for an option without effect. writes: with --from-checkpoint, which trains nothing."""
     for name, option in given.items():
         if writes and name not in OF_WRITING:
             raise ConfigError(f"{option} has no effect with --from-checkpoint, which trains nothing; leave it out")
@@ -136,7 +134,7 @@ def _check_mode(given: dict[str, str], *, writes: bool) -> None:
 
 
 class _Interrupts:
-    """Counts Ctrl-C: the first asks for an end after the round, the second ends at once."""
+    """Counter of Ctrl-C: the first asks for an end after the round, the second ends at once."""
 
     count = 0
 
@@ -195,7 +193,7 @@ def _type(name: str) -> Any:
 
 
 def _read(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt; of a conversation, ready for the answer."""
+    """Return the token ids of each prompt; a conversation ends where the answer begins."""
     if Path(prompts).suffix == ".txt" and format == AUTO:
         return [tokenizer.encode(line) for line in _lines(Path(prompts))]
     workload = load_workload(None if prompts == PACKAGED else Path(prompts), format=format)
@@ -224,7 +222,7 @@ def _write_learned(
     models: Models, folder: Path, name: str, out: Path, config: OfflineConfig, dtype: str, save_dtype: str,
     progress: Progress,
 ) -> str:  # fmt: skip
-    """What to say of its version."""
+    """Write a draft that a server learned; return its version as words for the note."""
     from adaserve_jax.distill.offline import load_online_draft, write_draft
 
     params, noted = load_online_draft(models, folder, name, config, _type(dtype), progress)
@@ -238,10 +236,7 @@ def _say_epoch(found: Evaluation) -> None:
 
 
 def _print(evaluations: Sequence[Evaluation]) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
+    """Print the table of evaluations to stdout."""
     table = Table()
     for header in ("draft", "held-out acceptance", "held-out loss", "training loss", "steps", "tokens", "seconds"):
         table.add_column(header, justify="left" if header == "draft" else "right")
@@ -252,7 +247,7 @@ def _print(evaluations: Sequence[Evaluation]) -> None:
             f"{each.seconds:.1f}",
         )  # fmt: skip
     if evaluations:
-        console.print(table)
+        table_console(TABLE_COLUMNS).print(table)
 
 
 def _say_what_came(run: Distillation, target: str, out: Path) -> None:

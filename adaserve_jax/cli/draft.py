@@ -1,4 +1,4 @@
-"""`adaserve draft`: one draft for many targets, over gRPC. What it needs is imported only when it starts."""
+"""`adaserve draft`: serves one draft to many targets over gRPC. Optional packages are imported when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`adaserve follow`: the devices of this process, for an engine that another process serves."""
+"""`adaserve follow`: lends the devices of this process to an engine that another process serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`adaserve generate`: one prompt, streamed to the terminal, then what it cost."""
+"""`adaserve generate`: streams the continuation of one prompt to the terminal, then its cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def generate(
 
 
 def show(chunks: Iterable[OutputChunk]) -> RequestMetrics | None:
-    """Print text as it comes; returns the metrics that the last chunk brings."""
+    """Print text as it comes; return the metrics of the last chunk."""
     metrics = None
     for chunk in chunks:
         sys.stdout.write(chunk.text)
@@ -56,7 +56,7 @@ def show(chunks: Iterable[OutputChunk]) -> RequestMetrics | None:
 
 
 def summary(metrics: RequestMetrics) -> str:
-    """One line: tokens, speed, acceptance, and the target's fate."""
+    """Return one line: tokens, speed, acceptance, and whether the target was met."""
     parts = [f"{metrics.output_tokens} tokens"]
     if metrics.last_token_s is not None and metrics.last_token_s > metrics.arrival_s:
         parts.append(f"{metrics.output_tokens / (metrics.last_token_s - metrics.arrival_s):.1f} tokens/s")

@@ -1,4 +1,4 @@
-"""`adaserve grow`: a checkpoint of any size that computes the same function as a small one."""
+"""`adaserve grow`: writes a checkpoint of any size that computes the same function as a small one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, Shape
+from adaserve_jax.models.grow import SHAPES, GrownShape
 from adaserve_jax.models.grow import grow as grow_checkpoint
 from adaserve_jax.results.provenance import count_parameters
 
@@ -36,11 +36,11 @@ def grow(
     notes().print(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim", highlight=False, soft_wrap=True)
 
 
-def _shape(params: str, given: dict[str, int]) -> Shape:
+def _shape(params: str, given: dict[str, int]) -> GrownShape:
     if params and params not in SHAPES:
         raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
     values = (asdict(SHAPES[params]) if params else {}) | given
-    missing = [field.name for field in fields(Shape) if field.name not in values]
+    missing = [field.name for field in fields(GrownShape) if field.name not in values]
     if missing:
         raise ConfigError(f"give --params, or all of the sizes; --{missing[0].replace('_', '-')} is missing")
-    return Shape(**values)
+    return GrownShape(**values)

@@ -1,4 +1,4 @@
-"""`adaserve perplexity`: what quantised weights cost on a text, beside the same weights as they are."""
+"""`adaserve perplexity`: compares the perplexity of quantised weights with that of the weights as they are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import notes, progress_bar, table_console
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.writing import TYPES
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ def perplexity(
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
-    from adaserve_jax.models.perplexity import held_out_code, measure_perplexity  # imports jax
-    from adaserve_jax.models.writing import DTYPES as types
+    from adaserve_jax.models.perplexity import measure_perplexity  # imports jax
 
     folder = resolve_folder(target, "target")
     texts = [_read(path) for path in text] if text else held_out_code()
@@ -56,7 +56,7 @@ def perplexity(
     with progress_bar() as progress:
         progress("loading", 0, 1)
         scores = measure_perplexity(
-            folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=types[dtype], progress=progress
+            folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=TYPES[dtype], progress=progress
         )
     _print(scores)
     if json_out is not None:
@@ -83,10 +83,7 @@ def _row(score: Score) -> dict[str, Any]:
 
 
 def _print(scores: list[Score]) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
+    """Print the table of scores to stdout."""
     headers = ("weights", "MiB", "tokens", "perplexity", "change", "bits/byte", "KL mean", "KL max", "same likeliest")
     table = Table()
     for header in headers:
@@ -98,4 +95,4 @@ def _print(scores: list[Score]) -> None:
             f"{change:+.3%}", f"{score.bits_per_byte:.4f}", f"{score.kl_mean:.2e}", f"{score.kl_max:.2e}",
             f"{score.same_likeliest:.2%}",
         )  # fmt: skip
-    console.print(table)
+    table_console(TABLE_COLUMNS).print(table)

@@ -1,4 +1,4 @@
-"""`adaserve profile`: what steps cost on this machine, as a file that engines start from and simulations run on."""
+"""`adaserve profile`: measures the times of steps into a file that engines and simulations start from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import notes, progress_bar, table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger
@@ -20,16 +19,12 @@ from adaserve_jax.results.profile import Profile, write_profile
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.workloads.traces import load_trace
 
-# What `adaserve profile --memory` shows: the ledger of an engine, as tables and as JSON. Measures nothing.
-
 WIDTH = 100
 
 
 def show_ledger(ledger: Ledger) -> None:
-    """To stdout: every part, in one table per layout."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, WIDTH))
+    """Print every part to stdout, in one table per layout."""
+    console = table_console(WIDTH)
     for title, expanded in _layouts(ledger).items():
         console.print(_memory_table(ledger, title, expanded))
     limit = ledger.limit
@@ -41,7 +36,7 @@ def show_ledger(ledger: Ledger) -> None:
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
-    """As JSON, in bytes: parts by layout, the limit, and what page and workspace are made of."""
+    """Write the ledger as JSON, in bytes: parts by layout, the limit, sizes of pages and workspace."""
     layouts = {
         title: [asdict(part) for part in ledger.parts(expanded=expanded)]
         for title, expanded in _layouts(ledger).items()
@@ -62,7 +57,7 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
 
 
 def _layouts(ledger: Ledger) -> dict[str, bool]:
-    """Titles, and whether the draft is away."""
+    """Return the layouts by title, and whether the draft is away in each."""
     layouts = {"draft resident" if ledger.sizes.draft_weights else "without a draft": False}
     return layouts | ({"draft away, pages in its place": True} if ledger.extension_pages else {})
 
@@ -95,7 +90,7 @@ TABLE_COLUMNS = 120
 
 
 UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibration")
-"""Options of the engine that change nothing of what is measured."""
+"""Options of the engine that change no measurement."""
 
 
 @takes("config", EngineConfig, without=UNUSED)
@@ -152,7 +147,7 @@ def profile(
 
 
 def _show_memory(config: EngineConfig, out: Path | None) -> None:
-    """Raises ConfigError after showing a ledger that does not fit."""
+    """Show the ledger of an engine without measuring. Raises ConfigError if it does not fit."""
     with progress_bar() as progress:
         from adaserve_jax.runtime.loading import plan_memory  # imports jax
 
@@ -165,10 +160,8 @@ def _show_memory(config: EngineConfig, out: Path | None) -> None:
 
 
 def _print(measured: Profile) -> None:
-    """To stdout; a pipe or a file gets the tables' full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
+    """Print the profile to stdout."""
+    console = table_console(TABLE_COLUMNS)
     console.print(_verify_table(measured), _draft_table(measured), _proposal_table(measured))
     console.print(f"baseline {measured.baseline_s * 1e3:.2f} ms per token", highlight=False)
     if measured.acceptance is not None:

@@ -1,4 +1,4 @@
-"""`adaserve report`: what a run measured, as a page to send to others, and what a server did in a time."""
+"""`adaserve report`: writes a page about measured runs, or a table of what a server did in a time."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def report(
 
 
 def _refuse(options: dict[str, object], belongs: str) -> None:
-    """Raise ConfigError for the first option that is given and means nothing here."""
+    """Raise ConfigError for the first given option that has no effect here."""
     for name, value in options.items():
         if value not in (None, False):
             raise ConfigError(f"{name} belongs to {belongs}; leave it out")
@@ -129,7 +129,7 @@ def _report_records(
 
 
 def parse_time(text: str, now_unix_s: float, option: str) -> float:
-    """Unix time of "1h" (before now) or of an ISO 8601 date or time. Raises ConfigError naming the option."""
+    """Return the Unix time of "1h" (before now) or of an ISO 8601 time. Raises ConfigError naming the option."""
     ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if ago is not None:
         return max(0.0, now_unix_s - float(ago[1]) * UNITS_S[ago[2]])
@@ -144,7 +144,7 @@ def parse_time(text: str, now_unix_s: float, option: str) -> float:
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What is asked of `adaserve report DIR`."""
+    """Options of `adaserve report DIR`."""
 
     folders: tuple[Path, ...]
     out: Path | None
@@ -156,7 +156,7 @@ class FolderReport:
 
 
 def write_report(asked: FolderReport) -> None:
-    """Write all that is asked for; without a file to write, print the headline. Raises ConfigError: what is wrong."""
+    """Write the files that are asked for; without a file to write, print the headline. Raises ConfigError."""
     render = None if asked.out is None else renderer(asked.out)
     from adaserve_jax.report.build import build, load_folders
     from adaserve_jax.report.points import measured
@@ -184,7 +184,7 @@ def write_report(asked: FolderReport) -> None:
 
 
 def renderer(out: Path) -> Callable[[Document], str]:
-    """What writes a file of this name. Raises ConfigError: another ending, no matplotlib."""
+    """Return the renderer for a file of this name. Raises ConfigError for another ending or without matplotlib."""
     suffix = out.suffix.lower()
     if suffix == ".md":
         from adaserve_jax.report.markdown import render_markdown
@@ -200,7 +200,7 @@ def renderer(out: Path) -> Callable[[Document], str]:
 
 
 def print_summary(document: Document) -> None:
-    """Title, every warning, and texts and tables of the headline, to stdout; a pipe or file gets whole tables."""
+    """Print title, warnings and the headline's texts and tables to stdout; a pipe or file gets whole tables."""
     console = Console(highlight=False)
     headline = document.headline
     shown = headline.items if headline else ()
@@ -296,12 +296,12 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("accepted per verification", lambda each: _number(each.summary.mean_accepted, ".2f")),
     ("preemptions", _count("preemptions")),
 )
-"""Labels and values, from top to bottom; each class has a column."""
+"""Labels and cells of the table, from top to bottom; each class has a column."""
 CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
 
 
 def rows(report: ServedReport) -> Iterator[list[str]]:
-    """Labels and a value per class; of causes of violations and of errors those that there were."""
+    """Yield a label and a value per class; causes of violations and errors only where there were any."""
     for label, cell in ROWS:
         yield [label, *(cell(each) for each in report.classes)]
     every = report.classes[0]
@@ -314,7 +314,7 @@ def rows(report: ServedReport) -> Iterator[list[str]]:
 
 
 def print_table(report: ServedReport) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
+    """Print the table to stdout; a pipe or a file gets its full width whatever the terminal."""
     table = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("", no_wrap=True)
     for each in report.classes:
@@ -336,7 +336,7 @@ def as_markdown(report: ServedReport) -> str:
 
 
 def as_json(report: ServedReport) -> str:
-    """One object; times in ISO 8601, UTC, and otherwise the columns of docs/metrics.md, in seconds."""
+    """Return one object: times in ISO 8601, UTC, and the columns of docs/metrics.md, in seconds."""
     times = ("since_unix_s", "until_unix_s", "first_unix_s", "last_unix_s")
     body: dict[str, Any] = {name.removesuffix("_unix_s"): _iso(getattr(report, name)) for name in times}
     body |= {"wall_s": report.wall_s, "records_in_file": report.held.choices}
@@ -351,7 +351,7 @@ def _plain(each: ClassReport) -> dict[str, Any]:
 
 
 def head(report: ServedReport) -> list[str]:
-    """What is reported on: the time, and the engines."""
+    """Return the lines above the table: the time, and the engines."""
     first, last = _local(report.first_unix_s), _local(report.last_unix_s)
     lines = [f"first arrival {first}, last end {last}, {report.wall_s:,.0f} s between them"]
     return lines + [
@@ -362,7 +362,7 @@ def head(report: ServedReport) -> list[str]:
 
 
 def nothing_found(path: Path, report: ServedReport, *, slo_class: str | None, key: str | None) -> str:
-    """Why a report is empty, and where there is something."""
+    """Return a sentence that says why a report is empty, and when there are records."""
     held = report.held
     if not held.choices:
         return f"{path} has no records yet: no choice has ended since the server began to write it"

@@ -18,11 +18,11 @@ from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.config_file import ConfigFile, read_config
 from adaserve_jax.server.settings import ServerSettings
 
-SERVER_PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "msgspec", "zmq", "prometheus_client")
+SERVER_PACKAGES = ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
 
 
 def _use_file(context: typer.Context, path: str | None) -> Any:
-    """Make the file's values the defaults of the options that come after; the file, read."""
+    """Read the file and make its values the defaults of the other options."""
     if path is None:
         return None
     file = read_config(path)
@@ -31,8 +31,10 @@ def _use_file(context: typer.Context, path: str | None) -> Any:
 
 
 def _with_keys(settings: ServerSettings, file: ConfigFile) -> ServerSettings:
-    """`settings` with the keys that the file has now, also its `api_key` where that is not given beside it. Raises
-    ConfigError."""
+    """Return `settings` with the keys of the file read again, and its `api_key` unless that was given beside it.
+
+    Raises ConfigError.
+    """
     now = read_config(file.path).server
     api_key = now.api_key if settings.api_key == file.server.api_key else settings.api_key
     return replace(settings, api_key=api_key, keys=now.keys)

@@ -1,4 +1,4 @@
-"""`adaserve simulate`: policies over traces, on simulated machines; the rows are those of `adaserve bench`."""
+"""`adaserve simulate`: runs policies over traces on simulated machines; writes the rows of `adaserve bench`."""
 
 from __future__ import annotations
 
@@ -198,8 +198,10 @@ def _load(
 def _fluctuating(
     loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None
 ) -> list[tuple[Trace, Shape]]:
-    """The traces and how they are to be changed yet. A rate is the generated trace's own mean, so that its peaks stay
-    where they are."""
+    """Return generated traces, each with the changes left to make.
+
+    A rate is the generated trace's own mean, so that its peaks stay where they are.
+    """
     like = loaded[0] if loaded else None
     return [
         (
@@ -211,7 +213,7 @@ def _fluctuating(
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """Shares by class from "code=0.6,chat=0.4"."""
+    """Return shares by class from "code=0.6,chat=0.4"."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, equals, share = part.strip().partition("=")
@@ -225,7 +227,7 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def parse_scale(text: str) -> float | None:
-    """An SLO scale above 0, or None for "trace"."""
+    """Return an SLO scale above 0, or None for "trace"."""
     if text == "trace":
         return None
     scale = parse_number(text)
@@ -235,7 +237,7 @@ def parse_scale(text: str) -> float | None:
 
 
 def parse_replicas(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise ConfigError(f"--replicas must be whole numbers above 0, separated by commas, got {text!r}")
     return int(text)

@@ -1,4 +1,4 @@
-"""How commands talk to the terminal: results go to stdout; notes, bars and summaries go to stderr."""
+"""Terminal output of the commands: results go to stdout; notes, bars and summaries go to stderr."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def notes() -> Console:
 def say(text: str, style: str | None = None) -> None:
     """Print one line to stderr."""
     notes().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def table_console(least_width: int) -> Console:
+    """Return the console of stdout; into a pipe or file it has at least `least_width` columns, so tables stay whole."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, least_width))
 
 
 def with_learning(config: EngineConfig, options: LearnOptions) -> EngineConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
-from adaserve_jax.routing.routers import Assigned
+from adaserve_jax.routing.fleet import Assigned
 from adaserve_jax.server.settings import DEFAULT_CLASS, USUAL_TIERS
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -14,7 +14,7 @@ from adaserve_jax.settings import Panel, PathText, setting, settings
 
 @settings
 class RouterSettings(HttpSettings):
-    """How a router behaves. Raises ConfigError."""
+    """Settings of a router. Raises ConfigError."""
 
     port: int = setting(
         8000, "TCP port of the router; 0: any free one, which is printed", Panel.ADDRESS, ge=0, le=65535

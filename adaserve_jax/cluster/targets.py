@@ -13,7 +13,8 @@ from adaserve_jax.cluster.requests import ParsedRequest, SloClasses, TargetExcha
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.http_client.settings import UrlSettings
-from adaserve_jax.routing.routers import Assigned, Router, find_router
+from adaserve_jax.routing.fleet import Assigned
+from adaserve_jax.routing.routers import RoutingPolicy, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import Machine, load_machine
 
@@ -268,7 +269,7 @@ class Balancer:
         """Record the end of a choice; its `received` is its whole output."""
         self._policy.ended(request)
 
-    def _build(self, machine: Machine) -> Router:
+    def _build(self, machine: Machine) -> RoutingPolicy:
         limits = machine.limits()
         return find_router(self._name)(CostTable(machine.samples(limits), limits), limits)
 

@@ -1,1 +1,1 @@
-"""What requests ask of the target's logits, told for every sampled position of a step. Host side: imports no jax."""
+"""Constraints of requests on the target's logits, for every sampled position of a step. Host side."""

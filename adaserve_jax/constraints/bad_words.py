@@ -1,6 +1,6 @@
-"""Words that an output never spells: which token would complete one after a path. Knows tokens, not texts.
+"""Bad words: finds the tokens that would complete a banned word after each node of a tree.
 
-A word is banned as its own tokens and as those that it has behind a space; spelled by other tokens it may appear.
+A word is banned as its own tokens and as its tokens after a space. Spelled by other tokens, it may appear.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Spelling = tuple[int, ...]
 
 
 def spellings(tokenizer: Spells, words: Iterable[str]) -> set[Spelling]:
-    """The token sequences that the words are banned as. Raises RequestError: a word is no valid Unicode."""
+    """Return the token sequences to ban for these words. Raises RequestError: a word is no valid Unicode."""
     found = {tuple(tokenizer.spell(text)) for word in words for text in (word, " " + word.lstrip(" "))}
     return found - {()}
 
 
 class BadWords:
-    """The spellings by what they end with. always: token ids that are a word by themselves."""
+    """Banned spellings, indexed by the token before their last. always: tokens that are a banned word by themselves."""
 
     def __init__(self, spelled: Collection[Spelling]):
         self.always = frozenset(spelling[0] for spelling in spelled if len(spelling) == 1)
@@ -32,10 +32,10 @@ class BadWords:
                 self._by_last.setdefault(spelling[-2], []).append(spelling)
 
     def completions(self, output: list[int], tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, int]]:
-        """(node, token) for each token that would complete a word of several tokens after the path to a node.
+        """Return (node, token) for each token that would complete a word of several tokens after the path to a node.
 
-        output: tokens so far, the root's included where it is one of them. tokens, parents: i32[N] of one tree, the
-        root (parent -1) first.
+        output: tokens so far, with the root's if it is one of them. tokens, parents: i32[N] of one tree, the root
+        (parent -1) first.
         """
         if not self._by_last:
             return []

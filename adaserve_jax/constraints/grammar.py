@@ -1,6 +1,8 @@
-"""Which tokens may follow while a text must stay JSON of a schema: a bit per token id, for every node of a token tree.
+"""Structured output with llguidance: masks of the tokens that may follow, so that a text is JSON of a schema.
 
-Host side; knows requests by their ids, and nothing of logits. Imports no jax.
+`read_schema` checks a schema, `Vocabulary` compiles it over the model's vocabulary, `GrammarCache` keeps it, and
+`Grammars` follows it for each sequence and fills the masks of every node of a token tree. llguidance is imported when
+the first `Vocabulary` is made.
 """
 
 from __future__ import annotations
@@ -24,14 +26,30 @@ from adaserve_jax.sampling import MAX_SCHEMA_CHARS
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# JSON schemas of requests: read, bounded and refused by name. Knows neither tokens nor matchers. Imports no
-# jax.
-
+T = TypeVar("T")
 MAX_NESTING = 64
-"""Objects and arrays inside each other in a schema's own text."""
+"""Most levels of objects and arrays in a schema's own text."""
 MAX_LEVELS = 4096
-"""Such levels if every definition that is referred to stood inside the one before: what is read in one descent."""
+"""Most levels if every referenced definition stood inside the one before; llguidance recurses that deep."""
 MAX_MESSAGE_CHARS = 500
+MAX_SCHEMAS = 64
+MAX_PREPARING = 32
+COMPILE_LIMIT_S = 2.0
+COMPILE_AT_ONCE = 2
+_STACK_BYTES = 128 << 20
+"""Reading a schema takes about 8 KiB for each of MAX_LEVELS levels."""
+_SILENT = 0
+LIMITS = {
+    "max_grammar_size": 100_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+"""Limits on the cost of a schema: symbols of its grammar and work to build its lexer; for each mask, work of the lexer
+and items of the parser; states of the lexer in all, of one to two kilobytes each."""
 OPTIONS_KEY = "x-guidance"
 OPTIONS = {
     "whitespace_flexible": False,
@@ -40,12 +58,12 @@ OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""How llguidance writes JSON. At most one space, and only after a comma or colon: a model that likes white space could
-otherwise go on with it for ever."""
+"""Format of the JSON: at most one space, and only after a comma or colon. Else a model could write white space for
+ever."""
 
 
 def refuse(why: str) -> NoReturn:
-    """Raise RequestError: the schema cannot be used, and why."""
+    """Raise RequestError: the schema cannot be enforced."""
     why = why.removesuffix("<non-verbose/>").strip()
     shown = why if len(why) <= MAX_MESSAGE_CHARS else why[:MAX_MESSAGE_CHARS] + "..."
     raise RequestError(
@@ -56,7 +74,7 @@ def refuse(why: str) -> NoReturn:
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema of a text, with the options under which it is enforced.
+    """Parse a schema and add the options under which it is enforced.
 
     Raises RequestError: the text is too long, no JSON, no object, nested too deeply, or sets options itself.
     """
@@ -88,7 +106,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _levels(schema: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
-    """The objects and arrays of a schema, level by level."""
+    """Yield the objects and arrays of a schema, level by level."""
     level = [schema]
     while holders := [part for part in level if isinstance(part, (dict, list))]:
         yield holders
@@ -100,37 +118,17 @@ def _references(schema: dict[str, Any]) -> set[str]:
     return {reference for reference in found if isinstance(reference, str)}
 
 
-# A model's vocabulary as llguidance knows it: compiles schemas over it, and asks for masks of it.
-#
-# llguidance is imported when the first `Vocabulary` is made. Imports no jax.
-
-T = TypeVar("T")
-COMPILE_LIMIT_S = 2.0
-COMPILE_AT_ONCE = 2
-_STACK_BYTES = 128 << 20
-"""Reading a schema takes about 8 KiB for each of the levels that `grammar_schema.MAX_LEVELS` bounds."""
-_SILENT = 0
-LIMITS = {
-    "max_grammar_size": 100_000,
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 20_000,
-    "step_max_items": 20_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 20_000,
-    "verbose_errors": False,
-}
-"""What a schema may cost: its grammar's symbols and the building of its lexer, then for each mask the lexer's work and
-the parser's items, and in all the lexer's states, of one to two kilobytes each."""
-
-
 class Vocabulary:
-    """Ids 0..vocab_size-1, W = ceil(vocab_size / 32) words of bits; id i is bit i % 32 of word i // 32.
+    """A model's vocabulary in llguidance: compiles schemas over it and computes masks.
 
-    backend_json: the tokenizer as the `tokenizers` library writes it. eos_ids: allowed where a text may end, and
-    nowhere else. Raises ConfigError: llguidance is not installed; CheckpointError: it cannot read the tokenizer.
+    A mask is W = ceil(vocab_size / 32) words of bits; id i is bit i % 32 of word i // 32.
     """
 
     def __init__(self, backend_json: str, vocab_size: int, eos_ids: frozenset[int]):
+        """Read a tokenizer in the JSON of the `tokenizers` library. eos_ids: allowed only where a text may end.
+
+        Raises ConfigError: llguidance is not installed; CheckpointError: it cannot read the tokenizer.
+        """
         try:
             import llguidance
         except ImportError:
@@ -154,12 +152,11 @@ class Vocabulary:
         self._not_end = ~self.end
 
     def compile(self, schema: str, keep: Callable[[LLMatcher], T]) -> T:
-        """What `keep` makes of a matcher before the first token of a schema's JSON. Safe in any thread.
+        """Compile a schema and return `keep(matcher)`, the matcher being before the first token. Thread-safe.
 
-        keep: called in a thread of its own, and even when this has given up waiting.
-
-        Raises RequestError: the schema is invalid, uses what cannot be enforced, or costs more than the limits;
-        QueueFullError: too many are being compiled.
+        `keep` runs in a thread of its own, and also after this has stopped waiting for it.
+        Raises RequestError: the schema is invalid, cannot be enforced, or exceeds the limits; QueueFullError: too many
+        are being compiled.
         """
         read = read_schema(schema)
         try:
@@ -183,7 +180,7 @@ class Vocabulary:
         return start
 
     def mask(self, matcher: LLMatcher, mask: np.ndarray) -> bool:
-        """Write into mask (u32[W]) what may follow. False: the matcher has failed, and nothing may follow."""
+        """Write the tokens that may follow into mask, u32[W]. False: the matcher has failed, and the mask is 0."""
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             mask[:] = 0
@@ -195,47 +192,44 @@ class Vocabulary:
         return True
 
 
-# JSON schemas, each prepared once, in threads of their own: nobody who asks for one waits here. Imports no jax.
-
-MAX_SCHEMAS = 64
-MAX_PREPARING = 32
-
-
 @dataclass(frozen=True, eq=False)
-class Start:
-    """A prepared schema. matcher: before the first token; copy it for each text."""
+class PreparedSchema:
+    """A compiled schema. matcher: before the first token; copy it for each text."""
 
     schema: str
     matcher: LLMatcher
 
 
 class GrammarCache:
-    """Prepared schemas by their texts, and refusals. Safe in any thread. max_schemas: so many of either are kept, the
-    least recently used goes first."""
+    """LRU cache of prepared schemas, and of refusals, by text. Prepares in threads of its own. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, max_schemas: int):
+        """Start empty. max_schemas: most prepared schemas to keep, and most refusals."""
         self._vocabulary = vocabulary
         self._max_schemas = max_schemas
         self._pool = ThreadPoolExecutor(MAX_PREPARING, "schemas")
         self._lock = threading.Lock()  # guards the rest
-        self._prepared: OrderedDict[str, Start] = OrderedDict()
+        self._prepared: OrderedDict[str, PreparedSchema] = OrderedDict()
         self._refused: OrderedDict[str, RequestError] = OrderedDict()
-        self._running: dict[str, Future[Start]] = {}
+        self._running: dict[str, Future[PreparedSchema]] = {}
 
     def __len__(self) -> int:
         return len(self._prepared)
 
-    def prepare(self, schema: str) -> Future[Start]:
-        """`schema`, as soon as it is prepared; who asks meanwhile gets the same future. It may raise RequestError (code
-        invalid_schema): the schema cannot be enforced; QueueFullError: too many others are being prepared."""
-        known: Future[Start] = Future()
+    def prepare(self, schema: str) -> Future[PreparedSchema]:
+        """Return a future of the prepared schema, the same to all who ask while it is being prepared.
+
+        It may raise RequestError (code invalid_schema): the schema cannot be enforced; QueueFullError: too many others
+        are being prepared.
+        """
+        known: Future[PreparedSchema] = Future()
         with self._lock:
             if (start := self._prepared.get(schema)) is not None:
                 self._prepared.move_to_end(schema)
                 known.set_result(start)
             elif (error := self._refused.get(schema)) is not None:
                 self._refused.move_to_end(schema)
-                known.set_exception(_again(error))
+                known.set_exception(_fresh_copy(error))
             elif (running := self._running.get(schema)) is not None:
                 known = running
             elif len(self._running) >= MAX_PREPARING:
@@ -245,22 +239,22 @@ class GrammarCache:
         return known
 
     def forget(self, schema: str) -> None:
-        """Whoever asks for it next gets it prepared anew."""
+        """Drop a schema, so that it is prepared anew when it is used next."""
         with self._lock:
             self._prepared.pop(schema, None)
 
-    def _prepare(self, schema: str) -> Start:
+    def _prepare(self, schema: str) -> PreparedSchema:
         try:
             with contained("response_format"):
-                return self._vocabulary.compile(schema, lambda matcher: self._keep(Start(schema, matcher)))
+                return self._vocabulary.compile(schema, lambda matcher: self._keep(PreparedSchema(schema, matcher)))
         except RequestError as error:
             return self._refuse(schema, error)
         finally:
             with self._lock:
                 del self._running[schema]
 
-    def _keep(self, start: Start) -> Start:
-        """Also of one that comes too late for who asked for it."""
+    def _keep(self, start: PreparedSchema) -> PreparedSchema:
+        """Store a prepared schema, even if its compilation was too late for the request."""
         with self._lock:
             self._refused.pop(start.schema, None)
             self._prepared[start.schema] = start
@@ -268,71 +262,87 @@ class GrammarCache:
                 self._prepared.popitem(last=False)
         return start
 
-    def _refuse(self, schema: str, error: RequestError) -> Start:
-        """Raises the error, unless the schema came after all."""
+    def _refuse(self, schema: str, error: RequestError) -> PreparedSchema:
+        """Store a refusal and raise it, unless the schema was prepared after all."""
         with self._lock:
             if (late := self._prepared.get(schema)) is not None:
                 return late
-            self._refused[schema] = _again(error)
+            self._refused[schema] = _fresh_copy(error)
             if len(self._refused) > self._max_schemas:
                 self._refused.popitem(last=False)
         raise error
 
 
-def _again(error: RequestError) -> RequestError:
-    """The error without what it collected where it was raised."""
+def _fresh_copy(error: RequestError) -> RequestError:
+    """Return a copy of the error without its traceback and cause."""
     return RequestError(str(error), param=error.param, code=error.code)
 
 
 class HasBackend(Protocol):
-    """The part of `models.tokenizer.Tokenizer` that is needed here."""
+    """The part of `models.tokenizer.Tokenizer` that grammars use."""
 
     def backend_json(self) -> str: ...
 
 
 class Grammars:
-    """`protocols.Grammars` by llguidance: prepared once per schema, followed once per request.
-
-    vocab_size: of the model's logits; ids that the tokenizer does not have are never allowed. eos_ids: allowed where
-    the text may end, and nowhere else. max_schemas: prepared schemas that are kept.
-    Raises ConfigError: llguidance is not installed, or the model has no end-of-text token; CheckpointError: llguidance
-    cannot read the tokenizer.
-    """
+    """Implements `protocols.GrammarBackend` with llguidance: one preparation per schema, one matcher per sequence."""
 
     def __init__(
         self, tokenizer: HasBackend, vocab_size: int, eos_ids: Iterable[int], *, max_schemas: int = MAX_SCHEMAS
     ):
+        """Read a tokenizer.
+
+        Args:
+            tokenizer: The target's tokenizer.
+            vocab_size: V of the target's logits; ids that the tokenizer does not have are never allowed.
+            eos_ids: End-of-text tokens, allowed only where the text may end.
+            max_schemas: Most prepared schemas to keep.
+
+        Raises:
+            ConfigError: llguidance is not installed, or the model has no end-of-text token.
+            CheckpointError: llguidance cannot read the tokenizer.
+        """
         self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
         if not self._eos_ids:
             raise ConfigError("structured output needs an end-of-text token, but the target's config.json names none")
         self._vocabulary = Vocabulary(tokenizer.backend_json(), vocab_size, self._eos_ids)
         self._cache = GrammarCache(self._vocabulary, max_schemas)
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, _GrammarText] = {}
 
-    def prepare(self, schema: str) -> Future[Start]:
+    @property
+    def num_prepared(self) -> int:
+        """Prepared schemas in the cache."""
+        return len(self._cache)
+
+    def prepare(self, schema: str) -> Future[PreparedSchema]:
         return self._cache.prepare(schema)
 
-    def add(self, sequence_id: str, start: Start) -> None:
-        self._texts[sequence_id] = _Text(start, self._eos_ids)
+    def add(self, sequence_id: str, start: PreparedSchema) -> None:
+        self._texts[sequence_id] = _GrammarText(start, self._eos_ids)
 
     def discard(self, sequence_id: str) -> None:
         self._texts.pop(sequence_id, None)
 
     def advance(self, sequence_id: str, token_ids: Iterable[int]) -> bool:
-        """A text that may end but can go on, as a number can, is not complete. A token that was forbidden leaves the
-        request with nothing allowed."""
+        """Implement `GrammarBackend.advance`.
+
+        A text that may end but can go on, as a number can, is not complete. After a forbidden token nothing is allowed.
+        """
         with self._text(sequence_id) as text:
             return text.advance(token_ids)
 
     def fill(self, sequence_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
-        """A node that cannot be reached, because its token or one above it is forbidden, gets all ids; one at which the
-        schema costs more than the limits gets none. Ids from V on are never allowed."""
+        """Implement `GrammarBackend.fill`.
+
+        A node that cannot be reached, because its token or one above it is forbidden, allows all ids; one at which the
+        schema exceeds the limits allows none. Ids from V on are never allowed.
+        """
         assert masks.dtype == np.uint32 and masks.shape == (len(tokens), self._vocabulary.num_words)
         assert masks.flags.c_contiguous
         with self._text(sequence_id) as text:
             return self._fill(text, tokens.tolist(), parents.tolist(), masks)
 
-    def _fill(self, text: _Text, tokens: list[int], parents: list[int], masks: np.ndarray) -> str | None:
+    def _fill(self, text: _GrammarText, tokens: list[int], parents: list[int], masks: np.ndarray) -> str | None:
         children: list[list[int]] = [[] for _ in tokens]
         for node, parent in enumerate(parents):
             if parent >= 0:
@@ -351,13 +361,13 @@ class Grammars:
                 token = tokens[child]
                 if mask[token // 32] >> np.uint32(token % 32) & 1:
                     open_nodes.append((child, (*path, token)))
-        text.take_back()
+        text.rewind()
         masks[list(unreached)] = self._vocabulary.all
         return why
 
     @contextmanager
-    def _text(self, sequence_id: str) -> Iterator[_Text]:
-        """A request's text; where following it breaks, others of the schema get a new matcher from then on."""
+    def _text(self, sequence_id: str) -> Iterator[_GrammarText]:
+        """Yield a sequence's text. If an error escapes, later sequences of the schema get a new matcher."""
         text = self._texts[sequence_id]
         try:
             yield text
@@ -366,10 +376,10 @@ class Grammars:
             raise
 
 
-class _Text:
-    """One text: its committed tokens, and a matcher that stands after them or some tokens ahead."""
+class _GrammarText:
+    """One text: its committed tokens, and a matcher after them or some tokens ahead."""
 
-    def __init__(self, start: Start, eos_ids: frozenset[int]):
+    def __init__(self, start: PreparedSchema, eos_ids: frozenset[int]):
         self._start = start
         self._eos_ids = eos_ids
         self._tokens: list[int] = []
@@ -391,8 +401,10 @@ class _Text:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def mask_after(self, path: tuple[int, ...], vocabulary: Vocabulary, mask: np.ndarray) -> str | None:
-        """Write what may follow the text and `path`, each of whose tokens may follow those before it. Returns why the
-        matcher has failed, and nothing may; None: it has not."""
+        """Write the tokens that may follow the text and `path`, a path that the schema allows.
+
+        Returns the error of a matcher that failed, with the mask 0; None if it did not.
+        """
         if self._ended or not self._eos_ids.isdisjoint(path):
             mask[:] = vocabulary.end
             return None
@@ -401,14 +413,15 @@ class _Text:
             return None
         why = self._matcher.get_error()
         if path:
-            self._start_again()
+            self._restart()
         return why
 
-    def take_back(self) -> None:
+    def rewind(self) -> None:
+        """Put the matcher after the committed text."""
         self._go(())
 
     def _go(self, path: tuple[int, ...]) -> None:
-        """Put the matcher after the text and `path`, by the shortest way."""
+        """Put the matcher after the text and `path` with the fewest rollbacks and tokens."""
         same = 0
         for ours, theirs in zip(self._ahead, path, strict=False):
             if ours != theirs:
@@ -420,8 +433,8 @@ class _Text:
             self._matcher.consume_tokens(list(path[same:]))
         self._ahead = path
 
-    def _start_again(self) -> None:
-        """A matcher that failed ahead of the text fails for ever: follow the text anew."""
+    def _restart(self) -> None:
+        """Replace a matcher that failed ahead of the text, since it fails for ever, by one after the text."""
         self._matcher = self._start.matcher.deep_copy()
         self._matcher.consume_tokens(self._tokens)
         self._ahead = ()

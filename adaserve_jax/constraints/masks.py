@@ -1,4 +1,4 @@
-"""Which tokens may follow, as bits: bit v % 32 of word v // 32 stands for token v."""
+"""Masks of allowed tokens: bit v % 32 of word v // 32 stands for token v."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def all_but(vocab_size: int, tokens: Iterable[int] = ()) -> np.ndarray:
-    """u32[ceil(V / 32)]: every token of the vocabulary but these; ids beyond it are ignored."""
+    """Return a mask, u32[ceil(V / 32)], of all tokens except these; ids beyond the vocabulary are ignored."""
     bits = np.ones(vocab_size, np.uint8)
     bits[[token for token in tokens if token < vocab_size]] = 0
     packed = np.zeros(4 * num_words(vocab_size), np.uint8)
@@ -21,5 +21,5 @@ def all_but(vocab_size: int, tokens: Iterable[int] = ()) -> np.ndarray:
 
 
 def forbid(mask: np.ndarray, token: int) -> None:
-    """Clear one token's bit. mask: u32[ceil(V / 32)]."""
+    """Clear one token's bit of a mask, u32[ceil(V / 32)]."""
     mask[token >> 5] &= ~np.uint32(1 << (token & 31))

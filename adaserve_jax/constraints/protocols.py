@@ -1,4 +1,4 @@
-"""What constraints need of others: grammars, and token ids of a text."""
+"""Interfaces that constraints depend on: a grammar backend, and a tokenizer that spells words."""
 
 from __future__ import annotations
 
@@ -10,40 +10,50 @@ import numpy as np
 
 
 class Spells(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that constraints use."""
 
     def spell(self, text: str) -> list[int]:
-        """Token ids of a text by itself, with no special tokens around it."""
+        """Return the token ids of a text without special tokens."""
         ...
 
 
-class Grammars(Protocol):
-    """Structured output: where each choice that has a schema is in it. `prepare` may be called from any thread, the
-    others from the engine's only. N nodes of one tree, V vocabulary."""
+class GrammarBackend(Protocol):
+    """Structured output: follows each sequence that has a schema. Only `prepare` is thread-safe.
+
+    Axes: N nodes of one tree, V vocabulary.
+    """
 
     def prepare(self, schema: str) -> Future[Any]:
-        """What `add` takes, made without holding up the caller. It may raise RequestError, of code invalid_schema:
-        `schema` cannot be held to; QueueFullError: too many others are being prepared."""
+        """Prepare a schema in the background; the result is for `add`.
+
+        It may raise RequestError (code invalid_schema): the schema cannot be enforced; QueueFullError: too many others
+        are being prepared.
+        """
         ...
 
     def add(self, sequence_id: str, start: Any) -> None:
-        """A choice begins, with no output yet."""
+        """Start a sequence, with no output yet."""
         ...
 
     def discard(self, sequence_id: str) -> None:
-        """A choice ended. Unknown ids are ignored."""
+        """Remove a sequence. Unknown ids are ignored."""
         ...
 
     def advance(self, sequence_id: str, token_ids: Sequence[int]) -> bool:
-        """Take in output tokens, which all follow the schema. True: the text is complete, and nothing may follow but
-        end-of-text, which may be the last of them."""
+        """Add output tokens, which the schema allows. True: the text is complete, and only end-of-text may follow; it
+        may be the last of these tokens."""
         ...
 
     def fill(self, sequence_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
-        """Write which tokens may follow each node, bit v % 32 of word v // 32 for token v; the text stays where it is.
-        Returns why the grammar gave up at a node, which then allows nothing; None: it did not.
+        """Write the tokens that may follow each node, bit v % 32 of word v // 32 for token v; does not advance.
 
-        tokens, parents: i32[N], node 0 the root, whose parent is -1 and whose token was taken in already. masks:
-        u32[N, ceil(V / 32)]; of a node that does not follow the schema itself, and of ids from V on, anything.
+        Args:
+            sequence_id: The sequence.
+            tokens: i32[N]; node 0 is the root, whose token was added already.
+            parents: i32[N], -1 for the root.
+            masks: u32[N, ceil(V / 32)], to fill. Undefined for nodes that the schema forbids and for ids from V on.
+
+        Returns:
+            The error of a grammar that failed at a node, which then allows nothing; None if it did not.
         """
         ...

@@ -1,4 +1,4 @@
-"""Runs a stranger's work where it can neither overflow the stack nor hold anybody up for long. Imports no jax."""
+"""Limits the damage of native code on untrusted input: its stack, its time, and its errors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from typing import Generic, TypeVar
 from adaserve_jax.errors import AdaServeError, QueueFullError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class BoundedWork:
-    """Each piece of work in a thread of its own, with `stack_bytes` of stack, for `limit_s` at most, `at_once` of them
-    at a time. A thread cannot be stopped: one that is late goes on, and keeps its place until it ends."""
+    """Runs each piece of work in a thread of its own with a large stack and a time limit.
+
+    A thread cannot be stopped: one that is late goes on, and keeps its place until it ends.
+    """
 
     def __init__(self, *, stack_bytes: int, limit_s: float, at_once: int):
+        """Set the limits of each piece of work. at_once: most threads at a time."""
         self._stack_bytes = stack_bytes
         self._limit_s = limit_s
         self._places = threading.BoundedSemaphore(at_once)
         self._starting = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises TimeoutError: it is late; QueueFullError: no place was free in time."""
+        """Return or raise what `work` does. Raises TimeoutError: it is late; QueueFullError: no thread is free."""
         if not self._places.acquire(timeout=self._limit_s):
             raise QueueFullError("too many schemas are being prepared; retry later")
         piece = _Piece(work, self._places)
@@ -70,16 +74,12 @@ class _Piece(Generic[T]):
         return self._results[0]
 
 
-# Other people's code on strangers' input: whatever it raises ends one request and not the engine. Imports no
-# jax.
-
-_log = logging.getLogger(__name__)
-
-
 @contextmanager
 def contained(field: str) -> Iterator[None]:
-    """Log and turn into AdaServeError (engine_error) what is raised inside, but for errors of our own. field: of the
-    request, whose work it is. A panic of native code is a BaseException and no Exception."""
+    """Log any foreign error raised inside and raise AdaServeError (engine_error), which ends one request only.
+
+    field: the request's field that the code works on, for the message. A panic of native code is a BaseException.
+    """
     try:
         yield
     except (AdaServeError, KeyboardInterrupt, SystemExit):

@@ -379,7 +379,7 @@ class Watcher:
         """Note the choices that ended in that step."""
         for index, update in updates.ended.items():
             if update.sequence_id in self._recorder:
-                state = updates.requests[index]
+                state = updates.states[index]
                 output = state.token_ids[state.prompt_len : state.num_tokens]
                 self._ended.append(_Ended(update.sequence_id, update.finish_reason, output))
 

@@ -190,12 +190,15 @@ class Assembly:
     def build_core(self, config: EngineConfig) -> EngineCore:
         """Build a core for the policy of `config`, which otherwise equals the configuration in force."""
         found = self.drafting
-        scheduler = build_scheduler(config, self.executor.limits, self.samples, self.calibrator)
+        scheduler = build_scheduler(
+            config, self.executor.limits, self.samples, self.calibrator,
+            draft_sessions=None if found is None else found.drafter,
+        )  # fmt: skip
         executor = self.executor if self._observe is None else self._observe(self.executor)
         return EngineCore(
             executor, scheduler, self.tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self.constraints(config),
-            learner=self.learner, remote=None if found is None else found.drafter,
+            learner=self.learner,
         )  # fmt: skip
 
     def constraints(self, config: EngineConfig) -> Constraints:

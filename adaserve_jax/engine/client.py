@@ -96,7 +96,7 @@ class EngineInfo:
 
     def check_prompt(self, prompt_tokens: int, param: str = "prompt") -> None:
         """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
-        check_prompt(prompt_tokens, self.max_context, param)
+        check_prompt(prompt_tokens, self.max_context, param=param)
 
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""

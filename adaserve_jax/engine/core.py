@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from adaserve_jax.constraints.constraints import Constraints, Shared, without_dead_ends
+from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
 from adaserve_jax.constraints.protocols import Spells
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.types import (
-    CandidateTrees,
+    DraftTrees,
     Executor,
     LogitEdits,
     RequestMetrics,
     Sequence,
     SequenceUpdate,
     StepLogprobs,
+    StepPlan,
     TokenLogprob,
 )
 
@@ -36,19 +38,6 @@ DRAFT_POLL_S = 0.001
 
 class EngineTokenizer(Decodes, Spells, Protocol):
     """Tokenizer interface that detokenisation and constraints need."""
-
-
-class RemoteRows(Protocol):
-    """What a drafter that is a service is asked and told beside its plans."""
-
-    @property
-    def available(self) -> bool:
-        """Whether it may be asked for trees now."""
-        ...
-
-    def ended(self, slots: np.ndarray) -> None:
-        """As `types.Drafter` has it."""
-        ...
 
 
 class EngineCore:
@@ -66,7 +55,6 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
-        remote: RemoteRows | None = None,
     ) -> None:
         """Build a core over an executor that is ready to run.
 
@@ -91,7 +79,6 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
-        self._remote = remote
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -103,20 +90,20 @@ class EngineCore:
         """Number of choices that have not ended."""
         return len(self._tracker)
 
-    def check(self, request: GenerateRequest) -> Shared | None:
+    def check(self, request: GenerateRequest) -> RequestConstraints | None:
         """Check what a request asks of the logits; return its constraints, for `prepare` and `add`.
 
         Safe in any thread. Raises RequestError. Lengths and ids are checked by `client.check_request`.
         """
         return self._constraints.check(request.sampling, request.prompt_ids)
 
-    def prepare(self, request: GenerateRequest, shared: Shared | None, then: Callable[[], None]) -> None:
+    def prepare(self, request: GenerateRequest, shared: RequestConstraints | None, then: Callable[[], None]) -> None:
         """Begin to compile the request's grammar, if it has one; call `then` once it is ready to be added, in this
         thread or another. Safe in any thread."""
         self._constraints.prepare(request.sampling, shared, then)
 
     def add(
-        self, request: GenerateRequest, arrival_s: float, shared: Shared | None = None, draft: int = 0
+        self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None = None, draft: int = 0
     ) -> None:  # fmt: skip
         """Queue every choice of a request, or none.
 
@@ -154,7 +141,6 @@ class EngineCore:
         """End all choices of a request and return their last chunks. Unknown ids are ignored."""
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
-        self._tell_ended()
         for choice in choices:
             self._constraints.discard(choice)
             if self._learner is not None:
@@ -172,50 +158,47 @@ class EngineCore:
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
 
     def step(self) -> list[OutputChunk]:
-        """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
-        when no token came."""
-        scheduler, executor = self.scheduler, self.executor
-        if self._remote is not None:
-            scheduler.draft_is_away = not self._remote.available
-        plan = scheduler.plan(self.clock())
-        if plan is None:
-            return []
-        self._tell_ended()  # whoever was preempted, before their slots' new requests are heard of
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = executor.speculate(plan)
-        trees = scheduler.select(plan, candidates, self.clock())
+        """Run one step and return the chunks that it brought; none if nothing can run."""
         sequence_ids: list[str] = []
-        edits, stop_check = None, self._tracker.stop_check
-        if self._constraints.active or self._learner is not None:
-            sequence_ids = scheduler.sequence_ids(plan)
-        if self._constraints.active:
-            stop_check = self._stop_check
-            edits = self._constraints.edits(plan, trees, sequence_ids)
-        outcome, stuck = executor.verify(plan, trees, edits), []
-        if edits is not None:
-            outcome, stuck = without_dead_ends(outcome, edits, plan, trees, sequence_ids)
-        done_s = self.clock()
-        committed = scheduler.commit(plan, trees, candidates, outcome, done_s, stop_check)
+        constrained = self._constraints.active
+
+        def edit(plan: StepPlan, trees: DraftTrees) -> LogitEdits | None:
+            if constrained or self._learner is not None:
+                sequence_ids.extend(self.scheduler.sequence_ids(plan))
+            return self._constraints.edits(plan, trees, sequence_ids) if constrained else None
+
+        step = begin_step(self.scheduler, self.executor, self.clock, edit)
+        if step is None:
+            return []
+        stuck: list[str] = []
+        if step.edits is not None:
+            outcome, stuck = drop_disallowed(step.outcome, step.edits, step.plan, step.trees, sequence_ids)
+            step = replace(step, outcome=outcome)
+        chunks: list[OutputChunk] = []
+        stop_check = self._stop_check if constrained else self._tracker.stop_check
+        end_step(
+            self.scheduler, self.executor, self.clock, step, stop_check,
+            lambda result: chunks.extend(self._take(result, sequence_ids, stuck)),
+        )  # fmt: skip
+        return chunks
+
+    def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str]) -> list[OutputChunk]:
+        """Return the chunks of a committed step, after ending choices that cannot go on."""
+        step, updates = result.step, result.updates
         if self._learner is not None:
-            capture = not scheduler.is_loaded(done_s)
-            self._learner.stepped(plan, trees, candidates, outcome, sequence_ids, committed, capture=capture)
-        updates: Iterable[SequenceUpdate] = committed
-        if edits is not None and outcome.logprobs is not None:
-            updates = with_logprobs(updates, sequence_ids, edits, outcome.logprobs)
-        chunks = [self._tracker.chunk(update) for update in updates]
+            capture = not self.scheduler.is_loaded(result.ended_s)
+            self._learner.stepped(
+                step.plan, step.trees, step.candidates, step.outcome, sequence_ids, updates, capture=capture
+            )
+        found: Iterable[SequenceUpdate] = updates
+        if step.edits is not None and step.outcome.logprobs is not None:
+            found = with_logprobs(updates, sequence_ids, step.edits, step.outcome.logprobs)
+        chunks = [self._tracker.chunk(update) for update in found]
         if self._constraints.active:
             ending = dict.fromkeys([*stuck, *self._constraints.failed])
             chunks += [chunk for sequence_id in ending for chunk in self._end_stuck(sequence_id)]
         self._forget_finished(chunks)
-        self._tell_ended()
-        expand_or_contract(scheduler, executor, self.clock)
         return chunks
-
-    def _tell_ended(self) -> None:
-        """Tell a service that keeps something for each row which of them run no more."""
-        if self._remote is not None and len(slots := self.scheduler.take_released()):
-            self._remote.ended(slots)
 
     def _stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """Return how many of the new tokens to keep if a grammar or a stop string ends the text, else None
@@ -238,7 +221,7 @@ class EngineCore:
     def learn(self) -> None:
         """Run a micro-step of training between two steps if there is time for one."""
         if self._learner is not None and self.has_work:
-            self._learner.work(self.scheduler.spare_s(self.clock()))
+            self._learner.work(self.scheduler.slack_s(self.clock()))
 
     @property
     def is_idle(self) -> bool:
@@ -258,13 +241,13 @@ class EngineCore:
         """
         if self.scheduler.draft_resident and self._learner is not None:
             return self._learner.work(None)
-        expand_or_contract(self.scheduler, self.executor, self.clock)
+        expand_or_contract(self.scheduler.elastic_memory, self.executor, self.clock)
         return False
 
     def bring_back_draft(self) -> None:
         """Make the draft resident before another core takes over the executor. Only without requests. Raises
         ElasticError."""
-        bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(DRAFT_POLL_S))
+        bring_back_draft(self.scheduler.elastic_memory, self.executor, self.clock, lambda: time.sleep(DRAFT_POLL_S))
 
     def _sequences(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Sequence]:
         sampling = request.sampling

@@ -19,7 +19,6 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.engine.core import RemoteRows
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.warmup import decode_plan, draft_plan
@@ -27,7 +26,7 @@ from adaserve_jax.scheduler.cost_model import CostGrid
 from adaserve_jax.star.messages import Hello, Welcome, cells_hash
 from adaserve_jax.stats import DrafterStats
 from adaserve_jax.tree.acceptance_table import ChanceTable
-from adaserve_jax.types import CostSamples, Drafter, Limits
+from adaserve_jax.types import CostSamples, Drafter, DraftSessions, Limits
 
 CONNECT_S = 5.0
 """Seconds that the start waits for a first service to answer."""
@@ -41,7 +40,7 @@ GUESSED_ROUND_TRIP_S = 0.002
 _log = logging.getLogger(__name__)
 
 
-class ServiceDrafter(Drafter, RemoteRows, Protocol):
+class ServiceDrafter(Drafter, DraftSessions, Protocol):
     """Interface of `star.client.drafter.RemoteDrafter` that an engine uses."""
 
     def connect(self, timeout_s: float) -> Welcome | None: ...

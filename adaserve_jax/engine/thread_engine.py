@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.constraints.constraints import Shared
+from adaserve_jax.constraints.constraints import RequestConstraints
 from adaserve_jax.distill.routing import MAX_PROMPT_CHARS
 from adaserve_jax.engine.build import Assembly, Observe
 from adaserve_jax.engine.client import (
@@ -138,12 +138,12 @@ class LocalEngine:
             self._preparing[request.request_id] = (request, arrival_s)
         self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
 
-    def _check(self, request: GenerateRequest) -> Shared | None:
+    def _check(self, request: GenerateRequest) -> RequestConstraints | None:
         """Refuse at once what can never be served; return the constraints that the request's choices share."""
         check_request(request, self.info)
         return self._core.check(request)
 
-    def _enqueue(self, request: GenerateRequest, shared: Shared | None) -> None:
+    def _enqueue(self, request: GenerateRequest, shared: RequestConstraints | None) -> None:
         """Put a prepared request in the inbox, unless it was aborted meanwhile."""
         with self._lock:
             waiting, arrival_s = self._preparing.get(request.request_id, (None, 0.0))
@@ -228,7 +228,7 @@ class LocalEngine:
             action()
         return not stopping
 
-    def _add(self, request: GenerateRequest, arrival_s: float, shared: Shared | None) -> None:
+    def _add(self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None) -> None:
         with self._lock:
             self._queued -= request.sampling.n
         try:

@@ -1,7 +1,8 @@
-"""One HTTP/1.1 connection whose bytes are stamped when they are read, before anything looks at them.
+"""One HTTP/1.1 connection whose bytes get their time stamp when they are read, before they are parsed.
 
-Runs on one event loop. The parser is httptools, which uvicorn also stands on; it is imported when it is first needed,
-so that a bench without a URL does not ask for it.
+The bench's client and the cluster's router use it; docs/dependencies.md has the measurements against aiohttp. Runs on
+one event loop. The parser is httptools, which uvicorn uses too; it is imported on first use, so that a bench without a
+URL does not need it.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from adaserve_jax.errors import ConfigError
 MAX_HEAD_BYTES = 2**16
 
 
-class Answer(Protocol):
-    """Hears what comes back to one request. After `on_end` or `on_lost` nothing comes any more."""
+class ResponseHandler(Protocol):
+    """Receiver of the response to one request. After `on_end` or `on_lost` nothing else is called."""
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """headers: by lower-case name."""
+        """Take status and headers, by lower-case name."""
         ...
 
     def on_body(self, at_s: float, part: bytes) -> None:
-        """at_s: time.monotonic when the bytes were read."""
+        """Take a part of the body. at_s: time.monotonic when its bytes were read."""
         ...
 
     def on_end(self, at_s: float) -> None:
-        """All of it was read."""
+        """Note that the response is complete."""
         ...
 
     def on_lost(self, at_s: float, code: str, heard: bool) -> None:
-        """There will be no more. code: disconnected or malformed_http. heard: whether any byte came back."""
+        """Note that the response is cut. code: disconnected or malformed_http; heard: whether any byte came."""
         ...
 
 
 def parser_library() -> Any:
-    """httptools. Raises ConfigError without it."""
+    """Import httptools. Raises ConfigError if it is not installed."""
     try:
         import httptools
     except ImportError:
@@ -49,29 +50,31 @@ def parser_library() -> Any:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Carries one request after another. on_idle(connection): it may carry the next one; on_closed(connection): never
-    again. All that the parser calls is here too."""
+    """One connection that carries requests one after another; also the callback object of its parser.
+
+    on_idle: called with the connection when it can carry the next request. on_closed: called once, at its end.
+    """
 
     def __init__(self, on_idle: Callable[[HttpConnection], None], on_closed: Callable[[HttpConnection], None]):
         self._library = parser_library()
         self._on_idle, self._on_closed = on_idle, on_closed
         self._transport: asyncio.Transport | None = None
-        self._answer: Answer | None = None
+        self._handler: ResponseHandler | None = None
         self.was_idle = False
-        """Servers close idle connections, also just when a request is sent onto one."""
+        """Set once it was idle: a server may close an idle connection just when a request is sent on it."""
         self.opened_s = 0.0
         self.is_open = False
 
     @property
     def socket(self) -> Any:
-        """The one below, as the event loop shows it. Only once it is open."""
+        """The socket, once the connection is open."""
         assert self._transport is not None
         return self._transport.get_extra_info("socket")
 
-    def send(self, message: bytes, answer: Answer) -> None:
-        """Write a whole request. Only on an idle connection."""
-        assert self._transport is not None and self._answer is None
-        self._answer = answer
+    def send(self, message: bytes, handler: ResponseHandler) -> None:
+        """Write a whole request on an idle connection."""
+        assert self._transport is not None and self._handler is None
+        self._handler = handler
         self._parser = self._library.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
@@ -79,7 +82,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(message)
 
     def pause(self) -> None:
-        """Read nothing more until `resume`: who takes the answer is slower than the server."""
+        """Stop reading until `resume`, for a consumer that is slower than the server."""
         if self._transport is not None and self.is_open:
             self._transport.pause_reading()
 
@@ -88,16 +91,18 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """At once, whatever is under way; its answer hears nothing more."""
-        self._answer = None
+        """Close the connection at once; its handler is not called any more."""
+        self._handler = None
         if self._transport is not None and self.is_open:
             self.is_open = False
             self._transport.abort()
 
-    def close_for(self, answer: Answer) -> None:
-        """Close it if it still carries the request that this answers."""
-        if self._answer is answer:
+    def close_for(self, handler: ResponseHandler) -> None:
+        """Close the connection if it still carries this handler's request."""
+        if self._handler is handler:
             self.close()
+
+    # ---- called by the event loop ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -106,7 +111,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic()
-        if self._answer is None:  # nothing was asked
+        if self._handler is None:  # bytes without a request
             self.close()
             return
         self._heard = True
@@ -125,17 +130,19 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._now = time.monotonic()
         self.is_open = False
-        answer, self._answer = self._answer, None
-        if answer is not None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
             until_closed = self._in_body and not {"content-length", "transfer-encoding"} & self._headers.keys()
             if until_closed and exc is None:
-                answer.on_end(self._now)
+                handler.on_end(self._now)
             else:
-                answer.on_lost(self._now, "disconnected", self._heard)
+                handler.on_lost(self._now, "disconnected", self._heard)
         self._on_closed(self)
 
+    # ---- called by the parser ----
+
     def on_message_begin(self) -> None:
-        if self._complete:  # more than was asked for
+        if self._complete:  # a second response
             self._reusable = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,31 +153,31 @@ class HttpConnection(asyncio.Protocol):
         if self._complete:
             return
         status = self._parser.get_status_code()
-        if status >= 200 and self._answer is not None:
+        if status >= 200 and self._handler is not None:
             self._in_body = True
-            self._answer.on_head(status, self._headers)
+            self._handler.on_head(status, self._headers)
         else:
             self._headers = {}
 
     def on_body(self, body: bytes) -> None:
-        if self._answer is not None and not self._complete:
-            self._answer.on_body(self._now, body)
+        if self._handler is not None and not self._complete:
+            self._handler.on_body(self._now, body)
 
     def on_message_complete(self) -> None:
         if self._in_body and not self._complete:
             self._complete, self._reusable = True, self._parser.should_keep_alive()
 
     def _end(self) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            answer.on_end(self._now)
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.on_end(self._now)
         if self._reusable and self.is_open:
             self._on_idle(self)
         else:
             self.close()
 
     def _lose(self, code: str) -> None:
-        answer = self._answer
+        handler = self._handler
         self.close()
-        if answer is not None:
-            answer.on_lost(self._now, code, self._heard)
+        if handler is not None:
+            handler.on_lost(self._now, code, self._heard)

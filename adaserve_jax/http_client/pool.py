@@ -1,4 +1,4 @@
-"""Connections held ready, so that a request's times are the server's and not those of connecting."""
+"""Pool of connections opened ahead of requests, so that measured times do not include connecting."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ OnReady = Callable[[HttpConnection], None]
 OnFailed = Callable[[str], None]
 
 MIN_LIFE_S = 1.0
-"""A server that closes idle connections sooner gets no other ones until a request needs them."""
+"""A connection that the server closes sooner, while idle, is not replaced until a request needs one."""
+KEEPALIVE_S = 10
+"""Silence after which the kernel probes the peer; it probes again every third of this."""
+PEER_TIMEOUT_S = 30
+"""Time without an answer to probes or data after which the connection ends."""
 
 
-SILENCE_S = 10
-"""Of a connection after which its other end's machine is asked whether it is there, every third of this."""
-UNANSWERED_S = 30
-"""After which it is taken to be gone, and the connection ends."""
-
-
-def _notice_a_lost_peer(connection: socket.socket) -> None:
-    """Have the kernel end it when the machine at its other end vanishes (RFC 1122, 4.2.3.6; RFC 5482)."""
+def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel end the connection when the peer's machine vanishes (RFC 1122, 4.2.3.6; RFC 5482)."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", SILENCE_S), ("TCP_KEEPINTVL", SILENCE_S // 3), ("TCP_KEEPCNT", UNANSWERED_S // SILENCE_S),
-        ("TCP_USER_TIMEOUT", UNANSWERED_S * 1000),
+        ("TCP_KEEPIDLE", KEEPALIVE_S), ("TCP_KEEPINTVL", KEEPALIVE_S // 3),
+        ("TCP_KEEPCNT", PEER_TIMEOUT_S // KEEPALIVE_S), ("TCP_USER_TIMEOUT", PEER_TIMEOUT_S * 1000),
     ):  # fmt: skip
-        if hasattr(socket, name):  # not of every system
+        if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class ConnectionPool:
-    """Hands out idle connections, the last used first, and opens others ahead while fewer than `spare` are idle.
+    """Pool that hands out the most recently used idle connection and keeps `spare_connections` idle ones open.
 
-    Everything runs on the event loop that it was made on.
+    Used on the event loop on which it was created.
     """
 
     def __init__(self, settings: UrlSettings):
@@ -52,14 +50,16 @@ class ConnectionPool:
         self._refilling = 0
 
     async def fill(self) -> None:
-        """Open spare connections and wait for them; those that cannot be opened are left out."""
+        """Open the spare connections and wait for them; failures are ignored."""
         self._refill()
         while self._refilling:
             await asyncio.wait(self._tasks)
 
     def acquire(self, on_ready: OnReady, on_failed: OnFailed, *, fresh: bool = False) -> bool:
-        """Call `on_ready` with a connection, at once where one is idle; True: it has to be opened first, as it always
-        is when it must be `fresh`. on_failed: told connection_refused, connect_timeout or connect_failed."""
+        """Call `on_ready` with a connection: at once if one is idle, else when a new one is open. Return True if new.
+
+        on_failed: called with connection_refused, connect_timeout or connect_failed. fresh: always open a new one.
+        """
         while self._idle and not fresh:
             connection = self._idle.pop()
             if connection.is_open:
@@ -71,12 +71,12 @@ class ConnectionPool:
         return True
 
     async def reachable(self) -> bool:
-        """Whether the server takes a connection now."""
+        """Return whether the server accepts a connection now."""
         try:
             connection = await self._open()
         except OSError:
             return False
-        self._keep(connection)
+        self._add_idle(connection)
         return True
 
     def close_busy(self) -> None:
@@ -100,7 +100,7 @@ class ConnectionPool:
 
     async def _open_spare(self) -> None:
         try:
-            self._keep(await self._open())
+            self._add_idle(await self._open())
         except OSError:
             pass  # a request that needs a connection will say so
         finally:
@@ -119,27 +119,27 @@ class ConnectionPool:
             on_ready(connection)
 
     async def _open(self) -> HttpConnection:
-        """Raises OSError, TimeoutError being one."""
+        """Open a connection. Raises OSError (TimeoutError is one)."""
         settings = self._settings
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: HttpConnection(self._keep, self._drop), settings.host, settings.port, ssl=self._tls
+                    lambda: HttpConnection(self._add_idle, self._remove), settings.host, settings.port, ssl=self._tls
                 )
-            _notice_a_lost_peer(connection.socket)
+            _enable_keepalive(connection.socket)
         except UnicodeError as error:  # a name that cannot be looked up
             raise OSError(str(error)) from error
         self._all.add(connection)
         return connection
 
-    def _keep(self, connection: HttpConnection) -> None:
+    def _add_idle(self, connection: HttpConnection) -> None:
         if self._spare and connection.is_open:
             connection.was_idle = True
             self._idle.append(connection)
         else:
             connection.close()
 
-    def _drop(self, connection: HttpConnection) -> None:
+    def _remove(self, connection: HttpConnection) -> None:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

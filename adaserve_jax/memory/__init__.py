@@ -1,1 +1,1 @@
-"""KV memory. Host files (page_pool, migration, prefix_cache) never import jax."""
+"""KV memory on the host: page pool, prefix cache, residency of the draft, and the memory ledger. Imports no jax."""

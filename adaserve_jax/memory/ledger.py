@@ -1,8 +1,7 @@
-"""What an engine takes of one memory, part by part, in bytes.
+"""Memory ledger: bytes that an engine takes of one memory, part by part, and whether they fit.
 
-One memory is that of the first device, which holds the draft beside its share of the target; where devices share one,
-as those of a CPU do, it is that of all of them, and of the host. Knows neither models nor devices: who knows the bytes
-is runtime/sizing.py. Imports no jax.
+The memory is that of the first device, which holds the draft beside its share of the target. If devices share one
+memory, as CPU devices do, it is that of all of them and of the host. The bytes of models come from runtime/sizing.py.
 """
 
 from __future__ import annotations
@@ -16,12 +15,18 @@ from adaserve_jax.config import LEAST_CONTEXT
 from adaserve_jax.errors import ConfigError
 
 MIB = 1 << 20
+CGROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
+"""Limit files by the controller's name in /proc: version 2 has no name, version 1 its own."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """How much there is. source: where that is said. own_bytes: what the device or the process has, whatever was asked
-    for. covers_host: whether copies on the host take of it too."""
+    """Available memory.
+
+    source: where the limit comes from. own_bytes: what the device or the process has, whatever was asked for.
+    covers_host: copies on the host count too.
+    """
 
     bytes: int
     source: str
@@ -31,12 +36,12 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes, in the one memory, of what a configuration is made of; draft_*: 0 without a draft.
+    """Bytes, in the one memory, of the parts of a configuration; draft_* are 0 without a draft.
 
-    target_page, draft_page: KV of one page, all layers. reserve: for the workspace, while nothing is compiled that
-    could say what it takes. int8: the same with the target's weights in int8; None: they are. further_drafts: weights
-    of all drafts but the first, whose pages they share. training: what learning keeps and takes, whether drafts are
-    there or away; 0 without it.
+    target_page, draft_page: KV of one page, all layers. reserve: for the workspace, as long as nothing is compiled that
+    could measure it. int8: the same with the target's weights in int8; None if they already are. further_drafts:
+    weights of all drafts but the first, whose pages they share. training: memory of online learning, whether drafts are
+    resident or away; 0 without it.
     """
 
     target_weights: int
@@ -50,23 +55,26 @@ class Sizes:
 
     @property
     def page(self) -> int:
-        """A page in both models."""
+        """Bytes of a page in both models."""
         return self.target_page + self.draft_page
 
     def pages_within(self, limit: MemoryLimit) -> int:
-        """Pages for which there is room beside the weights, the drafts' copies on the host where these count, training,
-        and the reserve; 0 where these do not fit themselves."""
+        """Return the number of pages that fit beside weights, the drafts' copies on the host where these count,
+        training, and reserve.
+
+        0 if those do not fit themselves.
+        """
         copy = self.drafts_weights if limit.covers_host else 0
         taken = self.target_weights + self.drafts_weights + copy + self.training + self.reserve
         return max(0, limit.bytes - taken) // self.page
 
     def extension_pages(self, num_pages: int) -> int:
-        """Of drafts that give up their weights and their KV of `num_pages` pages."""
+        """Return the pages that fit in the memory of the drafts' weights and of their KV of `num_pages` pages."""
         return extension_pages(self.drafts_weights, num_pages * self.draft_page, self.target_page)
 
     @property
     def drafts_weights(self) -> int:
-        """Of all drafts."""
+        """Bytes of the weights of all drafts."""
         return self.draft_weights + self.further_drafts
 
     def without_draft(self) -> Sizes:
@@ -85,16 +93,19 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What programs take beside weights and pages: the largest temporary and the largest result of any of them, added,
-    since the result of one is there while the next one runs, and arguments that are kept for them. by_tokens: what is
-    left of it without the programs of longer steps, by packed length."""
+    """Memory of programs beside weights and pages.
+
+    bytes: the largest temporary and the largest result of any program, added, since the result of one exists while the
+    next one runs, and arguments that are kept for them. by_tokens: what remains without the programs of longer steps,
+    by packed length.
+    """
 
     bytes: int
     by_tokens: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Part:
+class LedgerPart:
     """One line of the ledger. host_bytes: a copy on the host."""
 
     name: str
@@ -104,8 +115,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Ledger:
-    """workspace: None before the programs are compiled. num_pages: of the base pool; the draft's own KV has as many.
-    extension_pages: in the place of the draft, never on top of it; 0: it stays, and needs no copy on the host."""
+    """Parts of an engine's memory against its limit.
+
+    workspace: None before the programs are compiled. num_pages: of the base pool; the draft's own KV has as many.
+    extension_pages: in the place of the draft, never beside it; 0: the draft stays, and needs no copy on the host.
+    """
 
     sizes: Sizes
     limit: MemoryLimit
@@ -113,37 +127,37 @@ class Ledger:
     extension_pages: int = 0
     workspace: Workspace | None = None
 
-    def parts(self, *, expanded: bool = False) -> tuple[Part, ...]:
-        """Every part, with the draft resident or with pages in its place. Without a draft there are none of it."""
+    def parts(self, *, expanded: bool = False) -> tuple[LedgerPart, ...]:
+        """Return every part, with the draft resident or with pages in its place; without a draft it has no parts."""
         sizes, pages = self.sizes, self.num_pages
         copy = sizes.drafts_weights if self.extension_pages else 0
         away = (
-            Part("extension pages", self.extension_pages * sizes.target_page),
-            Part("draft weights (away)", 0, copy),
+            LedgerPart("extension pages", self.extension_pages * sizes.target_page),
+            LedgerPart("draft weights (away)", 0, copy),
         )
         resident = (
-            Part("draft weights", sizes.drafts_weights, copy),
-            Part("draft KV pages", pages * sizes.draft_page),
+            LedgerPart("draft weights", sizes.drafts_weights, copy),
+            LedgerPart("draft KV pages", pages * sizes.draft_page),
         )
         return (
-            Part("target weights", sizes.target_weights),
-            Part("target KV pages", pages * sizes.target_page),
+            LedgerPart("target weights", sizes.target_weights),
+            LedgerPart("target KV pages", pages * sizes.target_page),
             *(() if not sizes.draft_weights else away if expanded else resident),
-            *((Part("draft training", sizes.training),) if sizes.training else ()),
-            *(() if self.workspace is None else (Part("workspace", self.workspace.bytes),)),
+            *((LedgerPart("draft training", sizes.training),) if sizes.training else ()),
+            *(() if self.workspace is None else (LedgerPart("workspace", self.workspace.bytes),)),
         )
 
-    def counted(self, part: Part) -> int:
-        """Bytes of a part that are held against the limit."""
+    def counted(self, part: LedgerPart) -> int:
+        """Return the bytes of a part that count against the limit."""
         return part.device_bytes + (part.host_bytes if self.limit.covers_host else 0)
 
     def taken(self, *, expanded: bool = False) -> int:
-        """Bytes of all parts that are held against the limit."""
+        """Return the bytes of all parts that count against the limit."""
         return sum(self.counted(part) for part in self.parts(expanded=expanded))
 
     @property
     def needed(self) -> int:
-        """The larger of both layouts; with the reserve where the workspace is not known."""
+        """Bytes of the larger of both layouts, with the reserve if the workspace is not known."""
         layouts = (False, True) if self.extension_pages else (False,)
         return max(self.taken(expanded=each) for each in layouts) + (
             self.sizes.reserve if self.workspace is None else 0
@@ -151,25 +165,22 @@ class Ledger:
 
     @property
     def fits(self) -> bool:
-        """Judged by what is known: a reserve is not."""
+        """True if the known parts fit; a reserve is not known."""
         return self.needed - (self.sizes.reserve if self.workspace is None else 0) <= self.limit.bytes
 
 
 def extension_pages(draft_weights: int, draft_kv: int, page_bytes: int) -> int:
-    """Pages of the target that fit where the draft was: N_draft. All in bytes. Rounded down: what the draft leaves is
-    all that there is. Source: Nightjar section 5, corrected (its ceiling overruns, and it forgets the draft's KV)."""
+    """Return N_draft, pages of the target that fit in the memory of the draft; all sizes in bytes.
+
+    Rounded down: the draft leaves no more than that. Source: Nightjar section 5, corrected (its ceiling overruns, and
+    it forgets the draft's KV).
+    """
     return (draft_weights + draft_kv) // page_bytes
-
-
-# What to say of a ledger that does not fit: each part, the limit, and changes that would make it fit, with
-# numbers.
-#
-# Every change that is named is enough by itself: it was tried on the ledger. Imports no jax.
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The limits of an engine that a change may lower."""
+    """Limits of an engine that a suggested change may lower."""
 
     page_size: int
     max_context: int
@@ -177,12 +188,16 @@ class Shape:
 
 
 def check_fits(ledger: Ledger, shape: Shape) -> None:
-    """Raises ConfigError unless the ledger fits its limit."""
+    """Raise ConfigError unless the ledger fits its limit."""
     if not ledger.fits:
         raise ConfigError(refusal(ledger, shape))
 
 
 def refusal(ledger: Ledger, shape: Shape) -> str:
+    """Return the message for a ledger that does not fit: each part, the limit, and changes that would make it fit.
+
+    Each change that is named was tried on the ledger and is enough by itself.
+    """
     parts = ", ".join(_say(part.name, ledger.counted(part), ledger) for part in ledger.parts())
     known = ledger.needed - (ledger.sizes.reserve if ledger.workspace is None else 0)
     found = list(_changes(ledger, shape))
@@ -198,6 +213,7 @@ def refusal(ledger: Ledger, shape: Shape) -> str:
 
 
 def mib(size: int) -> str:
+    """Return the size in MiB, as text."""
     return f"{size / MIB:,.1f} MiB"
 
 
@@ -207,7 +223,7 @@ def _say(name: str, size: int, ledger: Ledger) -> str:
 
 
 def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
-    """Single changes that are enough; where none is, changes that are enough together."""
+    """Yield single changes that are enough; if there are none, changes that are enough together."""
     smaller = list(_smaller_models(ledger))
     alone = [_fewer_pages(ledger, shape), _shorter_steps(ledger, shape)]
     enough = [words for words, changed in smaller if changed.needed <= changed.limit.bytes]
@@ -241,7 +257,7 @@ def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
 
 
 def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
-    """With other models. What their programs take is not known: as much more as their reserve is larger."""
+    """Return the ledger with other models. The workspace of their programs is taken to grow as their reserve does."""
     workspace = ledger.workspace
     if workspace is not None:
         workspace = Workspace(workspace.bytes + max(0, sizes.reserve - ledger.sizes.reserve))
@@ -250,7 +266,7 @@ def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
 
 
 def _fewer_pages(ledger: Ledger, shape: Shape) -> str | None:
-    """As many pages as there is room for, with a context that they hold."""
+    """Suggest as many pages as fit, with a context that they hold."""
     beside = replace(ledger, num_pages=0, extension_pages=0).needed  # weights and workspace
     if ledger.extension_pages and ledger.limit.covers_host:
         beside += ledger.sizes.drafts_weights
@@ -264,7 +280,7 @@ def _fewer_pages(ledger: Ledger, shape: Shape) -> str | None:
 
 
 def _shorter_steps(ledger: Ledger, shape: Shape) -> str | None:
-    """Without the programs of the longest steps, where these are what is too much."""
+    """Suggest a maximum step length, if the programs of the longest steps are what does not fit."""
     if ledger.workspace is None:
         return None
     for tokens, size in sorted(ledger.workspace.by_tokens.items(), reverse=True)[1:]:
@@ -274,16 +290,8 @@ def _shorter_steps(ledger: Ledger, shape: Shape) -> str | None:
     return None
 
 
-# How much memory this process may use: what its control groups allow, or else what the machine has. Imports no
-# jax.
-
-CGROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""By controller as /proc names it: version 2 has no name, version 1 its own."""
-
-
 def process_memory() -> tuple[int, str]:
-    """Bytes, and what limits them: the least of the limits of the control groups and the physical memory."""
+    """Return the bytes that this process may use and what limits them: its control groups, or the machine's memory."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     allowed = cgroup_limit()
     if allowed is not None and allowed < physical:
@@ -292,9 +300,10 @@ def process_memory() -> tuple[int, str]:
 
 
 def cgroup_limit(cgroups: Path = CGROUPS, mounts: Path = MOUNTS) -> int | None:
-    """The least memory limit of the control groups that this process is in, and of those around them; None: no limit.
+    """Return the least memory limit of the control groups of this process and of those around them; None without a
+    limit.
 
-    cgroups: of /proc/self/cgroup's form; mounts: where the groups' files are.
+    cgroups: a file in the form of /proc/self/cgroup; mounts: folder of the groups' files.
     """
     try:
         lines = cgroups.read_text().splitlines()
@@ -309,8 +318,10 @@ def cgroup_limit(cgroups: Path = CGROUPS, mounts: Path = MOUNTS) -> int | None:
 
 
 def _limits_along(mount: Path, path: str, name: str) -> list[int]:
-    """Limits of a group and of those above it. In a container its path is often that of the host, while the files at
-    the mount are its own."""
+    """Return the limits of a group and of those above it.
+
+    In a container the group's path is often that of the host, while the files at the mount are its own.
+    """
     folder = mount / path.lstrip("/")
     found = []
     for group in (each for each in (folder, *folder.parents) if each.is_relative_to(mount)):

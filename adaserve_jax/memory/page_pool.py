@@ -1,7 +1,5 @@
-"""Which KV pages are free, and who else holds a page: ids and reference counts only.
-
-Two slabs: the base pool, and an extension that is there only between `extend` and `trim`. Host side; knows nothing of
-arrays on a device, of requests, or of what a page contains.
+"""Page pool: free KV pages, reference counts and cached pages, by id. Two slabs: the base pool and an elastic
+extension.
 """
 
 from __future__ import annotations
@@ -15,38 +13,38 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError, IntegrityError, OutOfPagesError
 
-# Where the live pages of the extension slab go before it is freed. Host side; the pool plans, the device
-# copies.
-
 
 @dataclass(frozen=True, eq=False)
 class Migration:
-    """from_pages, to_pages: i32[N], distinct; from_pages in the extension slab, to_pages in the base pool, where they
-    are reserved until the pool publishes or abandons the migration."""
+    """Move of pages in use out of the extension slab before it is freed.
+
+    from_pages, to_pages: i32[N], distinct. from_pages are in the extension slab, to_pages in the base pool, reserved
+    until the pool publishes or abandons the migration.
+    """
 
     from_pages: np.ndarray
     to_pages: np.ndarray
 
     def remap(self, num_pages: int) -> np.ndarray:
-        """i32[num_pages]: the id that each page has afterwards; pages that do not move keep theirs."""
+        """Return the id that each page has afterwards, i32[num_pages]; pages that do not move keep theirs."""
         remap = np.arange(num_pages, dtype=np.int32)
         remap[self.from_pages] = self.to_pages
         return remap
 
     def only(self, mask: np.ndarray) -> Migration:
-        """The moves that `mask` (bool[N]) names."""
+        """Return the moves where `mask` (bool[N]) is True."""
         return Migration(self.from_pages[mask], self.to_pages[mask])
 
 
-class PageKeeper(Protocol):
-    """Who remembers what pages contain, and so wants them cached, not free, when their last holder leaves."""
+class PageCache(Protocol):
+    """Owner of cached pages: it knows what pages contain, and is told of evictions and moves."""
 
     def evicted(self, pages: list[int]) -> None:
-        """These cached pages are taken for something else."""
+        """Forget these cached pages; they are taken for something else."""
         ...
 
     def moved(self, migration: Migration) -> None:
-        """What these pages contained is in others now."""
+        """Follow these pages: their content is in others now."""
         ...
 
 
@@ -72,12 +70,14 @@ class _FreeList:
 
 
 class PagePool:
-    """Hands out page ids; a page returns to the free list when its last holder frees it, or becomes cached where a
-    keeper remembers it: then it counts as free, and is taken, least recently used first, only when no page is truly
-    free.
+    """Allocator of page ids with reference counts.
 
-    Base pages are ids below base_pages, K; while extended there are K to K + extension_pages - 1 too. Every operation
-    costs O(pages named in it) but those of a contraction, O(all). Not thread-safe: one engine thread owns it.
+    A page returns to the free list when its last holder frees it. If the prefix cache knows the page, it becomes cached
+    instead: it counts as free, and is taken, least recently used first, only when no page is truly free.
+
+    Base pages are ids below base_pages (K of the paper); while extended, ids K to K + extension_pages - 1 exist too.
+    Every operation costs O(pages named in it), except those of a contraction, O(all). Not thread-safe: one engine
+    thread owns it.
     """
 
     def __init__(self, num_pages: int, page_size: int, extension_pages: int = 0):
@@ -93,14 +93,14 @@ class PagePool:
         self._base = _FreeList(0, num_pages)
         self._extension = _FreeList(num_pages, num_pages)
         self._refs = np.zeros(total, np.int32)
-        self._keeper: PageKeeper | None = None
-        self._known = np.zeros(total, bool)  # by the keeper
+        self._cache: PageCache | None = None
+        self._known = np.zeros(total, bool)  # by the cache
         self._cached: OrderedDict[int, None] = OrderedDict()  # known, without holders; least recently used first
         self._planned: Migration | None = None
 
     @property
     def pages_in_force(self) -> int:
-        """Of both slabs, as it is now; `Limits.num_pages` are those of the base."""
+        """Pages of both slabs as of now; `Limits.num_pages` counts those of the base."""
         return self.total_pages if self.extended else self.base_pages
 
     @property
@@ -110,15 +110,17 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
+        """Pages that have holders."""
         return self.pages_in_force - self.num_free
 
     @property
     def num_cached(self) -> int:
+        """Cached pages of both slabs."""
         return len(self._cached)
 
     @property
     def extension_used(self) -> int:
-        """Pages of the extension slab that somebody holds."""
+        """Pages of the extension slab that have holders."""
         return int(np.count_nonzero(self._refs[self.base_pages :]))
 
     @property
@@ -128,13 +130,14 @@ class PagePool:
         return int(np.count_nonzero(known & (self._refs[self.base_pages :] == 0)))
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def alloc(self, count: int) -> np.ndarray:
-        """Take `count` pages with one reference each: i32[count], or raise OutOfPagesError and take none.
+        """Take `count` pages with one reference each: i32[count]. Raises OutOfPagesError and takes none if too few are
+        free.
 
-        Base pages first, then those of the extension, then cached ones, which their keeper is told.
+        Base pages come first, then those of the extension, then cached ones, which are evicted.
         """
         if count <= self._base.count and self._planned is None:
             pages = self._base.take(count)
@@ -154,14 +157,17 @@ class PagePool:
         self._refs[pages] += 1
 
     def free(self, pages: np.ndarray) -> None:
-        """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free, or cached
-        where the keeper knows them, the last one named first to be evicted."""
+        """Drop one holder of each page of `pages` (i32[n], distinct).
+
+        Pages without holders become free, or cached if the prefix cache knows them; the last one named is evicted
+        first.
+        """
         self._require_ids(pages)
         if np.count_nonzero(self._refs[pages] < 1):
             raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use")
         self._refs[pages] -= 1
         empty = np.asarray(pages, np.int32)[self._refs[pages] == 0]
-        if self._keeper is not None:
+        if self._cache is not None:
             known = self._known[empty]
             for page in empty[known][::-1].tolist():
                 self._cached[page] = None
@@ -169,52 +175,54 @@ class PagePool:
         self._give(empty)
 
     def references(self, pages: np.ndarray) -> np.ndarray:
-        """Holders of each page: i32[n]."""
+        """Return the number of holders of each page, i32[n]."""
         return self._refs[pages]
 
     @property
     def known(self) -> np.ndarray:
-        """Pages that the keeper knows, held or cached: i64[n], increasing."""
+        """Pages that the prefix cache knows, held or cached: i64[n], increasing."""
         return self._known.nonzero()[0]
 
     # ---- cached pages ----
 
-    def keep_for(self, keeper: PageKeeper) -> None:
-        """From now on `keeper` may remember pages. Raises IntegrityError when there is one already."""
-        if self._keeper is not None:
-            raise IntegrityError("a page pool has one keeper")
-        self._keeper = keeper
+    def attach_cache(self, cache: PageCache) -> None:
+        """Let `cache` know pages from now on. Raises IntegrityError if there is a cache already."""
+        if self._cache is not None:
+            raise IntegrityError("a page pool has one cache")
+        self._cache = cache
 
     def remember(self, page: int) -> None:
-        """The keeper knows this page, which somebody holds, until it is evicted."""
-        if self._keeper is None or self._refs[page] < 1:
-            raise IntegrityError(f"KV page {page} cannot be kept: it has no keeper or no holder")
+        """Record that the cache knows this page, which has a holder, until it is evicted."""
+        if self._cache is None or self._refs[page] < 1:
+            raise IntegrityError(f"KV page {page} cannot be kept: there is no cache, or it has no holder")
         self._known[page] = True
 
     def _evict(self, pages: list[int]) -> None:
-        """Cached pages become truly free."""
+        """Free cached pages."""
         for page in pages:
             del self._cached[page]
         self._known[pages] = False
-        if self._keeper is not None and pages:
-            self._keeper.evicted(pages)
+        if self._cache is not None and pages:
+            self._cache.evicted(pages)
         self._give(np.array(pages, np.int32))
 
     # ---- the extension ----
 
     def extend(self) -> None:
-        """The pages of the extension slab become free. Raises IntegrityError: extended already, or no such slab."""
+        """Add the pages of the extension slab as free pages. Raises IntegrityError if extended already, or without
+        such a slab.
+        """
         if self.extended or self.total_pages == self.base_pages:
             raise IntegrityError(f"there is no extension of {self.total_pages - self.base_pages} pages to begin")
         self.extended = True
         self._extension = _FreeList(self.base_pages, self.total_pages)
 
     def plan_contraction(self) -> Migration | None:
-        """Where the pages of the extension that somebody holds can go; None, and nothing changed, without room.
+        """Choose base pages for the pages of the extension that have holders; None, and nothing changed, without space.
 
-        The targets are reserved. Cached base pages are evicted for pages in use; cached pages of the extension come
-        along, most recently used first, only as far as truly free base pages are left. Raises IntegrityError: not
-        extended, or a plan is open.
+        The targets are reserved. Cached base pages are evicted for pages in use; cached pages of the extension move
+        too, most recently used first, only as far as truly free base pages are left. Raises IntegrityError if not
+        extended, or if a plan is open.
         """
         if not self.extended or self._planned is not None:
             raise IntegrityError("a contraction is planned once, while extended")
@@ -231,16 +239,15 @@ class PagePool:
         return self._planned
 
     def abandon(self, migration: Migration) -> None:
-        """Give the targets back; nothing moves. Raises IntegrityError unless `migration` is the open plan."""
+        """Free the targets of a migration; nothing moves. Raises IntegrityError unless `migration` is the open plan."""
         self._close(migration)
         self._base.give(migration.to_pages)
 
     def publish(self, migration: Migration) -> np.ndarray:
-        """The pages have moved: holders, the order of cached pages and the keeper's knowledge follow; the sources are
-        free.
+        """Rename pages after their content was moved: holders, the order of cached pages and the cache follow.
 
-        Pages whose last holder left since the plan do not count as moved. Returns i32[pages_in_force],
-        remap[old] = new. Raises IntegrityError unless `migration` is the open plan.
+        Pages whose last holder left since the plan do not count as moved; the sources become free. Returns
+        i32[pages_in_force], remap[old] = new. Raises IntegrityError unless `migration` is the open plan.
         """
         self._close(migration)
         alive = (self._refs[migration.from_pages] > 0) | self._known[migration.from_pages]
@@ -251,13 +258,13 @@ class PagePool:
             values[moves.from_pages] = 0
         remap = moves.remap(self.pages_in_force)
         self._cached = OrderedDict.fromkeys(remap[list(self._cached)].tolist() if self._cached else ())
-        if self._keeper is not None:
-            self._keeper.moved(moves)
+        if self._cache is not None:
+            self._cache.moved(moves)
         self._extension.give(moves.from_pages)
         return remap
 
     def trim(self) -> None:
-        """End the extension and forget what is cached in it. Raises IntegrityError while anybody holds a page of it."""
+        """Remove the extension and what is cached in it. Raises IntegrityError while any of its pages has a holder."""
         if not self.extended or self._planned is not None or self.extension_used:
             raise IntegrityError(
                 f"the extension cannot end: extended {self.extended}, {self.extension_used} pages of it in use"
@@ -280,7 +287,7 @@ class PagePool:
             if self._refs[pages].any():
                 raise IntegrityError(f"a {name} KV page has holders")
             if (self._known[pages] != (name == "cached")).any():
-                raise IntegrityError(f"a KV page is {name} and {'not ' if name == 'cached' else ''}known to a keeper")
+                raise IntegrityError(f"a KV page is {name} and {'not ' if name == 'cached' else ''}known to the cache")
         state += self._refs > 0
         if (state[: self.pages_in_force] != 1).any() or (self._refs < 0).any():
             raise IntegrityError("a KV page is neither free nor held, or both")
@@ -310,7 +317,7 @@ class PagePool:
         self._extension.give(pages[~base])
 
     def _cached_where(self, cached: Iterable[int], *, below: bool) -> list[int]:
-        """Those of `cached` that are base pages, or those that are not."""
+        """Return those of `cached` that are base pages, or those that are not."""
         return [page for page in cached if (page < self.base_pages) == below]
 
     def _close(self, migration: Migration) -> None:

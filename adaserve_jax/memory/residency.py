@@ -1,7 +1,7 @@
-"""When the draft gives its memory to KV pages, and when it gets it back: triggers, minimum stays, waits after failures.
+"""Residency of the draft: when its memory becomes KV pages and when it comes back.
 
-Host side; counts steps and pages, and knows neither requests nor devices. Source: Nightjar, section 6.1, with what
-docs/architecture/scheduler.md says about it.
+Decides by triggers, minimum stays and waits after failures; counts steps and pages. Source: Nightjar, section 6.1, with
+the changes that docs/architecture/scheduler.md lists.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from typing import Literal
 from adaserve_jax.errors import ConfigError
 
 State = Literal["resident", "expanded", "loading"]
-"""Of the draft: on the device; away, its memory being KV pages; on its way back, where neither is there."""
+"""State of the draft: on the device; away, with KV pages in its memory; or on its way back, with neither there."""
 Transition = Literal["expand", "contract", "reload"]
-"""What may be due: give the draft's memory to pages; take it back and begin to load the draft; see whether it is
-there."""
+"""Transitions: give the draft's memory to pages; take it back and begin to load the draft; ask whether it is loaded."""
 
 TAU_LOW = 0.1
-"""Share of the base pages that must be spare: the paper's best."""
+"""Share of the base pages that must be free: the paper's best."""
 T_PERSIST = 16
-"""Steps that pages must be short, and speculation off where the policy goes by that. The paper gives none;
-docs/architecture/scheduler.md has what was compared."""
+"""Steps that pages must be short before an expansion, with speculation off if the policy goes by that. The paper
+gives none; docs/architecture/scheduler.md has the comparison.
+"""
 MIN_STAY = 64
-"""Steps that the draft stays where it is at least: a swap there and back takes as long as some 5 to 10 steps, and the
-draft's KV has to be computed anew."""
+"""Fewest steps that the draft stays where it is. A move there and back takes as long as some 5 to 10 steps, and the
+draft's KV has to be computed anew.
+"""
 LONGEST_WAIT = 4096
-"""Most steps between two tries of a swap that failed; the first wait is MIN_STAY, and each is twice the one before."""
+"""Most steps between two attempts of a transition that failed. The first wait is MIN_STAY; each is twice the one
+before.
+"""
 
 
 @dataclass(frozen=True)
 class ElasticRule:
-    """tau_low: share of the base pages. persist_steps: T_persist. min_stay_steps: that the draft
-    stays, or stays away while there are requests.
+    """Parameters of the residency.
 
-    Raises ConfigError: a share outside (0, 1), or steps below 1."""
+    tau_low: share of the base pages that must be free. persist_steps: T_persist. min_stay_steps: fewest steps that the
+    draft stays, or stays away while there are requests. Raises ConfigError for a share outside (0, 1) or steps below 1.
+    """
 
     tau_low: float = TAU_LOW
     persist_steps: int = T_PERSIST
@@ -53,44 +57,54 @@ class ElasticRule:
 
 
 @dataclass(frozen=True)
-class Pressure:
-    """Demand for pages after a step. spare: free pages that admission may give away, at least; below 0 when not even
-    those that run can all grow by a page. turned_away: whether pages alone kept the next request from running, or took
-    them from one that ran. waiting, running: requests."""
+class PagePressure:
+    """Demand for pages after a step.
 
-    spare: int
-    turned_away: bool
+    free_pages: pages that admission may give away; below 0 if not all running sequences can grow by a page.
+    blocked_on_pages: the last plan kept a sequence from starting, or preempted one, only because pages were short.
+    waiting, running: sequences.
+    """
+
+    free_pages: int
+    blocked_on_pages: bool
     waiting: int
     running: int
 
 
 class Residency:
-    """Where the draft is, and which swap is due. Ask `due` once after each step; tell it how one that was due went."""
+    """State machine of the draft's memory. Ask `due` once after each step; report how a transition went."""
 
     def __init__(self, rule: ElasticRule, base_pages: int, extension_pages: int):
-        """base_pages: K_boundary. extension_pages: N_draft."""
+        """Start with the draft resident. base_pages: K_boundary of the paper; extension_pages: its N_draft."""
         self._rule = rule
         self._extension_pages = extension_pages
         self.tau_low_pages = math.ceil(rule.tau_low * base_pages)
         self.state: State = "resident"
         self._short_steps = 0
         self._stay = rule.min_stay_steps
-        """Steps of this state so far; a start is no swap, so it counts as long over."""
+        """Steps in this state so far; the start is no transition, so its minimum stay counts as over."""
         self._wait = 0
-        """Steps until a swap that failed may be tried again."""
+        """Steps until a transition that failed may be tried again."""
         self.failures = 0
-        """Swaps that failed since the last one that did not."""
+        """Transitions that failed since the last one that did not."""
 
     @property
     def draft_is_here(self) -> bool:
+        """True while the draft is resident."""
         return self.state == "resident"
 
     def due(
-        self, pressure: Pressure, speculates: bool | None, pages_pay: Callable[[], bool] | None = None
+        self, pressure: PagePressure, speculates: bool | None, pages_pay: Callable[[], bool] | None = None
     ) -> Transition | None:
-        """The swap to do now, once a step. speculates: whether speculation was on in it; None: it had no decode rows,
-        so that nothing was decided. pages_pay: whether pages are worth more than the draft; where it is given, it is
-        asked after each T_persist steps of short pages, and whether speculation was on in them does not matter."""
+        """Return the transition to make now, or None. Call once per step.
+
+        Args:
+            pressure: Demand for pages.
+            speculates: Whether speculation was on in the step; None if it had no decode rows, so that nothing was
+                decided.
+            pages_pay: Returns whether pages are worth more than the draft. If given, it is asked after each T_persist
+                steps of short pages, and whether speculation was on does not matter.
+        """
         self._stay += 1
         self._wait = max(self._wait - 1, 0)
         if self.state == "loading":
@@ -99,18 +113,19 @@ class Residency:
             self._count(pressure, bool(speculates) and pages_pay is None, speculates is not None)
             return "expand" if self._may_change and self._wants_pages(pages_pay) else None
         idle = not pressure.waiting and not pressure.running
-        short = pressure.turned_away and not idle  # the last step's word, which a request that left may have caused
-        wants_draft = not short and pressure.spare > self._extension_pages + self.tau_low_pages
+        # while idle this flag is stale: the sequence that was blocked has left
+        short = pressure.blocked_on_pages and not idle
+        wants_draft = not short and pressure.free_pages > self._extension_pages + self.tau_low_pages
         return "contract" if wants_draft and not self._wait and (idle or self._may_change) else None
 
-    def succeeded(self, swap: Transition) -> None:
-        """`swap` was done. For "reload": the draft is there."""
+    def succeeded(self, transition: Transition) -> None:
+        """Record that a transition was made; "reload" means that the draft is resident."""
         following: dict[Transition, State] = {"expand": "expanded", "contract": "loading", "reload": "resident"}
-        self.state = following[swap]
+        self.state = following[transition]
         self._stay = self._short_steps = self._wait = self.failures = 0
 
     def failed(self) -> None:
-        """A swap that was due failed: the state is what it was, and the next try waits, longer each time."""
+        """Record that a transition failed: the state stays, and the next attempt waits, longer each time."""
         self._wait = min(self._rule.min_stay_steps << min(self.failures, LONGEST_WAIT.bit_length()), LONGEST_WAIT)
         self.failures += 1
 
@@ -118,9 +133,9 @@ class Residency:
     def _may_change(self) -> bool:
         return not self._wait and self._stay >= self._rule.min_stay_steps
 
-    def _count(self, pressure: Pressure, needed: bool, decided: bool) -> None:
-        """needed: whether the step speaks for the draft. decided: whether it says anything."""
-        short = pressure.turned_away or pressure.spare < self.tau_low_pages
+    def _count(self, pressure: PagePressure, needed: bool, decided: bool) -> None:
+        """Count a step of short pages. needed: the step used the draft; decided: it had decode rows."""
+        short = pressure.blocked_on_pages or pressure.free_pages < self.tau_low_pages
         self._short_steps = self._short_steps + decided if short and not needed else 0
 
     def _wants_pages(self, pages_pay: Callable[[], bool] | None) -> bool:

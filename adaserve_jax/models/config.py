@@ -1,7 +1,7 @@
-"""The shape of a model, read from a checkpoint folder's config.json. Imports no jax.
+"""Configuration files of a checkpoint: the model's shape (config.json) and its sampling defaults.
 
-Families differ by configuration only. Everything that the decoder does not implement is refused here, by the name of
-the setting, before a weight is read.
+Families of models differ by configuration only. Settings that the decoder does not implement are refused here by name,
+before a weight is read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from adaserve_jax.models.rope import RopeScaling, read_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
 
+DEMO_FOLDER = Path(__file__).parent / "demo"
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
@@ -34,8 +35,8 @@ _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
 
 @dataclass(frozen=True)
 class _Family:
-    """What sets one architecture of transformers apart. defaults: values of keys that config.json leaves out. knows:
-    settings that change the model; one that a family does not know is refused when it is set."""
+    """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
+    `_SETTINGS` that it implements."""
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
@@ -62,7 +63,7 @@ _ARCHITECTURE_OF_TYPE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Settings of other models that change the function; set, they are refused unless the family knows them.
+# Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
@@ -73,11 +74,11 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One dense decoder. num_heads queries share num_kv_heads keys; head_dim need not be hidden_size / num_heads.
+    """Shape of a dense decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
-    max_position: tokens of context that the model was made for. eos_token_ids: any of them ends a text. qkv_bias,
-    out_bias, mlp_bias: which products add a bias. qk_norm: queries and keys of each head are normalised before they are
-    turned. windows: tokens that each layer attends to, itself included; None: all; empty: all in every layer.
+    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
+    mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
+    windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
     """
 
     vocab_size: int
@@ -110,15 +111,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a layer attends to, itself included; None: all before it."""
+        """Return a layer's sliding window in tokens, the current one included; None: no window."""
         return self.windows[layer] if self.windows else None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json, and generation_config.json for the EOS ids when it is there.
+        """Read config.json, and the EOS ids of generation_config.json if there is one.
 
-        Raises CheckpointError: a file or key is missing or malformed. UnsupportedModelError: the model asks for
-        something that the decoder does not implement; the setting is named.
+        Raises CheckpointError: a file or key is missing or malformed. UnsupportedModelError: the decoder does not
+        implement a setting.
         """
         path = Path(folder) / "config.json"
         given = read_json(path)
@@ -131,14 +132,22 @@ class ModelConfig:
         theta, scaling = read_rope(values.values, path)
         trained = values.integer("max_position_embeddings")
         biased = bool(values.get("attention_bias"))
-        config = cls(
+        num_kv_heads = values.integer("num_key_value_heads", default=heads)
+        if heads % num_kv_heads:
+            raise CheckpointError(
+                f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {num_kv_heads}"
+            )
+        head_dim = values.integer("head_dim", default=hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
+        return cls(
             vocab_size=values.integer("vocab_size"),
             hidden_size=hidden,
             intermediate_size=values.integer("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=values.integer("num_key_value_heads", default=heads),
-            head_dim=values.integer("head_dim", default=hidden // heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
             tie_embeddings=bool(values.get("tie_word_embeddings")),
@@ -151,18 +160,6 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
         )
-        _check_heads(config, path)
-        return config
-
-
-def _check_heads(config: ModelConfig, path: Path) -> None:
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, "
-            f"got {config.num_heads} and {config.num_kv_heads}"
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {config.head_dim}")
 
 
 def _family(given: dict[str, Any], path: Path) -> _Family:
@@ -184,8 +181,11 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
 
 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, empty when no layer has one: layer_types where the family reads it, else all
-    layers (Mistral) or those from max_window_layers on (Qwen)."""
+    """Return the sliding window of each layer, empty if no layer has one.
+
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral) or those from max_window_layers
+    on (Qwen).
+    """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
     windowed = windowed and (not optional or bool(values.get("use_sliding_window")))
@@ -209,7 +209,7 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
 
 
 def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
-    """Every id that ends a text: generation_config.json's first, then config.json's."""
+    """Return every id that ends a text: those of generation_config.json, then those of config.json."""
     path = folder / "generation_config.json"
     sources = [read_json(path).get("eos_token_id")] if path.exists() else []
     ids: list[int] = []
@@ -220,13 +220,12 @@ def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# How a checkpoint's makers want tokens drawn, from generation_config.json. Imports no jax.
-
-
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Values that stand in where a request gives none; None: the checkpoint does not say. temperature 0 is greedy,
-    which is what an explicit `do_sample: false` means; top_k 0 is off."""
+    """Sampling parameters of generation_config.json, for requests that give none; None: the file does not say.
+
+    temperature 0 is greedy, which an explicit `do_sample: false` means; top_k 0 is off.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -235,26 +234,29 @@ class GenerationDefaults:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> GenerationDefaults:
-        """Read generation_config.json; without one nothing is set. Raises CheckpointError naming a malformed value."""
+        """Read generation_config.json; without one nothing is set. Raises CheckpointError: a value is malformed."""
         path = Path(folder) / "generation_config.json"
         if not path.exists():
             return cls()
         given = Settings(read_json(path), path)
         if given.get("do_sample") is False:
             return cls(temperature=0.0)
+        top_k = given.get("top_k")
+        if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
+            raise given.wrong("top_k", top_k, "an integer")
         return cls(
             temperature=_number(given, "temperature", 100.0),
             top_p=_number(given, "top_p", 1.0),
-            top_k=_top_k(given),
+            top_k=None if top_k is None else max(0, top_k),
             min_p=_number(given, "min_p", 1.0),
         )
 
     def given(self) -> dict[str, Any]:
-        """The values that the checkpoint sets, by the names of `SamplingParams`."""
+        """Return the values that the file sets, by the names of `SamplingParams`."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
 
     def sampling_params(self) -> SamplingParams:
-        """`SamplingParams` for a request that brings none."""
+        """Return the `SamplingParams` of a request that brings none."""
         return SamplingParams(**self.given())
 
 
@@ -267,22 +269,8 @@ def _number(given: Settings, name: str, most: float) -> float | None:
     return float(value)
 
 
-def _top_k(given: Settings) -> int | None:
-    value = given.get("top_k")
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise CheckpointError(f"{given.path}: top_k must be an integer, got {value!r}")
-    return max(0, value)
-
-
-# Where a checkpoint lies: the embedded pair by name, anything else by path. Imports no jax.
-
-DEMO_FOLDER = Path(__file__).parent / "demo"
-
-
 def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -> Path:
-    """The checkpoint folder behind a name: "demo" is the embedded pair's, anything else a path.
+    """Return the checkpoint folder of a name: the embedded pair's for "demo", else the path itself.
 
     Raises CheckpointError: there is no such folder.
     """

@@ -1,8 +1,8 @@
-"""Turns the tokens of one running request into text, piece by piece. Imports no jax.
+"""Turns the tokens of one running sequence into text, piece by piece.
 
-A character whose bytes are spread over tokens appears when it is whole; a stop string never appears, nor a part of it.
-Tokens are decoded behind a few tokens of context (some decoders treat the first token of a text differently), and each
-call decodes only the context and what is not yet shown, so that the work per token does not grow with the text.
+A character whose bytes are spread over tokens appears when it is complete; stop strings and parts of them never appear.
+Tokens are decoded after a few tokens of context, since some decoders treat the first token of a text differently. Each
+call decodes only the context and the text not yet shown, so that work per token does not grow with the text.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Finds stop strings in text that arrives in pieces, in one pass (Knuth-Morris-Pratt). Imports no jax.
-
 
 class StopMatcher:
-    """Follows one text. The stop string that completes first wins; of several that complete together, the longest.
+    """Finds stop strings in a text that arrives in pieces, in one pass (Knuth-Morris-Pratt).
 
-    Work is constant per character and stop string, whatever the text.
+    The stop string that completes first wins; of several that complete together, the longest. Work is constant per
+    character and stop string, whatever the text.
     """
 
     def __init__(self, stop: tuple[str, ...]):
@@ -27,12 +26,15 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Characters at the end of the text so far that may be the beginning of a stop string."""
+        """Number of characters at the end of the text that may begin a stop string."""
         return max(self._matched, default=0)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Take in the next piece. Returns (characters of it up to the end of the stop string, the stop string's
-        length) once one is complete, and must not be fed again; else None."""
+        """Read the next piece of text; None while no stop string is complete.
+
+        Returns how many of its characters go up to the end of the stop string, and the stop string's length. The
+        matcher must not be fed again then.
+        """
         for end, char in enumerate(text, start=1):
             done = 0
             for index, pattern in enumerate(self._stop):
@@ -49,7 +51,7 @@ class StopMatcher:
 
 
 def _borders(pattern: str) -> list[int]:
-    """borders[n]: length of the longest proper prefix of pattern[:n] that is also its suffix."""
+    """Return borders[n], the length of the longest proper prefix of pattern[:n] that is also its suffix."""
     borders = [0, 0]
     for char in pattern[1:]:
         length = borders[-1]
@@ -67,7 +69,7 @@ _MOST_CONTEXT = 8
 
 
 class Decodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that detokenization uses."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -76,8 +78,8 @@ class Decodes(Protocol):
 
 @dataclass(frozen=True)
 class _Window:
-    """The end of a text. context: tokens shown in full, whose text is context_text. pending: tokens after them, not
-    shown in full. shown: characters of pending's text that were shown. tail: the others."""
+    """The end of a text. context: tokens shown in full, whose text is context_text. pending: later tokens, not shown in
+    full. shown: number of characters shown of pending's text. tail: the rest of it."""
 
     context: tuple[int, ...] = ()
     context_text: str = ""
@@ -87,9 +89,10 @@ class _Window:
 
 
 class IncrementalDetokenizer:
-    """The text of one choice. prompt_ids: the prompt, so that text continues it. stop: strings that end the text."""
+    """Text of one sequence."""
 
     def __init__(self, tokenizer: Decodes, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()):
+        """Start after a prompt. stop: strings that end the text."""
         self._tokenizer = tokenizer
         self._window = self._after(prompt_ids)
         self._matcher = StopMatcher(stop) if stop else None
@@ -97,7 +100,7 @@ class IncrementalDetokenizer:
         self._ended = False
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int | None]:
-        """Take in new tokens. Returns (text to show now, tokens to keep of these when a stop string ended the text).
+        """Add tokens. Return the text to show now, and how many of these tokens to keep if a stop string ended it.
 
         The second value is None while no stop string is complete. After the end, returns ("", 0).
         """
@@ -111,7 +114,7 @@ class IncrementalDetokenizer:
         return shown, self._tokens_for(before, token_ids, stopped_at)
 
     def finish(self) -> str:
-        """End the text and return what was held back: a cut character as U+FFFD, the beginning of a stop string."""
+        """End the text. Return the text held back: a cut character as U+FFFD, or the beginning of a stop string."""
         if self._ended:
             return ""
         shown, stopped_at = self._show(self._window.tail)
@@ -119,7 +122,7 @@ class IncrementalDetokenizer:
         return shown if stopped_at is not None else shown + self._held
 
     def _after(self, prompt_ids: Sequence[int]) -> _Window:
-        """The window behind a prompt: its last tokens that are whole characters, none when a special token ends it."""
+        """Return the window after a prompt: its last tokens that are whole characters; empty after a special token."""
         context: tuple[int, ...] = ()
         for token in reversed(prompt_ids[-_MOST_CONTEXT:]):
             if not self._tokenizer.has_text(token):
@@ -131,7 +134,7 @@ class IncrementalDetokenizer:
         return _Window()
 
     def _advance(self, window: _Window, token_ids: Sequence[int]) -> tuple[_Window, str]:
-        """The window after more tokens, and the text that became certain. Independent of how tokens are grouped."""
+        """Return the window after more tokens, and the text that is final now, however the tokens are grouped."""
         added = tuple(int(token) for token in token_ids if self._tokenizer.has_text(token))
         if not added:
             return window, ""
@@ -139,7 +142,7 @@ class IncrementalDetokenizer:
         text = self._tokenizer.decode(window.context + pending)
         if text.startswith(window.context_text):
             text = text[len(window.context_text) :]
-        else:  # a run of byte tokens is no UTF-8 as a whole, and the decoder takes back what it gave for its beginning
+        else:  # the decoder took back the text of a run of byte tokens that is no UTF-8 as a whole
             text = self._tokenizer.decode(pending)
         if len(added) > 1 and _REPLACEMENT in text:
             return self._advance_singly(window, added)
@@ -151,7 +154,7 @@ class IncrementalDetokenizer:
         return self._shortened(longer, text), text[window.shown : certain]
 
     def _advance_singly(self, window: _Window, token_ids: tuple[int, ...]) -> tuple[_Window, str]:
-        """One token at a time: some decoders give up a whole run of bytes when its last character is cut."""
+        """Advance one token at a time: some decoders drop a whole run of bytes when its last character is cut."""
         pieces = []
         for token in token_ids:
             window, piece = self._advance(window, (token,))
@@ -159,7 +162,7 @@ class IncrementalDetokenizer:
         return window, "".join(pieces)
 
     def _shortened(self, window: _Window, text: str) -> _Window:
-        """Make the oldest pending tokens context when many wait, as in a long run of bytes that are no UTF-8."""
+        """Make the oldest pending tokens context if many wait, as in a long run of bytes that are no UTF-8."""
         if len(window.pending) < _LONG_WINDOW:
             return window
         cut = len(window.pending) - _MOST_UNFINISHED - 1
@@ -170,7 +173,7 @@ class IncrementalDetokenizer:
         return _Window(head, head_text, rest, window.shown - len(head_text), window.tail)
 
     def _show(self, text: str) -> tuple[str, int | None]:
-        """Text to show after `text` became certain, and the characters of it up to the end of a stop string."""
+        """Return the text to show once `text` is final, and how many of its characters end a stop string."""
         if self._matcher is None:
             return text, None
         found = self._matcher.feed(text)
@@ -185,7 +188,7 @@ class IncrementalDetokenizer:
         return whole[:split], None
 
     def _tokens_for(self, before: _Window, token_ids: Sequence[int], characters: int) -> int:
-        """Fewest of the tokens that make so many characters certain."""
+        """Return the fewest tokens that make so many characters final."""
         for count in range(1, len(token_ids)):
             if len(self._advance(before, token_ids[:count])[1]) >= characters:
                 return count

@@ -1,9 +1,8 @@
-"""Function-preserving growth: a checkpoint of any size that computes what a small one computes. Imports no jax.
+"""Function-preserving growth: writes a larger checkpoint that computes what a small one computes.
 
-So real text and real acceptance come with a target as costly as one wants. What is added has no way to reach the old
-features: added layers, heads, and inner neurons write zeros; added features of the stream stay zero, so nothing that
-reads them matters, and norm weights make up for the mean over more features. The added weights that are read are
-random, so that nothing can skip or compress them.
+Benchmarks so get real text and real acceptance with a target of any cost. The added parts cannot change the result:
+added layers, heads and inner neurons write zeros, added features of the stream stay zero, and norm weights make up for
+the mean over more features. Added weights that are read are random, so that nothing can skip or compress them.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from safetensors import safe_open
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, write_shards
 from adaserve_jax.types import Progress
 
 _NOISE_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shape:
+class GrownShape:
     """A size to grow to. head_dim and vocabulary stay those of the source."""
 
     layers: int
@@ -36,30 +36,23 @@ class Shape:
     mlp: int
 
 
-SHAPES: dict[str, Shape] = {
-    "110M": Shape(layers=12, hidden=768, heads=12, kv_heads=4, mlp=3072),
-    "1B": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192),
-    "8B": Shape(layers=32, hidden=4096, heads=64, kv_heads=8, mlp=16384),
+SHAPES: dict[str, GrownShape] = {
+    "110M": GrownShape(layers=12, hidden=768, heads=12, kv_heads=4, mlp=3072),
+    "1B": GrownShape(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192),
+    "8B": GrownShape(layers=32, hidden=4096, heads=64, kv_heads=8, mlp=16384),
 }
 """Named sizes: parameters without the embedding, rounded, for head_dim 64."""
 
 
 def grow(
-    source: Path,
-    out: Path,
-    shape: Shape,
-    *,
-    dtype: str = "f32",
-    seed: int = 0,
-    progress: Progress | None = None,
+    source: Path, out: Path, shape: GrownShape, *, dtype: str = "f32", seed: int = 0, progress: Progress | None = None
 ) -> ModelConfig:
     """Write a checkpoint folder of `shape` at `out` that gives the logits of `source`, and return its configuration.
 
-    dtype: f16, bf16 or f32. Memory holds one tensor and one shard of output at a time. Raises ConfigError: the shape is
-    smaller than the source's somewhere or does not divide, or `out` is not empty. CheckpointError: as loading.
-    """  # fmt: skip
-    from adaserve_jax.models.writing import TORCH_NAMES, TYPES, write_shards  # imports jax
-
+    dtype: f16, bf16 or f32. Memory holds one tensor and one shard of output at a time.
+    Raises ConfigError: a dimension is smaller than the source's or does not divide, or `out` is not empty;
+    CheckpointError: as loading does.
+    """
     config = ModelConfig.from_folder(source)
     _check(config, shape, out, dtype)
     out.mkdir(parents=True, exist_ok=True)
@@ -85,9 +78,7 @@ def grow(
     return grown
 
 
-def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
-    from adaserve_jax.models.writing import TYPES, check_new  # imports jax
-
+def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> None:
     if dtype not in TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if config.qkv_bias or config.mlp_bias or config.qk_norm:
@@ -111,8 +102,8 @@ def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
     check_new(out)
 
 
-def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
-    """The mean over features shrinks by old / new, and epsilon with it."""
+def _grown_config(config: ModelConfig, shape: GrownShape) -> ModelConfig:
+    """Return the grown configuration. The mean over features shrinks by old / new, and epsilon with it."""
     return replace(
         config,
         num_layers=shape.layers,
@@ -126,7 +117,7 @@ def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
 
 
 class _Growth:
-    """Makes the grown tensors one after another, in Hugging Face's names and layout."""
+    """Yields the grown tensors one by one, in Hugging Face's names and layout."""
 
     def __init__(self, source: Path, old: ModelConfig, new: ModelConfig, rng: np.random.Generator):
         self._old, self._new = old, new
@@ -169,7 +160,7 @@ class _Growth:
             yield prefix + name, np.ones(new.hidden_size, np.float32) if added else self._norm(prefix + name)
 
     def _query_rows(self) -> np.ndarray:
-        """Where the old query rows stand: each old head stays with its key-value head. i64[old q_size]."""
+        """Return the new places of the old query rows, i64[old q_size]: each old head stays with its key-value head."""
         old, new = self._old, self._new
         old_group, new_group = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
         head = np.arange(old.num_heads)
@@ -184,14 +175,14 @@ class _Growth:
         return np.resize(self._noise, shape)
 
     def _padded(self, name: str, shape: tuple[int, int], columns: np.ndarray | None = None) -> np.ndarray:
-        """The old matrix in a larger one of zeros: what is new writes nothing."""
+        """Put the old matrix into a larger one of zeros: new rows write nothing."""
         old = self._read(name)
         grown = np.zeros(shape, np.float32)
         grown[: old.shape[0], np.arange(old.shape[1]) if columns is None else columns] = old
         return grown
 
     def _widened(self, name: str, rows: int, places: np.ndarray | None = None) -> np.ndarray:
-        """The old matrix among random rows and columns: what is new reads zeros, or is read by nothing."""
+        """Put the old matrix among random rows and columns: new columns read zeros, new rows are not read."""
         old = self._read(name)
         grown = self._random((rows, self._new.hidden_size)).copy()
         grown[np.arange(old.shape[0]) if places is None else places, : old.shape[1]] = old

@@ -1,29 +1,25 @@
-"""How one model is divided over several devices: what each holds of every weight, and what they exchange.
+"""Tensor parallelism: the part of every weight that a device holds, and what devices exchange.
 
-One mesh axis, Megatron's division: queries, keys, values, gate and up by rows, so that a device has whole heads and
-whole neurons; the two products that write to the stream by their inputs, each followed by one sum over the devices;
-the vocabulary by rows. Fewer key-value heads than devices are repeated. Every device then computes the whole stream
-and the whole result, so that nothing above the decoder knows of it.
+One mesh axis, divided as in Megatron: queries, keys, values, gate and up by rows, so that a device has whole heads and
+neurons; the two products that write to the stream by their inputs, each followed by one sum over the devices; the
+vocabulary by rows. Fewer key-value heads than devices are repeated. Every device computes the whole stream and result.
 
 `exact` never splits a sum: the two products are divided by rows too, and gathered. The bits are then those of one
-device, at the price of a second exchange per product (docs/architecture/device.md).
+device, for a second exchange per product (docs/architecture/device.md).
 
-The methods that exchange are for inside `jax.shard_map` over AXIS; the others are plain arithmetic on the host.
+Methods that exchange are called inside `jax.shard_map` over AXIS; the others are arithmetic on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from adaserve_jax.models.decoder import Linear
+from adaserve_jax.models.layers import Linear
 
 AXIS = "tp"
 """Name of the mesh axis."""
@@ -34,9 +30,11 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Partition:
-    """A division over `ways` devices. splits_vocab: by rows where the vocabulary divides, else whole everywhere.
-    query_copies: how often one device computes its queries of a key-value head that other devices hold too; in `exact`,
-    as often as it takes for the products to have the sizes, and so the bits, that they have on one device.
+    """A division over `ways` devices.
+
+    splits_vocab: divide the vocabulary, which only some sizes allow. query_copies: how often a device computes its
+    queries of a key-value head that other devices hold too. In `exact`, as often as it takes for products to have the
+    sizes, and so the bits, of one device.
     """
 
     ways: int = 1
@@ -46,7 +44,7 @@ class Partition:
 
     @classmethod
     def of(cls, config: ModelConfig, ways: int, *, exact: bool) -> Partition:
-        """The division of a model. Raises ConfigError naming the dimension that does not divide."""
+        """Divide a model over `ways` devices. Raises ConfigError: a dimension does not divide."""
         if ways == 1:
             return cls()
         divided = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
@@ -64,11 +62,11 @@ class Partition:
         return cls(ways, exact, config.vocab_size % ways == 0, copies)
 
     def whole(self, config: ModelConfig) -> ModelConfig:
-        """The model as all devices together hold it: at least one key-value head each."""
+        """Return the model as all devices together hold it: at least one key-value head each."""
         return replace(config, num_kv_heads=max(config.num_kv_heads, self.ways))
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The model as one device computes it, but for the vocabulary, which stays whole in its results."""
+        """Return the model as one device computes it; the vocabulary stays whole in its results."""
         whole = self.whole(config)
         return replace(
             config,
@@ -78,7 +76,7 @@ class Partition:
         )
 
     def split_axis(self, logical_axes: tuple[str, ...]) -> int | None:
-        """The axis of a weight that is divided, None: every device holds all of it."""
+        """Return the axis of a weight that is divided; None: every device holds all of it."""
         if self.ways == 1:
             return None
         divided = {"qkv", "gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
@@ -86,7 +84,7 @@ class Partition:
         return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
 
     def rows_of(self, logical_axis: str, size: int, config: ModelConfig, shard: int) -> Rows:
-        """Rows of a fused weight of one device, of `size` rows, that device `shard` holds, in its order."""
+        """Return the rows that device `shard` holds of a (fused) weight of `size` rows, in the device's order."""
         if logical_axis == "qkv":
             q_rows = config.q_size // self.ways
             kv_rows = max(config.kv_size // self.ways, config.head_dim)
@@ -101,7 +99,7 @@ class Partition:
         return ((shard * rows, (shard + 1) * rows),)
 
     def to_stream(self, linear: Linear, x: jax.Array) -> jax.Array:
-        """A product whose inputs are divided, whole on every device. x: f[features / ways, T]. Returns f32[d, T]."""
+        """Apply a product whose inputs are divided, x: f[features / ways, T]. Returns f32[d, T], whole everywhere."""
         if self.ways == 1:
             return linear(x)
         if self.exact:
@@ -109,17 +107,17 @@ class Partition:
         return linear.biased(jax.lax.psum(linear.product(x), AXIS))
 
     def with_copies(self, q: jax.Array, kv_heads: int) -> jax.Array:
-        """f[H, D, T] with the queries of each key-value head `query_copies` times."""
+        """Repeat the queries f[H, D, T] of each key-value head `query_copies` times."""
         grouped = q.reshape(kv_heads, -1, *q.shape[1:])
         return jnp.tile(grouped, (1, self.query_copies, 1, 1)).reshape(-1, *q.shape[1:])
 
     def without_copies(self, mixed: jax.Array, kv_heads: int) -> jax.Array:
-        """The inverse of `with_copies`, for what attention makes of its result."""
+        """Undo `with_copies` on the result of attention."""
         grouped = mixed.reshape(kv_heads, self.query_copies, -1, *mixed.shape[1:])
         return grouped[:, 0].reshape(-1, *mixed.shape[1:])
 
     def look_up(self, embedding: Linear, tokens: jax.Array) -> jax.Array:
-        """Rows of the embedding [V / ways, d] for tokens i32[T]; returns f32[T, d]. Exact: all but one device add 0."""
+        """Look up tokens i32[T] in an embedding [V / ways, d]: f32[T, d]. Exact, since all but one device add 0."""
         if not self.splits_vocab:
             return embedding.rows(tokens)
         rows = embedding.weight.shape[0]
@@ -129,7 +127,7 @@ class Partition:
         return jax.lax.psum(found, AXIS)
 
     def join_vocabulary(self, scores: jax.Array) -> jax.Array:
-        """Every device's scores f32[V / ways, S] under one another: f32[V, S]."""
+        """Gather every device's scores f32[V / ways, S]: f32[V, S]."""
         return _gather(scores, axis=0) if self.splits_vocab else scores
 
 

@@ -1,15 +1,13 @@
-"""How well a checkpoint predicts a text, with its weights as they are and quantised: the same decoder that serves.
+"""Measures how well a checkpoint predicts a text, with plain and quantised weights, by the decoder that serves.
 
-The text is cut into windows of W tokens, each predicted from those before it in its window, so that one compiled
-program does everything. Axes: N windows, W tokens of a window, M kinds of weights, V vocabulary.
+The text is cut into windows of W tokens, each predicted from those before it in its window, so that one program is
+compiled. Axes: N windows, W tokens of a window, M kinds of weights, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +27,11 @@ from adaserve_jax.types import Progress
 
 @dataclass(frozen=True)
 class Score:
-    """What one kind of weights predicts. nats: sum over the scored tokens of -log q(token). text_bytes: of the scored
-    tokens' text in UTF-8. kl_mean, kl_max: KL(p || q) in nats at each token, p being of the first kind. same_likeliest:
-    share of the tokens at which p and q find the same token likeliest."""
+    """Score of one kind of weights, with distributions q; p are those of the first kind.
+
+    nats: sum over the scored tokens of -log q(token). text_bytes: bytes of their text in UTF-8. kl_mean, kl_max:
+    KL(p || q) in nats over the tokens. same_likeliest: share of tokens at which p and q have the same argmax.
+    """
 
     quantize: str
     weight_bytes: int
@@ -44,19 +44,19 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats per token."""
+        """Return exp of the mean nats per token."""
         return math.exp(self.nats / self.tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between vocabularies, as perplexity is not."""
+        """Return bits per byte of text, which vocabularies can be compared by, unlike perplexity."""
         return self.nats / math.log(2) / self.text_bytes
 
 
 @dataclass(frozen=True)
 class Windows:
-    """tokens: i32[N, W + 1], each window with the token before it; lengths: i32[N], how many of its W are scored;
-    text_bytes: of all scored tokens."""
+    """tokens: i32[N, W + 1], each window with the token before it. lengths: i32[N], how many of its W are scored.
+    text_bytes: bytes of all scored tokens' text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -64,19 +64,13 @@ class Windows:
 
 
 def measure_perplexity(
-    folder: Path,
-    texts: Sequence[str],
-    kinds: Sequence[str],
-    *,
-    window: int = 512,
-    max_tokens: int = 16384,
-    dtype: Any = jnp.float32,
-    progress: Progress | None = None,
-) -> list[Score]:
-    """Score the texts with each kind of weights, `quantize` of `load_params`; all of them are in memory at once.
+    folder: Path, texts: Sequence[str], kinds: Sequence[str], *, window: int = 512, max_tokens: int = 16384,
+    dtype: Any = jnp.float32, progress: Progress | None = None,
+) -> list[Score]:  # fmt: skip
+    """Score texts with each kind of weights; all kinds are in memory at once.
 
-    window: tokens predicted from one start; max_tokens: most tokens scored. Raises ConfigError: a number does not fit,
-    or the texts are too short. CheckpointError: as loading.
+    kinds: values of `quantize` of `load_params`. window: W. max_tokens: most tokens to score.
+    Raises ConfigError: a number does not fit, or the texts are too short; CheckpointError: as loading does.
     """
     config = ModelConfig.from_folder(folder)
     if not 1 <= window <= config.max_position:
@@ -108,10 +102,9 @@ def measure_perplexity(
 
 
 def cut(tokenizer: Tokenizer, texts: Sequence[str], window: int, max_tokens: int) -> Windows:
-    """Consecutive windows of each text, which overlap by one token, so that all tokens but a text's first are scored.
+    """Cut texts into consecutive windows that overlap by one token, so that all tokens but a text's first are scored.
 
-    If there are more than max_tokens allow, they are taken evenly from all the text. Raises ConfigError: no text has
-    two tokens.
+    If they exceed max_tokens, windows are chosen evenly over all the text. Raises ConfigError: no text has two tokens.
     """
     window = min(window, max_tokens)
     tokens = [tokenizer.encode(text) for text in texts]
@@ -135,10 +128,8 @@ def _bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
 
 
 def _score_window(config: ModelConfig, models: tuple[Params, ...], tokens: jax.Array) -> jax.Array:
-    """f32[3, M, W]: -log q of each token, KL(p || q) and whether p and q have one argmax, p being of the first model.
-
-    tokens: i32[W + 1].
-    """
+    """Score one window, i32[W + 1]. Returns f32[3, M, W]: -log q of each token, KL(p || q), and 1 where p and q have
+    the same argmax; p is the first model's."""
     inputs, labels = tokens[:-1], tokens[1:]
     positions = jnp.arange(len(inputs), dtype=jnp.int32)
     attend = attend_dense(config)
@@ -153,43 +144,3 @@ def _score_window(config: ModelConfig, models: tuple[Params, ...], tokens: jax.A
         for log in logs
     ]
     return jnp.stack([jnp.stack(row) for row in zip(*rows, strict=True)])
-
-
-# The Python that the embedded pair was trained on, and the part of it that was held out. Imports no jax.
-#
-# The text is the running interpreter's own standard library: whoever runs this has it, and nothing needs to be
-# shipped.
-
-HELD_OUT_PERCENT = 3
-SKIPPED_FOLDERS = {"site-packages", "__pycache__", "idlelib", "turtledemo", "pydoc_data", "encodings", "lib2to3"}
-MAX_FILE_CHARS = 400_000
-
-
-def is_held_out(key: str) -> bool:
-    """Whether the document of this key (a path, a question) is held out: decided by its hash alone."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % 100 < HELD_OUT_PERCENT
-
-
-def library_files() -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each file of the standard library that counts as text: the parts of its path below the library, and its text."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if SKIPPED_FOLDERS.intersection(parts):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip() and len(text) <= MAX_FILE_CHARS and "\0" not in text:
-            yield parts, text
-
-
-def is_test(parts: tuple[str, ...]) -> bool:
-    """Whether a file of the standard library is one of its tests."""
-    return bool({"test", "tests"}.intersection(parts))
-
-
-def held_out_code() -> list[str]:
-    """The held-out files of the library proper, which the pair never saw. None where Python has no source files."""
-    return [text for parts, text in library_files() if is_held_out("/".join(parts)) and not is_test(parts)]

@@ -1,10 +1,9 @@
-"""Weights in int8, activations as they are: each row of a matrix has one scale.
+"""int8 weights with one scale per row of a matrix; activations keep their type.
 
     w[o, i] ~ q[o, i] * s[o]        s[o] = max_i |w[o, i]| / 127        q[o, i] = round(w[o, i] / s[o]), half to even
 
-in f32, so that |w - q s| <= s / 2. A row needs itself only: weights are quantised while they are read, block of rows by
-block of rows, and the bytes do not depend on the blocks. Norms and biases stay as they are. The host's side is NumPy,
-the device's `int8_product`.
+in f32, so that |w - q s| <= s / 2. A row depends on itself alone, so weights are quantised while they are read, one
+block of rows after another, and the bytes do not depend on the blocks. Norms and biases are not quantised.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from jax import lax
 from adaserve_jax.errors import CheckpointError
 
 SCALE = ".scale"
-"""A weight in int8 has its scale under its own name and this."""
+"""Suffix: the scale of an int8 weight has the weight's name followed by this."""
 LARGEST = 127
 _LEAST_SCALE = np.finfo(np.float32).tiny  # below, f32 has too few bits left to divide by
-# What a CPU widens at once: small enough for its cache, and large enough for a product.
 _BLOCK_ROWS, _BLOCK_ELEMENTS = 128, 1 << 18
+"""Most that a CPU widens at once: small enough for its cache, and large enough for a product."""
 
 
 def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """i8[out, in] and f32[out] of f[out, in]. A row of zeros has scale 1, and so has one too small for f32 to divide.
+    """Quantise f[out, in] to i8[out, in] and scales f32[out].
 
-    A row with a value that is not finite has a scale that is not.
+    A row of zeros has scale 1, and so has one too small for f32 to divide. A row with a value that is not finite has a
+    scale that is not finite.
     """
     with np.errstate(over="ignore"):  # f64 beyond f32
         rows = rows.astype(np.float32)
@@ -40,9 +40,9 @@ def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Int8Rows:
-    """What a weight is read into: `rows[start:stop] = block` quantises a block of whole rows. A slice is a view.
+    """Destination of a read that quantises: `rows[start:stop] = block` fills whole rows. A slice is a view.
 
-    weight: i8[out, in] and scale: f32[out], to be filled; columns: those of each row that `weight` keeps. Raises
+    weight: i8[out, in] and scale: f32[out], to fill. columns: those of each row that `weight` keeps. Assigning raises
     CheckpointError, by `name`: a value is not finite.
     """
 
@@ -70,10 +70,10 @@ class Int8Rows:
 
 
 def int8_product(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    """(weight @ x) * scale, multiplied in x's type, accumulated and returned in f32: f32[out, T].
+    """Return (weight @ x) * scale, f32[out, T]; multiplied in x's type, accumulated in f32.
 
     weight: i8[out, in]; scale: f32[out]; x: f[in, T]. XLA on a CPU widens a weight before its product, which takes
-    several times as long as the product of an f32 weight; so there it widens one block of rows after another.
+    several times as long as the product of an f32 weight. So a CPU widens one block of rows after another.
     """
     return lax.platform_dependent(weight, x, cpu=_product_by_blocks, default=_product) * scale[:, None]
 
@@ -84,8 +84,8 @@ def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _product_by_blocks(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The same in a loop over blocks of rows. A slice that would pass the end begins earlier: the last block may take
-    rows of the one before again."""
+    """Compute `_product` in blocks of rows. The last slice starts earlier if it would pass the end, and repeats rows of
+    the block before."""
     outputs, inputs = weight.shape
     step = max(1, min(_BLOCK_ROWS, _BLOCK_ELEMENTS // inputs))
     if step >= outputs:

@@ -1,12 +1,11 @@
-"""Rotary frequencies, scaled for long contexts as transformers scales them. Imports no jax.
+"""Rotary frequencies, scaled for long contexts as in transformers (transformers/modeling_rope_utils.py).
 
-Everything is rounded to f32 where transformers rounds it: models are trained with these angles, and exact ones move
-the logits by 6e-4 at position 2,000. Source: transformers/modeling_rope_utils.py.
+Values are rounded to f32 where transformers rounds them: models are trained with these angles, and exact ones move the
+logits by 6e-4 at position 2,000.
 
-`dynamic` (NTK) has no class here. Up to max_position_embeddings it changes nothing, and longer contexts are refused by
-the limit on the context's length. Beyond it every frequency depends on the length of the whole text, so a cached key
-would have to be turned again with each new token; transformers does not do that either, so that its logits with a cache
-and without one differ.
+`dynamic` (NTK) needs no class. Up to max_position_embeddings it changes nothing, and the context limit refuses longer
+texts. Beyond, every frequency depends on the length of the text, so each new token would change all cached keys;
+transformers does not do that either, and its logits with and without a cache differ.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by factor, short ones kept, a smooth passage between. original: tokens of context
+    """Long wavelengths multiplied by factor, short ones kept, a smooth transition between. original: context in tokens
     before the extension."""
 
     factor: float
@@ -71,9 +70,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Pairs that turn often keep their frequency, those that turn rarely have it divided by factor, with a ramp
-    between; cos and sin are multiplied by magnitude. beta_fast, beta_slow: turns over `original` tokens at the ramp's
-    ends. truncate: round those ends outward to whole pairs."""
+    """Pairs that turn often keep their frequency, others have it divided by factor, with a ramp between.
+
+    cos and sin are multiplied by magnitude. beta_fast, beta_slow: turns over `original` tokens at the ends of the ramp.
+    truncate: round these ends outward to whole pairs.
+    """
 
     factor: float
     original: int
@@ -94,7 +95,7 @@ class YarnScaling:
         return 1 / (np.float32(self.factor) * powers) * (1 - kept) + 1 / powers * kept
 
     def _pair(self, turns: float, theta: float, head_dim: int) -> float:
-        """The pair, not rounded, that turns so often over the original context."""
+        """Return the pair, not rounded, that turns so often over the original context."""
         return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     def max_position(self, trained: int) -> int:
@@ -105,7 +106,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
-    """theta^(-2i / D), f32[D/2]: radians per token of pair i."""
+    """Return theta^(-2i / D), f32[D/2]: radians per token of pair i."""
     return 1 / _powers(theta, head_dim)
 
 
@@ -115,8 +116,8 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
 
 
 def read_rope(values: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling (None: plain) of a config.json, in the spelling of transformers 5 (rope_parameters) or
-    an older one (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
+    """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
+    ones (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     given = values.get(name) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):

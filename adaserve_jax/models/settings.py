@@ -1,4 +1,4 @@
-"""Values of a checkpoint's JSON file, read with errors that name the file and the setting. Imports no jax."""
+"""Reads values of a checkpoint's JSON files; errors name the file and the setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file. Raises CheckpointError naming the file."""
+    """Read the JSON object in a checkpoint's file. Raises CheckpointError: it is missing or malformed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """The values of one file. within: the name of the nested object that they come from, for messages."""
+    """Values of one file. within: name of the nested object that they come from, for messages."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, within: str = ""):
         self.values = values
@@ -37,7 +37,7 @@ class Settings:
         return self.values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1; absent and null mean the default. Raises CheckpointError."""
+        """Return an integer >= 1; absent and null mean the default. Raises CheckpointError."""
         value = self.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -45,14 +45,14 @@ class Settings:
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A number above 0; the default stands for an absent key only. Raises CheckpointError."""
+        """Return a number above 0; the default is for an absent key only. Raises CheckpointError."""
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise self.wrong(name, value, "a number above 0")
         return float(value)
 
     def optional(self, name: str) -> float | None:
-        """A number above 0, or None where the key is absent or null. Raises CheckpointError."""
+        """Return a number above 0, or None if the key is absent or null. Raises CheckpointError."""
         return None if self.get(name) is None else self.positive(name)
 
     def wrong(self, name: str, value: Any, expected: str) -> CheckpointError:

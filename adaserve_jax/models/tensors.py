@@ -1,7 +1,7 @@
-"""The tensors of a safetensors checkpoint: found and checked by their headers, read in small blocks. Imports no jax.
+"""Tensors of a safetensors checkpoint: checked by their headers, read in small blocks.
 
-Files are mapped into memory for one block at a time, so that pages once read do not stay in the process: what reading
-needs beside its destination is two blocks.
+Files are mapped into memory for one block at a time, so that pages once read do not stay in the process. Reading needs
+two blocks of memory beside its destination.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Where a tensor lies. dtype: safetensors' name of its type."""
+    """Location of a tensor. dtype: safetensors' name of its type."""
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
 
 
-class Rows(Protocol):
-    """What tensors are read into: an array of rows, or what takes rows as one does. A slice is a view."""
+class RowBuffer(Protocol):
+    """Destination of a read: an array, or an object that takes blocks of rows like one. A slice is a view."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -49,12 +49,10 @@ class Rows(Protocol):
 
 
 class TensorFiles:
-    """The tensors of a checkpoint folder, one file or many. Construction reads headers only.
-
-    Raises CheckpointError: a file is missing or unreadable.
-    """
+    """The tensors of a checkpoint folder, in one file or many."""
 
     def __init__(self, folder: Path):
+        """Read the headers of all files. Raises CheckpointError: a file is missing or unreadable."""
         self.folder = folder
         self._tensors: dict[str, _Tensor] = {}
         for path in _weight_files(folder):
@@ -71,7 +69,7 @@ class TensorFiles:
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
-        """Compare names, shapes and types with what config.json says; raise CheckpointError on the first difference."""
+        """Compare names, shapes and types with those of config.json. Raises CheckpointError: the first difference."""
         missing = [name for name in expected if name not in self._tensors]
         if missing:
             name = missing[0]
@@ -98,12 +96,14 @@ class TensorFiles:
                 )
 
     def dtype_of(self, name: str) -> str:
-        """safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
+        """Return safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
         return self._tensors[name].dtype
 
-    def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: Rows) -> None:
-        """Write rows [start, stop) of the named tensors, under one another, into `out`, cast to its type, block by
-        block. columns: of tensors of two axes."""
+    def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
+        """Write rows [start, stop) of the named tensors, one below another, into `out`, block by block.
+
+        Values are cast to the type of `out`. columns: to read of tensors of two axes.
+        """
         start, stop = rows
         first = 0
         for name in names:
@@ -113,7 +113,7 @@ class TensorFiles:
                 self._read(name, low - first, columns, out[low - start : high - start])
             first = last
 
-    def _read(self, name: str, first: int, columns: slice, out: Rows) -> None:
+    def _read(self, name: str, first: int, columns: slice, out: RowBuffer) -> None:
         tensor = self._tensors[name]
         step = max(1, BLOCK_BYTES // (_ITEM_BYTES * math.prod(tensor.shape[1:])))
         for start in range(0, len(out), step):
@@ -125,7 +125,7 @@ class TensorFiles:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """One file, or those that the index names. A name that leaves the folder is refused."""
+    """Return the only file, or those that the index names. Raises CheckpointError: a name leaves the folder."""
     if (folder / _SINGLE_FILE).exists():
         return [folder / _SINGLE_FILE]
     index = folder / _INDEX_FILE

@@ -1,6 +1,6 @@
 """Text to token ids and back, with the checkpoint's own tokenizer and chat template, through transformers.
 
-Imports no jax. Never runs code from a checkpoint: remote code is off, and templates run in transformers' sandbox.
+Code of a checkpoint never runs: remote code is off, and templates run in transformers' sandbox.
 """
 
 from __future__ import annotations
@@ -17,54 +17,13 @@ from jinja2.exceptions import TemplateError
 
 from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
 
-# What single tokens spell, as bytes: a character may be spread over several of them. Imports no jax.
-#
-# Decoding one token does not tell: part of a character becomes U+FFFD, and some decoders drop a leading space.
-
+_FILES = ("tokenizer.json", "tokenizer.model")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-Spelling = Callable[[str], bytes]
-"""From a token, as the vocabulary writes it, to its bytes."""
-
-
-def spelling_of(tokenizer: Any) -> Spelling | None:
-    """How a transformers tokenizer writes bytes into its vocabulary; None: in neither of the two known ways.
-
-    Byte-level BPE writes each byte as one printable character. SentencePiece writes a space as U+2581 and has tokens
-    for single bytes.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None:
-        return None
-    kinds = set(re.findall(r'"type":\s*"(\w+)"', backend.decoder.__getstate__().decode()))
-    if "ByteLevel" in kinds:
-        return _byte_level()
-    return _sentence_piece if kinds & {"ByteFallback", "Metaspace"} else None
-
-
-def _byte_level() -> Spelling:
-    """By GPT-2's table: printable characters stand for themselves, the other bytes in order for U+0100 and on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-    def spell(token: str) -> bytes:
-        known = all(character in table for character in token)
-        return bytes(table[character] for character in token) if known else token.encode()
-
-    return spell
-
-
-def _sentence_piece(token: str) -> bytes:
-    byte = _BYTE.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-
-
-_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens counted; models may pad beyond it."""
+    """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens included; a model may have more."""
 
     def __init__(self, tokenizer: Any, name: str):
         self._tokenizer = tokenizer
@@ -74,7 +33,7 @@ class Tokenizer:
         marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked.union(tokenizer.all_special_ids))
         self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-        self._spelling = spelling_of(tokenizer)
+        self._spelling = _spelling_of(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -90,29 +49,32 @@ class Tokenizer:
         return cls(loaded, str(folder))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the checkpoint puts around a text.
+        """Return the token ids of a prompt, with the special tokens that the checkpoint puts around a text.
 
         Raises RequestError: the text holds half of a surrogate pair.
         """
         return self._encode(text, add_special_tokens=True, param="prompt")
 
     def spell(self, text: str) -> list[int]:
-        """Token ids of a text by itself, with no special tokens around it. Raises RequestError, as of bad_words, which
-        it is for: the text holds half of a surrogate pair."""
+        """Return the token ids of a text without special tokens, for bad_words.
+
+        Raises RequestError, naming bad_words: the text holds half of a surrogate pair.
+        """
         return self._encode(text, add_special_tokens=False, param="bad_words")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def has_text(self, token_id: int) -> bool:
-        """False for special tokens, and for ids that the model has but the tokenizer does not."""
+        """Return False for special tokens, and for ids that the tokenizer does not have."""
         return token_id < self.vocab_size and token_id not in self.special_ids
 
     def spelled(self, token_id: int) -> bytes | str:
-        """The bytes that a token spells, which may be part of a character; the name of one that spells nothing.
+        """Return the bytes of a token, which may be part of a character; the name of a token without text.
 
-        Joined over the tokens of an output they are the UTF-8 of its text.
+        Joined over the tokens of an output they are the UTF-8 of its text. Decoding a single token would not do: part
+        of a character becomes U+FFFD, and some decoders drop a leading space.
         """
         if not self.has_text(token_id):
             token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
@@ -125,7 +87,7 @@ class Tokenizer:
         return self._spelling(token)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+        """Return the token ids of a conversation, up to the start of the assistant's answer.
 
         messages: mappings with "role" and "content", both strings. Raises RequestError: the model has no chat
         template, a message is malformed, or the template refuses the conversation.
@@ -148,17 +110,17 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def token_of(self) -> dict[int, str]:
-        """Every id's token, as the tokenizer spells it."""
+        """Return every id's token, as the vocabulary writes it."""
         return {token_id: token for token, token_id in self._tokenizer.get_vocab().items()}
 
     @property
     def vocabulary_hash(self) -> str:
-        """The same, in 16 hex digits, where two tokenizers mean the same by every id."""
+        """Return 16 hex digits, equal for tokenizers that give every id the same meaning."""
         listed = json.dumps(sorted(self.token_of().items()))
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def backend_json(self) -> str:
-        """The tokenizer as the `tokenizers` library writes it. Raises UnsupportedModelError: it is not one of those."""
+        """Return the JSON of the `tokenizers` library. Raises UnsupportedModelError: it is of another library."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UnsupportedModelError(
@@ -180,8 +142,7 @@ class Tokenizer:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Speculation compares token ids, so both models must mean the same by each. Raises CheckpointError naming the
-    first id at which they differ."""
+    """Raise CheckpointError, naming the first id, unless both models give every token id the same meaning."""
     ours, theirs = target.token_of(), draft.token_of()
     if ours == theirs:
         return
@@ -210,8 +171,10 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _auto_tokenizer() -> Any:
-    """transformers' own, imported now: it takes a second, which `--help` should not pay. Where PyTorch is not installed
-    transformers advises it for its models; nothing here needs it."""
+    """Import transformers, late: it takes a second, which `--help` should not pay.
+
+    Without PyTorch, transformers logs the advice to install it; nothing here needs it.
+    """
     log = logging.getLogger("transformers")
     log.addFilter(_is_not_advice)
     try:
@@ -223,3 +186,36 @@ def _auto_tokenizer() -> Any:
 
 def _is_not_advice(record: logging.LogRecord) -> bool:
     return "Models won't be available" not in record.getMessage()
+
+
+def _spelling_of(tokenizer: Any) -> Callable[[str], bytes] | None:
+    """Return the function from a token, as the vocabulary writes it, to its bytes; None: an unknown vocabulary.
+
+    Byte-level BPE writes each byte as one printable character. SentencePiece writes a space as U+2581 and has tokens
+    for single bytes.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return None
+    kinds = set(re.findall(r'"type":\s*"(\w+)"', backend.decoder.__getstate__().decode()))
+    if "ByteLevel" in kinds:
+        return _byte_level()
+    return _sentence_piece if kinds & {"ByteFallback", "Metaspace"} else None
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """Use GPT-2's table: printable characters stand for themselves, other bytes are U+0100 and up, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    table = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+    def spell(token: str) -> bytes:
+        known = all(character in table for character in token)
+        return bytes(table[character] for character in token) if known else token.encode()
+
+    return spell
+
+
+def _sentence_piece(token: str) -> bytes:
+    byte = _BYTE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()

@@ -1,4 +1,4 @@
-"""The one place that imports Pallas, whose names move between releases of jax. Kernels import from here only.
+"""Imports of Pallas, whose names move between releases of jax. Kernels import it from here only.
 
 `plgpu` and `pltpu` import on every platform; nothing here needs a device.
 """
@@ -18,19 +18,19 @@ __all__ = ["gpu_interpret", "gpu_load", "pl", "plgpu", "pltpu", "tpu_interpret"]
 
 
 def tpu_interpret(detect_races: bool = False) -> Any:
-    """The value of `interpret` that runs a TPU kernel on a CPU, with its memories, copies and semaphores simulated."""
+    """Build the `interpret` that runs a TPU kernel on a CPU, with its memories, copies and semaphores simulated."""
     return pltpu.InterpretParams(detect_races=detect_races)
 
 
 def gpu_interpret(detect_races: bool = False) -> Any:
-    """The value of `interpret` that runs a Mosaic GPU kernel on a CPU, with shared memory and barriers simulated."""
+    """Build the `interpret` that runs a Mosaic GPU kernel on a CPU, with shared memory and barriers simulated."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public in jax 0.10
 
     return InterpretGPUParams(detect_races=detect_races)
 
 
 def gpu_load(ref: Any, layout: Any) -> jax.Array:
-    """All of a reference in a Mosaic GPU kernel, as registers of that layout, by loads as wide as the layout gives."""
+    """Load all of a reference into registers of that layout, by the widest loads that it allows."""
     whole = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *whole, layout=layout, optimized=False)
 

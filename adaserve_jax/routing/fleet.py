@@ -1,8 +1,7 @@
-"""What a router knows of all replicas' open requests, in columns that each event changes where it must.
+"""Open requests of all replicas as a router knows them, in columns that each event updates in place.
 
-A router that looks at every request of every replica at each arrival takes time in proportion to the cluster; from
-these columns it takes what changed, or what it asks for. Knows no scheduler and no clock.
-R: replicas; K: places of a replica, taken or free.
+A policy that looked at every request of every replica at each arrival would take time in proportion to the cluster;
+from the columns it reads only what changed or what it needs. R: replicas; K: places of a replica, taken or free.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class Assigned:
-    """What a router knows of one request. Targets in seconds, None without one. received: tokens streamed so far."""
+    """One request as a router knows it. SLOs in seconds, None without one. received: tokens streamed so far."""
 
     slo_class: str
     prompt_tokens: int
@@ -28,16 +27,15 @@ class Assigned:
 
 
 FREE = -1
-"""Kind of a place that no request has."""
+"""Value of `kind` at a free place."""
 
 
 class Fleet(Sequence[list[Assigned]]):
-    """The open requests of each replica, as of the last step's end; as a sequence, lists of them in the order of `add`.
+    """Open requests of each replica at the last step's end; as a sequence, lists of them in the order of `add`.
 
-    Columns, [R, K]: kind, i64, which of `kinds` the request's class is, FREE where there is none; prompt, received,
-    i64, tokens; arrival_s, f64; tpot_s, f64, inf without a target; ttft_s, f64, nan without one; first_s, f64, inf
-    before the first token. open_counts: i64[R], of requests. changed: replicas that are not as they were when a router
-    last emptied it.
+    Columns, [R, K]: kind, i64, index of the request's class in `kinds`, or FREE; prompt, received, i64, tokens;
+    arrival_s, f64; tpot_s, f64, inf without a target; ttft_s, f64, nan without one; first_s, f64, inf before the first
+    token. open_counts: i64[R], requests. changed: replicas that changed since a policy last cleared it.
     """
 
     def __init__(self, replicas: int, places: int = 64):
@@ -53,7 +51,7 @@ class Fleet(Sequence[list[Assigned]]):
 
     @classmethod
     def of(cls, replicas: Sequence[list[Assigned]]) -> Fleet:
-        """The same as columns; itself where it is a fleet."""
+        """Return the requests as a fleet; a fleet is returned unchanged."""
         if isinstance(replicas, Fleet):
             return replicas
         fleet = cls(len(replicas), max(map(len, replicas), default=1) or 1)
@@ -84,7 +82,7 @@ class Fleet(Sequence[list[Assigned]]):
         return (self[index] for index in range(len(self)))
 
     def kind_named(self, slo_class: str) -> int:
-        """The number of a class, which gets one when it is asked for first."""
+        """Return the index of a class, which is added if it is new."""
         kind = self._kind_of.get(slo_class)
         if kind is None:
             kind = self._kind_of[slo_class] = len(self.kinds)
@@ -92,7 +90,7 @@ class Fleet(Sequence[list[Assigned]]):
         return kind
 
     def add(self, replica: int, known: Assigned) -> int:
-        """Returns the request's place, which is its own until it ends."""
+        """Add a request and return its place, which it keeps until it ends."""
         if not self._free[replica]:
             self._grow()
         place = self._free[replica].pop()
@@ -108,13 +106,13 @@ class Fleet(Sequence[list[Assigned]]):
         return place
 
     def take(self, replica: int, places: np.ndarray, tokens: np.ndarray, now: float) -> None:
-        """A step that ended at `now` brought `tokens` (i64[U]) to the requests at `places` (i64[U])."""
+        """Record the tokens (i64[U]) that a step ending at `now` brought to the requests at `places` (i64[U])."""
         self.received[replica, places] += tokens
         self.first_s[replica, places] = np.minimum(self.first_s[replica, places], now)
         self.changed.add(replica)
 
     def end(self, replica: int, place: int) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         del self._open[replica][place]
         self._free[replica].append(place)
         self.kind[replica, place] = FREE
@@ -122,7 +120,7 @@ class Fleet(Sequence[list[Assigned]]):
         self.changed.add(replica)
 
     def check_integrity(self) -> None:
-        """Places, counts and requests agree; for tests."""
+        """Check that places, counts and requests agree; for tests."""
         for index, requests in enumerate(self._open):
             taken = set(np.flatnonzero(self.kind[index] != FREE).tolist())
             free = self._free[index]
@@ -132,7 +130,7 @@ class Fleet(Sequence[list[Assigned]]):
             )
 
     def _grow(self) -> None:
-        """Twice as many places on each replica."""
+        """Double the places of each replica."""
         replicas, places = self.kind.shape
         for name in ("kind", "prompt", "received", "arrival_s", "tpot_s", "ttft_s", "first_s"):
             column = getattr(self, name)

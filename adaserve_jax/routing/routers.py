@@ -1,8 +1,9 @@
-"""Which replica a request goes to, decided at its arrival from what a router in front of engines can know.
+"""Routing policies: choose the replica of a request at its arrival.
 
-That is: every request it assigned, with its prompt's length and targets; the tokens streamed back so far; and the
-lengths of outputs that have ended. Never the length of an output to come, and never what a step in flight will bring.
-The simulator asks these routers, and so does the cluster's router, whose targets are the replicas then.
+A policy knows what a router in front of engines can know: every request it assigned, with prompt length and SLO
+targets, the tokens streamed back so far, and the lengths of outputs that have ended. It knows neither the length of an
+output to come nor the result of a step in flight. The simulator and the cluster's router use the same policies.
+R: replicas; K: places of a replica; C: classes.
 """
 
 from __future__ import annotations
@@ -22,21 +23,52 @@ from adaserve_jax.scheduler.queue import PATIENCE_S
 from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_rate
 from adaserve_jax.types import Limits
 
-# The router that weighs what each replica has left to do. R: replicas; K: places of a replica; C: classes.
-
 PRIOR_OUTPUT_TOKENS = 256.0
-"""Output length assumed of a class before any has ended; it counts as one that ended."""
+"""Prior output length of a class; it counts as one output that ended."""
+EDGES_TRIED = 16
+"""Token edges, of all that a replica has, for which `SloAware` computes a step."""
+SAMPLED_PREFIX = "slo-aware:"
+"""Prefix of the policy `slo-aware:<d>`, which looks at d replicas drawn anew for each request."""
+
+
+class RoutingPolicy(Protocol):
+    """Chooses replicas and is told of every end."""
+
+    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
+        """Return the index of the replica that gets `request`.
+
+        replicas: the open requests of each; of a `Fleet`, policies read the columns instead. now: seconds.
+        """
+        ...
+
+    def ended(self, request: Assigned) -> None:
+        """Note the end of a request; its `received` is then its whole output."""
+        ...
+
+
+class RoundRobin:
+    """Policy that takes the replicas in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
+        chosen, self._next = self._next % len(replicas), self._next + 1
+        return chosen
+
+    def ended(self, request: Assigned) -> None:
+        return None
 
 
 class LeastLoaded:
-    """The replica with the fewest seconds of work outstanding; of equals the first.
+    """Policy that takes the replica with the fewest seconds of outstanding work; the first of equals.
 
-    A prompt token costs what one more packed token adds to a verification (the slope of the cost table), an output
-    token the same and its share of a step's fixed time with all rows in use. Of a request, the prompt is outstanding
-    until its first token, and of the output what its class's mean length leaves, at least one token.
+    A prompt token costs what one more packed token adds to a verification (the slope of the cost table). An output
+    token costs the same plus its share of a step's fixed time with all rows in use. The prompt of a request is
+    outstanding until its first token; of its output, the rest of the class's mean length is, at least one token.
 
-    Of a replica it keeps token counts, which are whole numbers: an arrival takes time for the replicas that changed
-    since the last one, and a few operations on [R, C].
+    Token counts per replica are kept, so that an arrival costs time only for the replicas that changed since the last
+    one, and a few operations on [R, C].
     """
 
     def __init__(self, costs: CostTable, limits: Limits):
@@ -47,7 +79,7 @@ class LeastLoaded:
         self._lengths: dict[str, tuple[float, int]] = {}
         self._fleet: Fleet | None = None
         self._short = np.zeros(0)
-        """f64[C]: with so many tokens received, a request's output is not expected to have more than one left."""
+        """f64[C]: received tokens from which on a request is expected to have one token left."""
         self._prompts = self._others = np.zeros(0, np.int64)
         self._counts = np.zeros((0, 0), np.int64)
 
@@ -59,12 +91,12 @@ class LeastLoaded:
         self._lengths[request.slo_class] = (total + request.received, count + 1)
 
     def expected_output(self, slo_class: str) -> float:
-        """Tokens, mean of the class's outputs that ended."""
+        """Return the mean length, in tokens, of the class's outputs that ended."""
         total, count = self._lengths.get(slo_class, (PRIOR_OUTPUT_TOKENS, 1))
         return total / count
 
     def loads_s(self, fleet: Fleet) -> np.ndarray:
-        """f64[R], seconds of a full replica that its requests still take, as expected."""
+        """Return f64[R]: expected seconds of a full replica that its requests still take."""
         means = np.array([self.expected_output(name) for name in fleet.kinds])
         short = np.ceil(means - 1)
         if fleet is not self._fleet or not np.array_equal(short, self._short):
@@ -78,8 +110,11 @@ class LeastLoaded:
         return self._prompts * self.prompt_token_s + (self._counts @ means + self._others) * self.output_token_s
 
     def _count(self, fleet: Fleet, rows: np.ndarray) -> None:
-        """What is left on some replicas: prompt tokens; requests by class with more than one token to come, each of
-        which has its class's mean left but for what it received; and the sum of what does not change with a mean."""
+        """Count outstanding tokens of the replicas `rows`.
+
+        Counted are prompt tokens; by class, requests with more than one token to come, each of which has its class's
+        mean less what it received left; and the sum of all terms that do not depend on a mean.
+        """
         if not len(self._short):
             return
         kind, received = fleet.kind[rows], fleet.received[rows]
@@ -90,28 +125,23 @@ class LeastLoaded:
         self._counts[rows] = (more[:, :, None] & (kind[:, :, None] == np.arange(len(self._short)))).sum(axis=1)
 
 
-# The router that knows how many requests each replica's steps can keep on pace.
-#
-# N: replicas that are asked; K: places of a replica; E: token edges that are tried; D: depths of draft, 0 to
-# max_depth; M: nodes of a chain beside its root, 0 to max_depth.
-
-EDGES_TRIED = 16
-"""Token edges, of all that a replica has, for which the router works out a step."""
-
-
 class SloAware:
-    """The replica where the request puts the fewest others, or itself, off pace; of equals the one left least full,
-    then the one with the fewest requests. sampled: it looks at so many replicas, drawn anew for each request (seeded,
-    so that a simulation repeated is the same); 0: at all.
+    """Policy that takes the replica where a request puts the fewest requests, itself included, off pace.
 
-    For each step (an edge's packed tokens, a depth) its time follows from the cost table. In that time a request on
-    pace needs so many tokens (`need_rate`), hence so many nodes of a chain whose every token is accepted with chance
-    PRIOR_FIRST, beside its root; a prompt not yet computed needs its share until its TTFT target. The cheapest go
-    first. The step that keeps the most on pace stands for the replica.
+    Of equals it takes the one left least full, then the one with the fewest requests. sampled: number of replicas that
+    it looks at, drawn anew for each request (seeded, so that simulations repeat); 0: all.
 
-    A chain of m nodes is enough for a rate that is at most what it brings over the step's time: a fixed table of rates,
-    by (D, E, M). So of a replica only this is asked, how many requests are below each, and one more request is one more
-    below those above its own rate.
+    The time of a step (an edge's packed tokens, a depth) follows from the cost table. In that time a request on pace
+    needs a number of tokens (`need_rate`), hence a number of nodes beside the root of a chain whose every token is
+    accepted with probability PRIOR_FIRST; a prompt not yet computed needs its share until its TTFT target. The cheapest
+    requests go first. The step that keeps the most on pace represents the replica.
+
+    A chain of m nodes is enough for a rate of at most its expected tokens over the step's time: a fixed table of rates
+    by (D, E, M). So a replica only has to say how many requests are below each rate, and one more request adds one to
+    the counts above its own rate.
+
+    N: replicas looked at; K: places of a replica; E: token edges tried; D: depths of draft, 0 to max_depth; M: nodes of
+    a chain beside its root, 0 to max_depth.
     """
 
     def __init__(self, costs: CostTable, limits: Limits, sampled: int = 0):
@@ -123,14 +153,14 @@ class SloAware:
         self._edges = edges[picks].astype(np.float64)  # [E]
         self._step_s = costs.verify_s(limits.max_requests)[picks] + depth[:, :, 0] * level_s  # [D, E]
         brings = np.where(nodes < depth, _tokens(nodes + 1e-9), _tokens(depth) + 1e-9)  # [D, 1, M]
-        rates = brings / self._step_s[:, :, None]  # [D, E, M]; beyond the depth as of the depth
+        rates = brings / self._step_s[:, :, None]  # [D, E, M]; nodes beyond the depth add nothing
         self._rates, self._at = np.unique(rates, return_inverse=True)
         self._at = self._at.reshape(rates.shape)
         self._nodes = nodes.astype(np.float64)
 
     def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
         asked = self._asked(len(replicas))
-        if not isinstance(replicas, Fleet):  # only what is looked at becomes columns
+        if not isinstance(replicas, Fleet):  # make columns only of the replicas looked at
             replicas, rows = Fleet.of([replicas[index] for index in asked]), np.arange(len(asked))
         else:
             rows = np.array(asked)
@@ -144,8 +174,8 @@ class SloAware:
     def off_pace(
         self, fleet: Fleet, rows: np.ndarray, now: float, request: Assigned | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """i64[N], how many requests of each replica (and `request`, where it is given) the best step leaves off pace,
-        and f64[N], how full those on pace make it (packed tokens over the edge)."""
+        """Return i64[N], the requests (with `request`, if given) that each replica's best step leaves off pace, and
+        f64[N], how full those on pace make that step (packed tokens over the edge)."""
         below, prefill_rate, count = self._below(fleet, rows, now)
         if request is not None:
             alone = Fleet.of([[request]])
@@ -159,8 +189,8 @@ class SloAware:
         return sorted(self._drawing.sample(range(replicas), self._sampled))
 
     def _below(self, fleet: Fleet, rows: np.ndarray, now: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """i64[N, rates], requests whose rate is at most each; f64[N], prompt tokens per second that bring every first
-        token by its target, or within PATIENCE_S; i64[N], requests."""
+        """Return i64[N, rates], the requests whose rate is at most each; f64[N], the prompt tokens per second that
+        bring every first token by its target, or within PATIENCE_S; and i64[N], the requests."""
         taken = fleet.kind[rows] != FREE
         received, first_s = fleet.received[rows], fleet.first_s[rows]
         decode_s = np.where(np.isfinite(first_s), now - first_s, 0.0)
@@ -181,7 +211,7 @@ class SloAware:
         at_most = np.minimum(below[:, self._at], rows[:, :, :, None])  # [N, D, E, M]
         exactly = np.diff(at_most, axis=3, prepend=0)
         nodes = exactly * self._nodes
-        left = room[..., None] - np.cumsum(nodes, axis=3) + nodes  # for those of m nodes, after the cheaper ones
+        left = room[..., None] - np.cumsum(nodes, axis=3) + nodes  # for chains of m nodes, after the cheaper ones
         fit = np.clip(np.floor(left / np.maximum(self._nodes, 0.5)), 0, exactly)
         fit[..., 0] = np.where(room >= 0, exactly[..., 0], 0)
         on_pace = fit.sum(axis=3)  # [N, D, E]
@@ -192,58 +222,26 @@ class SloAware:
 
 
 def _tokens(nodes: np.ndarray) -> np.ndarray:
-    """Expected of a chain of so many nodes, root counted."""
+    """Return the expected tokens of a chain of so many nodes beside its root."""
     return (1 - PRIOR_FIRST ** (nodes + 1)) / (1 - PRIOR_FIRST)
 
 
-__all__ = ["ROUTERS", "Assigned", "LeastLoaded", "RoundRobin", "Router", "SloAware", "find_router"]
-
-
-class Router(Protocol):
-    """Chooses replicas, told of every end."""
-
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
-        """Index of the replica that gets `request`. replicas: what each has that has not ended; where it is a `Fleet`,
-        routers read its columns instead. now: seconds."""
-        ...
-
-    def ended(self, request: Assigned) -> None:
-        """A request ended; `received` is then its whole output."""
-        ...
-
-
-class RoundRobin:
-    """One after the other, whatever they are."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
-        chosen, self._next = self._next % len(replicas), self._next + 1
-        return chosen
-
-    def ended(self, request: Assigned) -> None:
-        return None
-
-
-ROUTERS: dict[str, Callable[[CostTable, Limits], Router]] = {
+ROUTERS: dict[str, Callable[[CostTable, Limits], RoutingPolicy]] = {
     "round-robin": lambda costs, limits: RoundRobin(),
     "least-loaded": LeastLoaded,
     "slo-aware": SloAware,
 }
 
 
-SAMPLED = "slo-aware:"
-"""Beginning of a name that ends with how many replicas, drawn anew for each request, are looked at."""
-
-
-def find_router(name: str) -> Callable[[CostTable, Limits], Router]:
-    """What makes the router called `name`: one of ROUTERS, or `slo-aware:<d>`. Raises ConfigError for another."""
-    if name.startswith(SAMPLED):
-        number = name.removeprefix(SAMPLED)
+def find_router(name: str) -> Callable[[CostTable, Limits], RoutingPolicy]:
+    """Return the factory of a policy: one of ROUTERS, or `slo-aware:<d>`. Raises ConfigError for another name."""
+    if name.startswith(SAMPLED_PREFIX):
+        number = name.removeprefix(SAMPLED_PREFIX)
         if not (number.isascii() and number.isdigit()) or int(number) < 1:
-            raise ConfigError(f"router {SAMPLED}<d>: d is how many replicas are looked at, at least 1, got {number!r}")
+            raise ConfigError(
+                f"router {SAMPLED_PREFIX}<d>: d is how many replicas are looked at, at least 1, got {number!r}"
+            )
         return partial(SloAware, sampled=int(number))
     if name not in ROUTERS:
-        raise ConfigError(f"unknown router {name!r}; known routers are {', '.join(ROUTERS)} and {SAMPLED}<d>")
+        raise ConfigError(f"unknown router {name!r}; known routers are {', '.join(ROUTERS)} and {SAMPLED_PREFIX}<d>")
     return ROUTERS[name]

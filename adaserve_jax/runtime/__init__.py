@@ -1,1 +1,1 @@
-"""Everything that compiles or runs on a device: buckets, packed arrays, programs, the executor."""
+"""The device side: buckets, packed steps, programs, models, the drafter and the executor."""

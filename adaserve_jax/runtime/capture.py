@@ -1,7 +1,7 @@
-"""What the target thought at some positions of the last step: gathered on the device, and fetched when it is wanted.
+"""Captures the target's likeliest tokens at some positions of the last step, for learning.
 
-For learning. The step hands its logits on, which it has made anyway; what is asked of them is dispatched behind it, and
-nobody waits. Decides nothing: which positions, and what becomes of the rows, is the learner's.
+A verification returns its logits on the device anyway. The gathering program runs behind it, and the rows are fetched
+later, so no step waits. The learner chooses the positions.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.placement import EVERYWHERE
 from adaserve_jax.runtime.compile import Declared
-from adaserve_jax.runtime.model import Amend, DeviceModel
+from adaserve_jax.runtime.model import AfterForward, DeviceModel
 from adaserve_jax.runtime.pools import InFlight
-from adaserve_jax.runtime.programs import Sampled
+from adaserve_jax.runtime.programs import VerifyResult
 
 LEAST_ROWS, GROWTH = 8, 4
-"""Rows of the smallest program, and of each next one as a multiple; the last has as many as positions are sampled."""
+"""Rows of the smallest program, and the factor from each program to the next. The last has one per sampled position."""
 
 
 class TargetRows(NamedTuple):
-    """Of M positions, the target's K likeliest tokens, likeliest first, by its raw logits. ids: i32[M, K]; log_p:
-    f32[M, K], natural logs of their probabilities at the temperature of learning."""
+    """The target's K likeliest tokens at M positions, likeliest first, by its logits before edits. ids: i32[M, K];
+    log_p: f32[M, K], natural logs of their probabilities at the temperature of learning."""
 
     ids: np.ndarray
     log_p: np.ndarray
 
 
 class Pending:
-    """Rows that are on their way to the host."""
+    """Captured rows on their way to the host."""
 
     def __init__(self, packed: jax.Array | np.ndarray, num_rows: int):
-        """packed: i32[at least num_rows, 2 K], of `score_rows`."""
+        """Take a result of `score_rows`, i32[M, 2 K], of which the first num_rows rows count."""
         self._packed = packed
         self._num_rows = num_rows
 
     def collect(self) -> TargetRows:
-        """The rows, on the host. Waits only where the device is not done."""
+        """Return the rows on the host. Waits if the device is not done."""
         host = np.asarray(self._packed)[: self._num_rows]
         top_k = host.shape[1] // 2
         return TargetRows(host[:, :top_k], np.ascontiguousarray(host[:, top_k:]).view(np.float32))
 
 
 def score_rows(logits: jax.Array, at: jax.Array, *, top_k: int, temperature: float) -> jax.Array:
-    """i32[M, 2 K]: of the rows `at` (i32[M]) of logits f32[N, V], the ids of the K likeliest tokens, and the bits of
-    log_softmax(logits / temperature) there."""
+    """Return the K likeliest tokens of the rows `at`, i32[M], of logits f32[N, V].
+
+    Packed as i32[M, 2 K]: their ids, then the bits of log_softmax(logits / temperature) there.
+    """
     scores = logits[at] / temperature
     top, ids = lax.top_k(scores, top_k)
     log_p = top - jax.nn.logsumexp(scores, axis=1, keepdims=True)
@@ -59,7 +61,7 @@ def score_rows(logits: jax.Array, at: jax.Array, *, top_k: int, temperature: flo
 
 
 def row_edges(sampled: int) -> tuple[int, ...]:
-    """Numbers of rows that are compiled for steps that sample at most so many positions."""
+    """Return the row counts that are compiled for steps with `sampled` sampled positions."""
     edges, rows = [], LEAST_ROWS
     while rows < sampled:
         edges.append(rows)
@@ -67,8 +69,8 @@ def row_edges(sampled: int) -> tuple[int, ...]:
     return (*edges, sampled)
 
 
-class Capture:
-    """`score_rows` for every number of sampled positions, and the logits of the last step, until the next one."""
+class LogitCapture:
+    """Holds the logits of the last step until the next one, and runs `score_rows` on them."""
 
     def __init__(self, target: DeviceModel, learn: LearnConfig):
         self._target = target
@@ -76,11 +78,12 @@ class Capture:
         self._top_k = min(learn.learn_top_k, self._vocab_size)
         self._temperature = learn.learn_temperature
         self._sizes = sorted({bucket.sampled for bucket in target.buckets.all()})
-        self._logits: jax.Array | None = None
+        self.logits: jax.Array | None = None
+        """Logits of the last step, f32[N, V]; None once they are dropped."""
         self._num_sampled = 0
 
     def declare(self) -> list[Declared]:
-        """The programs. They know no pools, so they serve pools of either layout."""
+        """Declare the programs. They take no pools, so they serve extended pools too."""
         place = self._target.placement
         program = partial(score_rows, top_k=self._top_k, temperature=self._temperature)
         function = jax.jit(place.spmd(program, (EVERYWHERE, EVERYWHERE), EVERYWHERE))
@@ -92,40 +95,44 @@ class Capture:
                 declared.append(Declared(self._key(sampled, rows), function, (logits, at)))
         return declared
 
-    def keeping(self, amend: Amend | None, num_sampled: int) -> Amend:
-        """`amend`, or nothing, for a step that samples so many positions and whose logits are to stay. Those of the
-        last one go at once, so that never two are there."""
-        self.forget()
+    def hold_logits(self, after_forward: AfterForward | None, num_sampled: int) -> AfterForward:
+        """Return `after_forward` extended to hold the logits of a step that samples num_sampled positions.
 
-        def kept(sampled: Sampled, in_flight: InFlight) -> tuple[Any, InFlight]:
-            self._logits, self._num_sampled = sampled.logits, num_sampled
-            return (sampled, in_flight) if amend is None else amend(sampled, in_flight)
+        The logits of the last step are dropped at once, so that memory never holds two.
+        """
+        self.drop_logits()
 
-        return kept
+        def hold(result: VerifyResult, in_flight: InFlight) -> tuple[Any, InFlight]:
+            self.logits, self._num_sampled = result.logits, num_sampled
+            return (result, in_flight) if after_forward is None else after_forward(result, in_flight)
 
-    def forget(self) -> None:
-        """Let the logits go; what was asked of them still comes."""
-        self._logits = None
+        return hold
 
-    def take(self, sampled: np.ndarray) -> Pending:
-        """Begin to gather these positions of the last step (i32[M]); returns at once. Raises IntegrityError: there is
-        no such step any more, or no such position in it."""
-        if self._logits is None:
+    def drop_logits(self) -> None:
+        """Release the logits. Rows that are being gathered still arrive."""
+        self.logits = None
+
+    def gather(self, sampled: np.ndarray) -> Pending:
+        """Begin to gather these positions of the last step, i32[M]; never waits.
+
+        Raises IntegrityError: the next step has begun, or the step has no such position.
+        """
+        if self.logits is None:
             raise IntegrityError("the step's logits are gone; capture between a verification and the next step")
         if len(sampled) and not 0 <= int(sampled.min()) <= int(sampled.max()) < self._num_sampled:
             raise IntegrityError(f"positions must be from 0 to {self._num_sampled - 1}, got {sampled.tolist()}")
         if not len(sampled):
             return Pending(np.zeros((0, 2 * self._top_k), np.int32), 0)
-        size = self._logits.shape[0]
+        size = self.logits.shape[0]
         rows = next(edge for edge in row_edges(size) if edge >= len(sampled))
         at = np.zeros(rows, np.int32)
         at[: len(sampled)] = sampled
-        packed = self._target.compiled[self._key(size, rows)](self._logits, at)
+        packed = self._target.compiled[self._key(size, rows)](self.logits, at)
         packed.copy_to_host_async()
         return Pending(packed, len(sampled))
 
     def run_once(self) -> None:
-        """Run every program once, so that none does so for the first time while somebody waits."""
+        """Run every program once: a first run takes longer, and must not fall into serving."""
         place = self._target.placement
         for size in self._sizes:
             logits = place.zeros((size, self._vocab_size), jnp.dtype(jnp.float32), EVERYWHERE)

@@ -1,7 +1,12 @@
-"""Ahead-of-time compilation: all programs before ready, in threads, cached on disk, and a count of later compiles."""
+"""Ahead-of-time compilation: the buckets that steps run in, and their programs, compiled before the engine is ready.
+
+Every shape that compiles is enumerated by a `BucketSet`. Programs are compiled in threads and cached on disk;
+`CompileCounter` counts compilations after that, which are bugs.
+"""
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +21,63 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import Progress
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+MAX_BLOCK = 16
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A compiled shape of a step. tokens: packed length T; rows: R; sampled: N, positions whose logits are computed."""
+
+    tokens: int
+    rows: int
+    sampled: int
+
+    @property
+    def block_size(self) -> int:
+        """Query tokens per attention block: about the mean per row, so that few queries of a block are empty."""
+        mean = max(1, self.tokens // self.rows)
+        return min(MAX_BLOCK, 1 << (mean.bit_length() - 1))
+
+    @property
+    def num_blocks(self) -> int:
+        """Most attention blocks that any split of the tokens over the rows needs."""
+        rows = min(self.rows, self.tokens)
+        return rows + (self.tokens - rows) // self.block_size
+
+
+@dataclass(frozen=True)
+class BucketSet:
+    """All buckets of one program. Edges increase. max_sampled: most positions whose logits are computed; None: one
+    per row."""
+
+    token_edges: tuple[int, ...]
+    row_edges: tuple[int, ...]
+    max_sampled: int | None
+
+    def __post_init__(self) -> None:
+        for name, edges in (("token_edges", self.token_edges), ("row_edges", self.row_edges)):
+            if not edges or list(edges) != sorted(set(edges)) or edges[0] < 1:
+                raise ConfigError(f"{name} must be increasing integers >= 1, got {edges}")
+
+    def pick(self, tokens: int, rows: int) -> Bucket:
+        """Return the smallest bucket that holds both. Raises ValueError: none does."""
+        for token_edge in self.token_edges:
+            if token_edge >= tokens:
+                for row_edge in self._rows_of(token_edge):
+                    if row_edge >= rows:
+                        return self._bucket(token_edge, row_edge)
+        raise ValueError(f"no bucket holds {tokens} tokens in {rows} rows (edges {self.token_edges}, {self.row_edges})")
+
+    def all(self) -> list[Bucket]:
+        """Return every bucket, in increasing order."""
+        return [self._bucket(tokens, rows) for tokens in self.token_edges for rows in self._rows_of(tokens)]
+
+    def _bucket(self, tokens: int, rows: int) -> Bucket:
+        return Bucket(tokens, rows, rows if self.max_sampled is None else min(tokens, self.max_sampled))
+
+    def _rows_of(self, tokens: int) -> tuple[int, ...]:
+        """Return the row edges that a step of this many tokens can need: every row has at least one token."""
+        return self.row_edges[: bisect.bisect_left(self.row_edges, tokens) + 1]
 
 
 @dataclass(frozen=True)
@@ -27,34 +89,10 @@ class Declared:
     arguments: tuple[Any, ...]
 
 
-def _default_folder() -> Path:
-    """JAX's own setting where it is made, else the user's cache folder."""
-    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "compile"
-
-
-def use_compile_cache(chosen: str | Path | None) -> None:
-    """Keep every compiled program on disk, however small or quick to compile: in the folder chosen, else in JAX's own
-    or the user's. Raises ConfigError: no such folder can be made."""
-    folder = Path(chosen) if chosen else _default_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"compile_cache: cannot create folder {folder} ({error.strerror}); choose another by compile_cache"
-        ) from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def compile_all(programs: Sequence[Declared], progress: Progress | None = None) -> dict[tuple[Any, ...], Callable]:
-    """Compile in as many threads as there are cores; XLA leaves the interpreter lock while it works.
+    """Compile in as many threads as there are cores; XLA releases the interpreter lock while it works.
 
-    Returns the executables by key. An error of any program ends the compilation and is raised.
+    Returns the executables by key. The first error of a program ends the compilation and is raised.
     """
     done: dict[tuple[Any, ...], Callable] = {}
 
@@ -74,10 +112,36 @@ def compile_all(programs: Sequence[Declared], progress: Progress | None = None) 
     return done
 
 
-class CompileCounter:
-    """Counts compilations that happen inside its `with` blocks, on the thread of the block: those of serving steps.
+def use_compile_cache(chosen: str | Path | None) -> None:
+    """Keep every compiled program on disk, however small or quick to compile.
 
-    A compile after ready is a bug. Other engines of the process, and other users of jax, are not counted.
+    The folder is the one chosen, else JAX's own setting, else one in the user's cache folder.
+    Raises ConfigError: the folder cannot be created.
+    """
+    folder = Path(chosen) if chosen else _default_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"compile_cache: cannot create folder {folder} ({error.strerror}); choose another by compile_cache"
+        ) from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _default_folder() -> Path:
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "compile"
+
+
+class CompileCounter:
+    """Counts compilations inside its `with` blocks, on the thread of the block: those of serving steps.
+
+    Compilations of other engines in the process, and of other users of jax, are not counted.
     """
 
     def __init__(self) -> None:
@@ -98,74 +162,3 @@ class CompileCounter:
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILE_EVENT and getattr(self._here, "counting", False):
             self.count += 1
-
-
-# The declared shapes of a step: packed tokens x rows. Everything that compiles is enumerated here.
-#
-# Imports no jax.
-
-MAX_BLOCK = 16
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """One compiled shape. tokens: packed length T; rows: R; sampled: positions whose logits are computed."""
-
-    tokens: int
-    rows: int
-    sampled: int
-
-    @property
-    def block_size(self) -> int:
-        """Query tokens per block: about the mean per row, so that few queries of a block are empty."""
-        mean = max(1, self.tokens // self.rows)
-        return min(MAX_BLOCK, 1 << (mean.bit_length() - 1))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that any split of the tokens over the rows needs at most."""
-        rows = min(self.rows, self.tokens)
-        return rows + (self.tokens - rows) // self.block_size
-
-
-@dataclass(frozen=True)
-class BucketSet:
-    """All (tokens, rows) pairs of one program. Edges increase. max_sampled caps the positions whose logits are
-    computed; None: one per row."""
-
-    token_edges: tuple[int, ...]
-    row_edges: tuple[int, ...]
-    max_sampled: int | None
-
-    def __post_init__(self) -> None:
-        for name, edges in (("token_edges", self.token_edges), ("row_edges", self.row_edges)):
-            if not edges or list(edges) != sorted(set(edges)) or edges[0] < 1:
-                raise ConfigError(f"{name} must be increasing integers >= 1, got {edges}")
-
-    def pick(self, tokens: int, rows: int) -> Bucket:
-        """The smallest bucket that holds both. Raises ValueError when none does."""
-        row_edge = _round_up(rows, self.row_edges)
-        for tokens_edge in self.token_edges:
-            if tokens_edge >= tokens and row_edge in self._rows_of(tokens_edge):
-                return self._bucket(tokens_edge, row_edge)
-        raise ValueError(f"no bucket holds {tokens} tokens in {rows} rows (edges {self.token_edges}, {self.row_edges})")
-
-    def all(self) -> list[Bucket]:
-        return [self._bucket(tokens, rows) for tokens in self.token_edges for rows in self._rows_of(tokens)]
-
-    def _bucket(self, tokens: int, rows: int) -> Bucket:
-        return Bucket(tokens, rows, rows if self.max_sampled is None else min(tokens, self.max_sampled))
-
-    def _rows_of(self, tokens: int) -> tuple[int, ...]:
-        """Row edges that a step of this many tokens can need: every row has at least one token."""
-        needed = [edge for edge in self.row_edges if edge <= tokens]
-        above = [edge for edge in self.row_edges if edge > tokens][:1]
-        covered = needed and needed[-1] == tokens
-        return tuple(needed if covered else needed + above)
-
-
-def _round_up(value: int, edges: tuple[int, ...]) -> int:
-    for edge in edges:
-        if value <= edge:
-            return edge
-    raise ValueError(f"{value} is above the largest edge {edges[-1]}")

@@ -1,7 +1,7 @@
-"""The draft and more KV pages in turn, in the same device memory: what a swap does on the device, step by step.
+"""Elastic memory: the draft and an extension of the KV pool take turns in the same device memory.
 
-Decides nothing: when to swap, which pages to move and who refers to them is the scheduler's. A swap compiles nothing,
-and whatever fails leaves what was there before. Source: Nightjar, section 6.
+The scheduler decides when to expand and to contract, and which pages move. Nothing compiles, and an exchange that fails
+restores what was there before. Source: Nightjar, section 6.
 """
 
 from __future__ import annotations
@@ -13,77 +13,78 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from adaserve_jax.errors import ElasticError, EngineDeadError
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.loading import HostCopy
+from adaserve_jax.models.loading import aligned_buffer
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.runtime.compile import CompileCounter, Declared
 from adaserve_jax.runtime.model import DeviceModel, free
 from adaserve_jax.runtime.pools import Pools, blank, move_to_base
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
-"""What jax raises when a device cannot do as asked, out of memory included, and what NumPy does."""
+"""Errors of jax and NumPy when a device fails or memory runs out."""
 
 
 def declare_expansion(target: DeviceModel, draft: DeviceModel, extension_pages: int) -> list[Declared]:
-    """What swaps run: empty pools, and moves of up to all pages of the extension."""
+    """Declare the programs of expansion and contraction: empty pools, and moves of up to all extension pages."""
     extension = target.abstract_extension(extension_pages)
+    draft_pools = jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), draft.pools)
     ids = jax.ShapeDtypeStruct((extension_pages,), jnp.int32)
     move = jax.jit(move_to_base, donate_argnums=0)
     return [
         Declared(("target", "extension"), jax.jit(partial(blank, extension)), ()),
         Declared(("target", "move"), move, (target.pools, extension, ids, ids)),
-        Declared(("draft", "pools"), jax.jit(partial(blank, abstract(draft.pools))), ()),
+        Declared(("draft", "pools"), jax.jit(partial(blank, draft_pools)), ()),
     ]
 
 
 class Elastic:
     """Exchanges the draft for an extension of the target's pools. Call its methods between steps, from one thread.
 
-    The draft's weights have a copy on the host for good, which follows what they become. A thread, the loader, brings
-    them back while steps go on.
+    A copy of the drafts' weights stays on the host and follows their updates. A loader thread brings them back to the
+    device while steps go on.
     """
 
     def __init__(self, target: DeviceModel, draft: DeviceModel, extension_pages: int, counter: CompileCounter):
-        """counter: what counts compilations of swaps, there being none."""
+        """Copy the drafts' weights to the host. counter: counts compilations, of which there must be none."""
         self._target = target
         self._draft = draft
         self._extension_pages = extension_pages
         self._counter = counter
-        self._host_copies = [HostCopy(params) for params in draft.weights]
+        self.host_copies = [HostCopy(params) for params in draft.weights]
         self._loading: Future[tuple[list[Params], Pools]] | None = None
-        self._came_while_loading: dict[int, Params] = {}
-        """Weights that are newer than those on their way, by draft."""
-        self._returned: Pools | None = None
-        """The extension, once nobody uses it; the loader frees it first of all, since that takes milliseconds."""
+        self._newer_weights: dict[int, Params] = {}
+        """Weights set while older ones are loading, by draft."""
+        self._freed_extension: Pools | None = None
+        """An extension out of use. The loader deletes it first; that takes milliseconds, which no step should wait."""
         self._resident = True
         self._loader = ThreadPoolExecutor(1, "draft-loader")
         self._loader.submit(threading.get_ident).result()  # so that no swap has to start the thread
 
     @property
     def resident(self) -> bool:
-        """Whether the draft is on its device."""
+        """True while the draft is on its device."""
         return self._resident
 
     @property
     def host_bytes(self) -> int:
-        """Of the drafts' copies."""
-        return sum(copy.nbytes for copy in self._host_copies)
+        """Bytes of the drafts' copies on the host."""
+        return sum(copy.nbytes for copy in self.host_copies)
 
     def set_weights(self, draft: int, params: Params) -> None:
-        """These are a draft's weights from now on, wherever it is; they are its own. While it is away they live on in
-        the copy on the host alone."""
-        self._host_copies[draft] = HostCopy(params)
+        """Replace a draft's weights; takes ownership of `params`. While the draft is away, only the host copy stays."""
+        self.host_copies[draft] = HostCopy(params)
         if self._resident:
             self._draft.weights[draft] = params
         elif self._loading is not None:
-            self._came_while_loading[draft] = params
+            self._newer_weights[draft] = params
         else:
             free(params)
 
     def expand(self) -> None:
-        """`types.Executor.expand`. Raises ElasticError; EngineDeadError: the draft could not be brought back either."""
+        """Implement `types.Executor.expand`. Raises ElasticError; EngineDeadError: the draft could not be restored."""
         assert self._resident and self._target.pools.extension is None
         with self._counter:
             self._draft.free()
@@ -91,16 +92,19 @@ class Elastic:
             try:
                 extension = self._new_extension()
             except DEVICE_ERRORS as error:
-                self._bring_back(error)
+                self._restore_draft(error)
                 raise ElasticError(
                     f"no room for {self._extension_pages} more KV pages where the draft was: {error}; the draft is back"
                 ) from error
             self._target.pools = self._target.pools._replace(extension=extension)
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
-        """`types.Executor.move_pages`, from the extension into the base: the only way that pages ever go.
+        """Implement `types.Executor.move_pages`; pages only ever move from the extension into the base.
 
-        Raises ValueError: other moves, or moves that clash. ElasticError; EngineDeadError: the KV cache is lost.
+        Raises:
+            ValueError: Moves in another direction, or moves that clash.
+            ElasticError: Nothing was copied.
+            EngineDeadError: The KV cache is lost.
         """
         pools = self._target.pools
         base, extension = pools._replace(extension=None), pools.extension
@@ -129,39 +133,39 @@ class Elastic:
         self._target.pools = moved._replace(extension=extension)
 
     def contract(self) -> None:
-        """`types.Executor.contract`. Never fails: the loader does what could, and `draft_ready` says how it went."""
+        """Implement `types.Executor.contract`. Never fails: `draft_ready` reports errors of the loader."""
         pools = self._target.pools
         assert pools.extension is not None
-        self._target.pools, self._returned = pools._replace(extension=None), pools.extension
+        self._target.pools, self._freed_extension = pools._replace(extension=None), pools.extension
         self._loading = self._loader.submit(self._load)
 
     def draft_ready(self) -> bool:
-        """`types.Executor.draft_ready`."""
+        """Implement `types.Executor.draft_ready`."""
         if self._resident:
             return True
         if self._loading is None:
             self._loading = self._loader.submit(self._load)
         if not self._loading.done():
             return False
-        self._take_over(self._loading)
+        self._install(self._loading)
         return True
 
     def wait(self) -> None:
-        """After `contract`: return when the draft is there. Raises ElasticError as `draft_ready` does."""
+        """Block until the draft is back after `contract`. Raises ElasticError as `draft_ready` does."""
         if self._loading is not None:
-            self._take_over(self._loading)
+            self._install(self._loading)
 
     def close(self) -> None:
-        """Wait for the loader, and free what it brought."""
+        """Wait for the loader and delete everything it loaded."""
         self._loader.shutdown()
         if self._loading is not None and self._loading.exception() is None:
             free(self._loading.result())
-        free((self._returned, self._came_while_loading))
+        free((self._freed_extension, self._newer_weights))
 
-    def _take_over(self, loading: Future[tuple[list[Params], Pools]]) -> None:
-        """Wait for the loader; then its drafts are the drafts, but for those that have become others meanwhile."""
+    def _install(self, loading: Future[tuple[list[Params], Pools]]) -> None:
+        """Wait for the loader and give its weights to the draft, except where newer ones were set meanwhile."""
         self._loading = None
-        newer, self._came_while_loading = self._came_while_loading, {}
+        newer, self._newer_weights = self._newer_weights, {}
         try:
             weights, self._draft.pools = loading.result()
         except DEVICE_ERRORS as error:
@@ -173,8 +177,8 @@ class Elastic:
         self._draft.weights = weights
         self._resident = True
 
-    def _bring_back(self, cause: BaseException) -> None:
-        """At once: for an exchange that failed. Raises EngineDeadError."""
+    def _restore_draft(self, cause: BaseException) -> None:
+        """Load the draft at once, after an expansion that failed. Raises EngineDeadError: it does not fit either."""
         try:
             self._draft.weights, self._draft.pools = self._load()
         except DEVICE_ERRORS as error:
@@ -184,7 +188,7 @@ class Elastic:
         self._resident = True
 
     def _load(self) -> tuple[list[Params], Pools]:
-        """The drafts' weights, and pools that hold nothing; all there, or none."""
+        """Load the drafts' weights and make empty pools. On an error nothing of them stays on the device."""
         weights: list[Params] = []
         pools: Pools | None = None
         try:
@@ -205,17 +209,45 @@ class Elastic:
         return self._draft.compiled["draft", "pools"]()
 
     def _load_weights(self) -> list[Params]:
-        return [copy.load() for copy in self._host_copies]
+        return [copy.load() for copy in self.host_copies]
 
     def _copy_pages(self, base: Pools, extension: Pools, from_ids: np.ndarray, to_ids: np.ndarray) -> Pools:
         return jax.block_until_ready(self._target.compiled["target", "move"](base, extension, from_ids, to_ids))
 
     def _free_extension(self) -> None:
-        free(self._returned)
-        self._returned = None
+        free(self._freed_extension)
+        self._freed_extension = None
 
 
-def abstract(pools: Pools) -> Pools:
-    """The shapes and types of pools."""
-    shapes: Pools = jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools)
-    return shapes
+class HostCopy:
+    """A copy in host memory of weights that lie on one device.
+
+    Pinned memory, from which a GPU or TPU reads at full speed, where the device has its own memory. On a CPU it is
+    plain memory: a device array made of host memory may share it there, and would not free it.
+    """
+
+    def __init__(self, params: Params, *, pinned: bool | None = None):
+        """Copy the weights. pinned: use pinned memory; None: where the device is not a CPU."""
+        (self._device,) = next(iter(params.values())).devices()
+        self._pinned = self._device.platform != "cpu" if pinned is None else pinned
+        self.arrays = {name: self._to_host(weight) for name, weight in params.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.arrays.values())
+
+    def load(self) -> Params:
+        """Return new device arrays. Except on a CPU, their copies may still be running."""
+        return {name: self._to_device(held) for name, held in self.arrays.items()}
+
+    def _to_host(self, weight: jax.Array) -> np.ndarray | jax.Array:
+        if not self._pinned:
+            return np.array(weight)
+        return jax.device_put(weight, SingleDeviceSharding(self._device, memory_kind="pinned_host"))
+
+    def _to_device(self, held: np.ndarray | jax.Array) -> jax.Array:
+        if isinstance(held, jax.Array):
+            return jax.device_put(held, SingleDeviceSharding(self._device))
+        buffer = aligned_buffer(held.shape, held.dtype)
+        np.copyto(buffer, held)
+        return jax.device_put(buffer, self._device)

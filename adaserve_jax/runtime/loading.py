@@ -1,6 +1,7 @@
-"""What an executor is made of: the models on their devices, what runs beside them, and the programs of them all.
+"""Finds, checks and loads the models of an engine, and declares all of its programs.
 
-Compiles nothing and times nothing.
+In order: `find_pair` reads the checkpoints' configurations, `load_target` and `load_drafter` place the models on their
+devices, `declare_all` lists what to compile. `plan_memory` does the same with shapes in place of arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.results.profile import Identity
 from adaserve_jax.results.provenance import machine_name, model_hash
-from adaserve_jax.runtime.capture import Capture
+from adaserve_jax.runtime.capture import LogitCapture
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import declare_expansion
@@ -38,14 +39,13 @@ from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
 from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import Limits, Progress
 
-# The checkpoints of an engine before their weights are read: where they lie, and whether they belong together.
-
 CALIBRATION_FILE = "calibration.json"
+IDENTITY_SETTINGS = ("dtype", "quantize", "deterministic", "tp", "num_processes")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The checkpoints of an engine, before their weights are read. further_drafts: folders by name, of the shape of
+class ModelPair:
+    """Checkpoints of an engine before their weights are read. further_drafts: folders by name, each of the shape of
     `draft`."""
 
     target_folder: Path
@@ -63,9 +63,11 @@ class Pair:
         return () if self.draft_folder is None else (self.draft_folder, *self.further_drafts.values())
 
 
-def find_pair(config: EngineConfig) -> Pair:
-    """Read the configurations, and hold them and the vocabularies against each other. Raises CheckpointError;
-    ConfigError: a further draft is of another shape than the first."""
+def find_pair(config: EngineConfig) -> ModelPair:
+    """Read the models' configurations, and check that they and the vocabularies fit each other.
+
+    Raises CheckpointError; ConfigError: a further draft is of another shape than the first.
+    """
     target_folder = resolve_folder(config.target, "target")
     target = ModelConfig.from_folder(target_folder)
     tokenizer = Tokenizer.from_folder(target_folder)
@@ -75,7 +77,7 @@ def find_pair(config: EngineConfig) -> Pair:
             f"{target.vocab_size}; use the tokenizer that belongs to the model"
         )
     if config.draft is None:
-        return Pair(target_folder, target, None, None)
+        return ModelPair(target_folder, target, None, None)
     draft_folder = resolve_folder(config.draft, "draft")
     draft = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
@@ -85,11 +87,11 @@ def find_pair(config: EngineConfig) -> Pair:
         further[name] = folder = resolve_folder(path, "draft")
         _check_same_shape(name, ModelConfig.from_folder(folder), draft)
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder))
-    return Pair(target_folder, target, draft_folder, draft, further)
+    return ModelPair(target_folder, target, draft_folder, draft, further)
 
 
 def _check_same_shape(name: str, other: ModelConfig, first: ModelConfig) -> None:
-    """All drafts run in the same programs and pages."""
+    """Raise ConfigError unless two drafts have one shape: all run in the same programs and pages."""
     for each in fields(ModelConfig):
         expected, got = getattr(first, each.name), getattr(other, each.name)
         if got != expected:
@@ -99,10 +101,16 @@ def _check_same_shape(name: str, other: ModelConfig, first: ModelConfig) -> None
             )
 
 
-def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
-    """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
-    pair, and for a draft service's; None where nothing drafts. Raises CheckpointError: the file is not a table.
-    ConfigError: it could not be written."""
+def find_chances(config: EngineConfig, pair: ModelPair) -> ChanceTable | None:
+    """Return the acceptance table to start with; None without a draft.
+
+    The learned table of `config.calibration` if there is one, else the table beside the draft, else that of the
+    embedded pair, which is a fair start for any pair and for a draft service.
+
+    Raises:
+        CheckpointError: The file is not a table.
+        ConfigError: There is no draft to calibrate, or the file could not be written.
+    """
     if not config.speculates:
         if config.calibration is not None:
             raise ConfigError("calibration is about a draft, but there is none; load a draft, or leave it out")
@@ -120,49 +128,39 @@ def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
 
 
 def load_target(
-    pair: Pair, resolved: Resolved, progress: Progress | None, announce: Callable[[PackedStep], None] | None = None,
-    read: Callable[..., Params] = load_params,
+    pair: ModelPair, resolved: Resolved, progress: Progress | None,
+    send_step: Callable[[PackedStep], None] | None = None, read: Callable[..., Params] = load_params,
 ) -> DeviceModel:  # fmt: skip
-    """The target on its devices; in each of several processes, the part that lies on its own. read: called as
-    `load_params` is."""
+    """Load the target on its devices; with several processes, the part on those of this process.
+
+    send_step: as for `DeviceModel`. read: called in place of `load_params`.
+    """
     partition, limits = resolved.placement.partition, resolved.limits
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition,
         resolved.attention,
     )  # fmt: skip
-    return DeviceModel(
-        "target",
-        pair.target,
-        read(
-            pair.target_folder,
-            pair.target,
-            resolved.dtype,
-            progress,
-            resolved.placement,
-            quantize=resolved.config.quantize,
-        ),
-        programs,
-        resolved.verify_buckets,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        dtype=resolved.dtype,
-        placement=resolved.placement,
-        announce=announce,
+    params = read(
+        pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=resolved.config.quantize
     )
+    return DeviceModel(
+        "target", pair.target, params, programs, resolved.verify_buckets, num_pages=limits.num_pages,
+        page_size=limits.page_size, dtype=resolved.dtype, placement=resolved.placement, send_step=send_step,
+    )  # fmt: skip
 
 
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
-    """The verify program for every bucket, and its commits; both for pools that are extended too, where they can be."""
+    """Declare the verify program for every bucket and its commits; where pools can be extended, for both layouts."""
     return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
 
 
 def declare_all(
-    target: DeviceModel, limits: Limits, resampler: Resampler | None, capture: Capture | None,
+    target: DeviceModel, limits: Limits, resampler: Resampler | None, logit_capture: LogitCapture | None,
     drafter: LocalDrafter | None,
 ) -> list[Declared]:  # fmt: skip
-    """Every program of an engine with these parts, those of elastic too where its pools can be extended."""
+    """Declare every program of an engine, with those of expansion where its pools can be extended."""
     declared = declare_target(target, limits)
-    for part in (resampler, capture, drafter):
+    for part in (resampler, logit_capture, drafter):
         if part is not None:
             declared += part.declare()
     if drafter is not None and limits.extension_pages:
@@ -170,53 +168,43 @@ def declare_all(
     return declared
 
 
-def resampler_of(resolved: Resolved, target: DeviceModel) -> Resampler | None:
-    """None with several processes: the others mirror the forward alone."""
+def make_resampler(resolved: Resolved, target: DeviceModel) -> Resampler | None:
+    """Return a resampler; None with several processes, since the others mirror the forward alone."""
     return Resampler(target, resolved.limits) if resolved.config.num_processes == 1 else None
 
 
-def capture_of(resolved: Resolved, target: DeviceModel) -> Capture | None:
-    """None without learning."""
+def make_capture(resolved: Resolved, target: DeviceModel) -> LogitCapture | None:
+    """Return a capture of logits; None without learning."""
     learning = resolved.config.learning
-    return None if learning is None else Capture(target, learning)
+    return None if learning is None else LogitCapture(target, learning)
 
 
 def load_drafter(
-    pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
+    pair: ModelPair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
     read: Callable[..., Params] = load_params, placement: Placement | None = None,
 ) -> LocalDrafter | None:  # fmt: skip
-    """The drafts on the first device, wherever the target lies: they are small, and exchanges would cost more than
-    they save. read: called as `load_params` is; placement: None for that device."""
+    """Load the drafts; None without one.
+
+    They lie whole on the first device, even if the target is divided: drafts are small, and exchanges between devices
+    would cost more than they save. read: called in place of `load_params`. placement: None for that device.
+    """
     if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
     first, *further = (read(folder, pair.draft, resolved.dtype, progress, placement) for folder in pair.draft_folders)
+    programs = ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention)
     model = DeviceModel(
-        "draft",
-        pair.draft,
-        first,
-        ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention),
-        resolved.catchup_buckets,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        dtype=resolved.dtype,
-        placement=placement,
-        further=further,
-    )
+        "draft", pair.draft, first, programs, resolved.catchup_buckets, num_pages=limits.num_pages,
+        page_size=limits.page_size, dtype=resolved.dtype, placement=placement, further=further,
+    )  # fmt: skip
     return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)
 
 
-# The ledger of an engine that is not there: programs are compiled for shapes, no weight is read and no page
-# made.
-#
-# So it says of a model that does not fit what it would take.
-
-
-class Unfilled(Placement):
+class AbstractPlacement(Placement):
     """A placement whose arrays are shapes, to compile for."""
 
     @classmethod
-    def like(cls, placement: Placement) -> Unfilled:
+    def like(cls, placement: Placement) -> AbstractPlacement:
         return cls(**{each.name: getattr(placement, each.name) for each in fields(Placement)})
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> Any:
@@ -226,10 +214,10 @@ class Unfilled(Placement):
 def plan_memory(
     config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
 ) -> tuple[Resolved, Workspace]:
-    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not.
-    elastic, training_bytes: as for `load_executor`.
+    """Plan memory without loading weights, for a model that may not fit. Arguments are those of `load_executor`.
 
-    Raises CheckpointError, ConfigError: as loading it would, but for memory.
+    Compiles every program for shapes alone, to learn its workspace.
+    Raises CheckpointError, ConfigError: as `load_executor` does, except for memory.
     """
     if config.num_processes > 1:
         raise ConfigError(
@@ -239,20 +227,20 @@ def plan_memory(
     use_compile_cache(config.compile_cache)
     pair = find_pair(config)
     resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
-    unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
-    target = load_target(pair, unfilled, progress, read=_shapes)
+    abstract = replace(resolved, placement=AbstractPlacement.like(resolved.placement))
+    target = load_target(pair, abstract, progress, read=_abstract_params)
     resampler = Resampler(target, resolved.limits)
-    on_one = Unfilled.like(Placement.on_one())
-    drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
-    declared = declare_all(target, resolved.limits, resampler, capture_of(resolved, target), drafter)
-    return resolved, workspace_of(compile_all(declared, progress), resampler.blank_bytes)
+    on_one = AbstractPlacement.like(Placement.on_one())
+    drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_one)
+    declared = declare_all(target, resolved.limits, resampler, make_capture(resolved, target), drafter)
+    return resolved, workspace_of(compile_all(declared, progress), resampler.neutral_bytes)
 
 
-def _shapes(
+def _abstract_params(
     folder: Path, config: ModelConfig, dtype: jnp.dtype, progress: Progress | None, placement: Placement,
     *, quantize: str = "none",
 ) -> dict[str, Any]:  # fmt: skip
-    """What `load_params` would give, as jax.ShapeDtypeStruct."""
+    """Return what `load_params` would, as jax.ShapeDtypeStruct."""
     partition = placement.partition
     specs = param_specs(partition.whole(config), quantize)
     return {
@@ -261,16 +249,10 @@ def _shapes(
     }
 
 
-# What this engine's times hold for: the machine, the device, the models and the settings that decide its
-# programs.
-
-SETTINGS = ("dtype", "quantize", "deterministic", "tp", "num_processes")
-
-
 def identify(resolved: Resolved, target_folder: Path, draft_folder: Path | None) -> Identity:
-    """Of a resolved engine and the folders of its models."""
+    """Return the key under which a profile of this engine is stored: machine, device, models and settings."""
     config = resolved.config
-    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings = {name: getattr(config, name) for name in IDENTITY_SETTINGS}
     settings |= {
         "attention": resolved.attention,
         "row_edges": list(resolved.verify_buckets.row_edges),
@@ -287,6 +269,6 @@ def identify(resolved: Resolved, target_folder: Path, draft_folder: Path | None)
 
 
 def device_name(tp: int) -> str:
-    """Platform and kind of the first device, and how many hold the target."""
+    """Describe the first device and how many hold the target."""
     device = jax.local_devices()[0]
     return f"{device.platform}: {device.device_kind}{f', {tp} devices' if tp > 1 else ''}"

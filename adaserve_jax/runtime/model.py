@@ -1,4 +1,4 @@
-"""A loaded model on the device: weights, pools, and its compiled programs."""
+"""A loaded model on the device: weights, KV pools and compiled programs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,33 @@ from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import PackedStep, step_layout
 
 Role = Literal["target", "draft"]
-Amend = Callable[[Any, InFlight], tuple[Any, InFlight]]
+AfterForward = Callable[[Any, InFlight], tuple[Any, InFlight]]
+"""Replaces the result and the in-flight K/V of a forward before they are committed."""
 
 
 class DeviceModel:
-    """Owns one model's KV pools and weights, or those of several of one shape. Not thread-safe: one step at a time.
-
-    config: of the whole model; programs: of one device's part of it; params: as `load_params` places them; announce:
-    called with every step before it runs, where other processes must run it too; further: weights that the same
-    programs may run with instead, each in a step.
-    """
+    """Owns one model's weights, KV pools and compiled programs. Not thread-safe: one step at a time."""
 
     def __init__(
         self, role: Role, config: ModelConfig, params: Params, programs: ModelPrograms, buckets: BucketSet,
         *, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement | None = None,
-        announce: Callable[[PackedStep], None] | None = None, further: Sequence[Params] = (),
+        send_step: Callable[[PackedStep], None] | None = None, further: Sequence[Params] = (),
     ) -> None:  # fmt: skip
+        """Take loaded weights and allocate the KV pools.
+
+        Args:
+            role: First part of every program's key.
+            config: The whole model's configuration.
+            params: Weights, as `load_params` places them.
+            programs: The programs of one device's part of the model.
+            buckets: Shapes that the forward is compiled for.
+            num_pages: Pages of the KV pool.
+            page_size: Tokens per page.
+            dtype: Type of the KV.
+            placement: Devices of the model; None for the first device of this process.
+            send_step: Called with every step before it runs, where other processes must run it too.
+            further: Weights of the same shapes; a step runs with any of them in the same programs and pages.
+        """
         self.role = role
         self.config = config
         self.weights: list[Params] = [params, *further]
@@ -45,15 +56,15 @@ class DeviceModel:
         self.whole = programs.partition.whole(config)
         self.pools = new_pools(self.whole, num_pages, page_size, dtype, self.placement)
         self.compiled: dict[tuple[Any, ...], Callable] = {}
-        self._announce = announce
+        self._send_step = send_step
 
     @property
     def params(self) -> Params:
-        """The first weights."""
+        """Weights 0; programs are compiled for their shapes."""
         return self.weights[0]
 
     def check_weights(self, params: Params, what: str) -> None:
-        """Raise IntegrityError unless the programs can run with `params` as they are. what: whose they are."""
+        """Raise IntegrityError unless the programs can run with `params`. what: whose weights, for the message."""
         if params.keys() != self._like.keys():
             other = sorted(params.keys() ^ self._like.keys())[0]
             raise IntegrityError(
@@ -64,14 +75,17 @@ class DeviceModel:
             weight = params[name]
             got = (weight.shape, weight.dtype, _devices(weight) if isinstance(weight, jax.Array) else "the host")
             if got != expected:
-                raise IntegrityError(f"{what}: {name!r} must be {_said(*expected)}, got {_said(*got)}")
+                raise IntegrityError(f"{what}: {name!r} must be {_describe(*expected)}, got {_describe(*got)}")
             if isinstance(weight, jax.Array) and weight.is_deleted():
                 raise IntegrityError(f"{what}: {name!r} must be an array that is still there, got a deleted one")
 
     def declare_forward(self, function: Callable, extension_pages: int = 0) -> list[Declared]:
-        """The packed forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits. The
-        function's own result must be whole on every device. extension_pages > 0: also for pools extended by so many
-        pages, on one device."""
+        """Declare the forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits.
+
+        Args:
+            function: A program of `ModelPrograms`. Its own result must be whole on every device.
+            extension_pages: If positive, declare all again for pools extended by so many pages (one device only).
+        """
         layouts = [self.pools]
         if extension_pages:
             layouts.append(self.pools._replace(extension=self.abstract_extension(extension_pages)))
@@ -93,32 +107,37 @@ class DeviceModel:
         return declared
 
     def abstract_extension(self, num_pages: int) -> Pools:
-        """So many pages more, to compile for."""
+        """Return the shapes of an extension of `num_pages` pages, to compile for."""
         pool: Any = jax.tree.map(
             lambda pool: self.placement.abstract((pool.shape[0], num_pages, *pool.shape[2:]), pool.dtype), self.pools
         )
         return pool
 
     def _key(self, pools: Pools, *program: Any) -> tuple[Any, ...]:
-        """Of a program for pools of this layout."""
+        """Return the key of a program for pools of this layout."""
         return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
-    def run(self, step: PackedStep, amend: Amend | None = None, *, weights: int = 0) -> Any:
-        """Run the packed forward, then commit what it keeps; returns the program's own result, on the device. amend:
-        makes other results, and what else is kept, of the forward's, before the commit. weights: which."""
-        if self._announce is not None:
-            self._announce(step)
+    def run(self, step: PackedStep, after_forward: AfterForward | None = None, *, weights: int = 0) -> Any:
+        """Run the packed forward, commit its K/V to the pools, and return its result, on the device.
+
+        Args:
+            step: The packed inputs.
+            after_forward: Replaces result and in-flight K/V before the commit.
+            weights: Index of the weights to run with.
+        """
+        if self._send_step is not None:
+            self._send_step(step)
         pools = self.pools
         result, in_flight = self.compiled[self._key(pools, step.bucket)](self.weights[weights], pools, step.packed)
-        if amend is not None:
-            result, in_flight = amend(result, in_flight)
+        if after_forward is not None:
+            result, in_flight = after_forward(result, in_flight)
         self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
         if self.placement.blocks:
             jax.block_until_ready((result, self.pools))
         return result
 
     def _specs(self) -> tuple[Any, Any]:
-        """How (params, pools, packed) and the in-flight K/V lie on the devices."""
+        """Return the partition specs of (params, pools, packed) and of the in-flight K/V."""
         place, split = self.placement, self.programs.partition.split_axis
         axes_of = {name: axes for name, (_, axes) in param_specs(self.whole, "int8").items()}
         params = {name: place.spec(split(axes_of[name])) for name in self.params}
@@ -134,7 +153,7 @@ class DeviceModel:
         return InFlight(new, new, index, index)
 
     def free(self) -> None:
-        """Give back the memory of weights and pools; runs nothing until both are set again."""
+        """Delete weights and pools on the device. The model cannot run until both are set again."""
         free((self.weights, self.pools))
 
     def close(self) -> None:
@@ -143,16 +162,16 @@ class DeviceModel:
 
 
 def free(arrays: Any) -> None:
-    """Give back the memory of all arrays of a tree. Those that are gone already are left alone."""
+    """Delete all device arrays of a pytree; deleted ones are skipped."""
     for leaf in jax.tree.leaves(arrays):
         leaf.delete()
 
 
 def _devices(weight: Any) -> Any:
-    """Where an array lies, or one to compile for would."""
+    """Return the devices of an array, or of a shape to compile for."""
     return weight.sharding.device_set
 
 
-def _said(shape: tuple[int, ...], dtype: Any, devices: Any) -> str:
+def _describe(shape: tuple[int, ...], dtype: Any, devices: Any) -> str:
     where = devices if isinstance(devices, str) else ", ".join(sorted(map(str, devices)))
     return f"{jnp.dtype(dtype).name}{list(shape)} on {where}"

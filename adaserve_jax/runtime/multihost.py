@@ -1,8 +1,8 @@
-"""Several processes, usually one per host, that hold one target: process 0 decides, the others mirror its programs.
+"""Several processes, usually one per host, that hold one target: process 0 schedules, the others mirror its programs.
 
 All processes must run the same programs in the same order, each on its own shards. So process 0 sends every packed
-step, just before it runs it, to the others over TCP: one small array per step, no logits, no weights. Knows neither
-models nor scheduling. The network must be private, as for `jax.distributed` itself: nothing here is secret or signed.
+step to the others over TCP just before it runs it: one small array per step, no logits, no weights. The network must be
+private, as for `jax.distributed` itself: nothing here is encrypted or signed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _MAX_MESSAGE_BYTES = 1 << 26
 _LENGTH = struct.Struct("<I")
 _END = b""
 _OWN = ("process_id", "profile", "calibration", "compile_cache")
-"""Fields in which processes may differ."""
+"""Options in which processes may differ."""
 
 
 def join(config: EngineConfig) -> None:
-    """Become one of the processes of `config`; returns when the devices of all are known. Call it, in every process,
-    before anything touches a device.
+    """Join the processes of `config`; return when all devices are known. Call it before anything touches a device.
 
-    Raises ConfigError: the others did not come in time, or the coordinator's address cannot be used.
+    Raises ConfigError: the others did not join in time, or the coordinator's address cannot be used.
     """
-    # Its handler would take SIGTERM from whoever drains the server.
+    # The handler of this service would take the SIGTERM that drains the server.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -60,19 +59,50 @@ def join(config: EngineConfig) -> None:
 
 
 def leave() -> None:
-    """End what `join` began, all processes together; one that is gone is waited for a short while."""
+    """Leave what `join` joined, all processes together. Waits LEAVE_LIMIT_S for a process that is gone."""
     with contextlib.suppress(RuntimeError):  # the others are gone, or this process never joined
         jax.distributed.shutdown()
 
 
-class Followers:
-    """Process 0's side: one connection to each other process. Made before `join`, so that what does not belong
-    together never waits for one another.
+def follow(config: EngineConfig, progress: Progress | None = None) -> int:
+    """Run this process's part of every step of process 0 until it stops; return the number of steps.
 
-    Raises ConfigError: one is not there in time, or was started with other options.
+    Raises:
+        ConfigError: This is process 0, or its options differ.
+        CheckpointError: The target cannot be loaded here.
+        EngineDeadError: Process 0 is gone.
+    """
+    if not config.process_id:
+        raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
+    use_compile_cache(config.compile_cache)
+    leader = Leader(config)
+    steps = 0
+    try:
+        join(config)
+        pair = find_pair(config)
+        resolved = resolve(leader.config(), pair.target, pair.draft).without_draft()
+        resolved.check_memory()
+        target = load_target(pair, resolved, progress)
+        target.compiled = compile_all(declare_target(target, resolved.limits), progress)
+        resolved.check_memory(workspace_of(target.compiled))
+        while (step := leader.next_step()) is not None:
+            target.run(step)
+            steps += 1
+        target.close()
+    finally:
+        leader.close()
+        leave()
+    return steps
+
+
+class Followers:
+    """Process 0's connections to the other processes.
+
+    They are made before `join`, so that processes with different options never wait for one another.
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        """Wait for every process. Raises ConfigError: one is late, or was started with other options."""
         self._connections: dict[int, socket.socket] = {}
         try:
             address = _address(config)
@@ -102,12 +132,12 @@ class Followers:
             raise ConfigError(f"process {hello['process_id']} was started with other options: {differing}")
         self._connections[hello["process_id"]] = connection
 
-    def tell(self, resolved: EngineConfig) -> None:
-        """Say what "auto" has become, so that all build the same programs."""
+    def send_config(self, resolved: EngineConfig) -> None:
+        """Send the configuration without "auto", so that all build the same programs."""
         self._send_all(json.dumps(_shared(resolved)).encode())
 
-    def announce(self, step: PackedStep) -> None:
-        """Send a step to all. Raises EngineDeadError naming a process that is gone."""
+    def send_step(self, step: PackedStep) -> None:
+        """Send a step to every process. Raises EngineDeadError: a process is gone."""
         bucket = step.bucket
         head = (bucket.tokens, bucket.rows, bucket.sampled, step.num_tokens, step.num_rows)
         self._send_all(np.concatenate([np.asarray(head, np.int32), step.packed]).tobytes())
@@ -120,7 +150,7 @@ class Followers:
                 raise EngineDeadError(f"process {process} is gone ({error}); restart all processes") from error
 
     def close(self) -> None:
-        """Let them end; safe to call twice."""
+        """Let the processes end; safe to call twice."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # gone already
                 _send(connection, _END)
@@ -129,12 +159,10 @@ class Followers:
 
 
 class Leader:
-    """Another process's side of the connection, made before `join`.
-
-    Raises ConfigError: process 0 refused, or is not there in time.
-    """
+    """Connection of another process to process 0, made before `join`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Connect and compare options. Raises ConfigError: process 0 refuses, or is not there in time."""
         self._own = {name: getattr(config, name) for name in _OWN}
         self._connection = _connect(_address(config))
         hello = {"process_id": config.process_id, "config": _shared(config)}
@@ -146,11 +174,11 @@ class Leader:
         self._connection.settimeout(None)
 
     def config(self) -> EngineConfig:
-        """Process 0's configuration without "auto"; waits for it."""
+        """Wait for process 0's configuration without "auto", and return it with this process's own options."""
         return EngineConfig(**json.loads(_receive(self._connection)) | self._own)
 
     def next_step(self) -> PackedStep | None:
-        """The next step to run, None once process 0 has stopped. Raises EngineDeadError: it is gone without a word."""
+        """Wait for the next step; None once process 0 has stopped. Raises EngineDeadError: it is gone."""
         message = _receive(self._connection)
         if message == _END:
             return None
@@ -163,7 +191,7 @@ class Leader:
 
 
 def _address(config: EngineConfig) -> tuple[str, int]:
-    """Host, and the port after the coordinator's; IPv6 addresses are written in brackets."""
+    """Return the coordinator's host (IPv6 in brackets) and the port after its port."""
     host, _, port = str(config.coordinator).rpartition(":")
     return host.strip("[]"), int(port) + 1
 
@@ -174,13 +202,13 @@ def _shared(config: EngineConfig) -> dict[str, Any]:
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The first option that differs, "" for none."""
+    """Describe the first option that differs; "" if none does."""
     names = [name for name in ours if ours[name] != theirs.get(name)]
     return f"{names[0]} is {theirs.get(names[0])!r} there and {ours[names[0]]!r} in process 0" if names else ""
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
-    """Process 0 may have been started after us."""
+    """Connect to process 0, which may start later than this process."""
     give_up_s = time.monotonic() + JOIN_LIMIT_S
     while True:
         try:
@@ -198,13 +226,13 @@ def _send(connection: socket.socket, message: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
     if size > _MAX_MESSAGE_BYTES:
         raise EngineDeadError(f"a message of {size} bytes came, at most {_MAX_MESSAGE_BYTES} are expected")
-    return _exactly(connection, size)
+    return _receive_exactly(connection, size)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         try:
@@ -215,34 +243,3 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
             raise EngineDeadError("the other process is gone: it closed the connection")
         data += part
     return bytes(data)
-
-
-# What every process but the first runs: its part of the target, step by step as process 0 announces them.
-
-
-def follow(config: EngineConfig, progress: Progress | None = None) -> int:
-    """Run the steps of process 0 until it stops; returns how many. It says what "auto" means, so that all agree.
-
-    Raises ConfigError: this is process 0, or its options differ. CheckpointError. EngineDeadError: process 0 is gone.
-    """
-    if not config.process_id:
-        raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
-    use_compile_cache(config.compile_cache)
-    leader = Leader(config)
-    steps = 0
-    try:
-        join(config)
-        pair = find_pair(config)
-        resolved = resolve(leader.config(), pair.target, pair.draft).without_draft()
-        resolved.check_memory()
-        target = load_target(pair, resolved, progress)
-        target.compiled = compile_all(declare_target(target, resolved.limits), progress)
-        resolved.check_memory(workspace_of(target.compiled))
-        while (step := leader.next_step()) is not None:
-            target.run(step)
-            steps += 1
-        target.close()
-    finally:
-        leader.close()
-        leave()
-    return steps

@@ -1,5 +1,6 @@
-"""What a step runs on the device: verification, catch-up and search. Reads the pools only, and returns the in-flight
-K/V on the device, which `pools.commit` writes.
+"""The device programs of a step: verification, catch-up of the draft, and beam search.
+
+Programs only read the KV pools. They return the K/V of their tokens, which `pools.commit` writes (see `runtime.pools`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
 from adaserve_jax.runtime.compile import Bucket
-from adaserve_jax.runtime.pools import InFlight, Pools, places
+from adaserve_jax.runtime.pools import InFlight, Pools, page_slots
 from adaserve_jax.runtime.step_layout import beam_layout, sampler_of, step_layout
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
-from adaserve_jax.tree.sampling import Sampler, draw
+from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bits, ancestor_paths
 
 
@@ -33,8 +34,9 @@ class Forward(NamedTuple):
     new_v: jax.Array
 
 
-class Sampled(NamedTuple):
-    """What a verification drew. outcome: i32, packed for the host (`follow`); drawn: i32[N]; logits: f32[N, V], raw."""
+class VerifyResult(NamedTuple):
+    """Result of a verification. outcome: i32, packed for the host (`accept_drawn`); drawn: i32[N], the target's token
+    after each sampled position; logits: f32[N, V], before any edit."""
 
     outcome: jax.Array
     drawn: jax.Array
@@ -42,18 +44,22 @@ class Sampled(NamedTuple):
 
 
 class SampledPositions(NamedTuple):
-    """Packed indices, rows and positions of what is sampled, i32[N] each, and how it is drawn."""
+    """The N positions that a token is drawn after. at: their packed indices; row; position: in the sequence; i32[N]
+    each. sampler: the sampling parameters of each."""
 
     at: jax.Array
     row: jax.Array
     position: jax.Array
-    sampler: Sampler
+    sampler: DeviceSampling
 
 
 @dataclass(frozen=True)
 class ModelPrograms:
-    """The programs of one model, as one device runs them. config: that device's part of the model; partition: how it
-    belongs to the whole; canonical: attend in the order of the deterministic mode; attention: who implements it."""
+    """Programs of one model, as one device runs them.
+
+    config: this device's part of the model. partition: the division over devices. canonical: sum attention in the
+    fixed order of the deterministic mode. attention: the kernel implementation.
+    """
 
     config: ModelConfig
     max_pages: int
@@ -62,7 +68,7 @@ class ModelPrograms:
     attention: Implementation = "xla"
 
     def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
-        """Run the model over packed tokens. fields: of `step_layout`."""
+        """Run the model over packed tokens. fields: those of `step_layout`."""
         tokens = self._packed_tokens(fields, bucket)
         new_k: list[jax.Array] = []
         new_v: list[jax.Array] = []
@@ -72,16 +78,9 @@ class ModelPrograms:
             new_k.append(k.transpose(2, 0, 1))
             new_v.append(v.transpose(2, 0, 1))
             q = self.partition.with_copies(q, k.shape[0])
+            window = self.config.window_of(layer)
             mixed = paged_tree_attention(
-                q,
-                k,
-                v,
-                pools.keys,
-                pools.values,
-                layer,
-                tokens,
-                self.config.window_of(layer),
-                implementation=self.attention,
+                q, k, v, pools.keys, pools.values, layer, tokens, window, implementation=self.attention
             )
             return self.partition.without_copies(mixed, k.shape[0])
 
@@ -101,48 +100,43 @@ class ModelPrograms:
         return PackedTokens(fields["page_table"], fields["ctx_len"], row, fields["position"], bits, blocks, path)
 
     def sampled_logits(self, params: Params, forward: Forward, sampled: jax.Array) -> jax.Array:
-        """f32[N, V] at packed positions `sampled` (those past the array read the last position)."""
+        """Return logits f32[N, V] at packed indices `sampled`, i32[N]; indices past the array read its last token."""
         columns = jnp.minimum(sampled, forward.hidden.shape[1] - 1)
         return logits(params, self.config, forward.hidden[:, columns], self.partition)
 
     def in_flight(self, pools: Pools, fields: dict[str, jax.Array], forward: Forward, keep: jax.Array) -> InFlight:
-        """Where each kept token's K/V goes. keep: bool[T]."""
-        return InFlight(forward.new_k, forward.new_v, *places(fields, keep, pools.page_size))
+        """Return the forward's K/V with the page slot of each token to keep. keep: bool[T]."""
+        return InFlight(forward.new_k, forward.new_v, *page_slots(fields, keep, pools.page_size))
 
     def verify(
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket, max_depth: int
-    ) -> tuple[Sampled, InFlight]:
-        """One target step: forward, sample, accept walk. Returns what was sampled and the in-flight K/V."""
+    ) -> tuple[VerifyResult, InFlight]:
+        """Run one target step: forward, draw a token after each sampled position, walk the trees."""
         fields = step_layout(bucket, self.max_pages).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket)
         scores = self.sampled_logits(params, forward, fields["sampled"])
         positions = sampled_positions(fields, bucket)
         drawn = draw(scores, positions.sampler, positions.position + 1)
-        outcome, walk = follow(fields, bucket, drawn, max_depth)
-        return Sampled(outcome, drawn, scores), self.in_flight(pools, fields, forward, walk.commit)
+        outcome, walk = accept_drawn(fields, bucket, drawn, max_depth)
+        return VerifyResult(outcome, drawn, scores), self.in_flight(pools, fields, forward, walk.commit)
 
     def catch_up(
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket
     ) -> tuple[jax.Array, InFlight]:
-        """Feed the draft what its KV lacks. Returns the logits after each row's last token, f32[R, V], and the K/V."""
+        """Feed the draft the tokens that its KV lacks. Return the logits after each row's last one, f32[R, V]."""
         fields = step_layout(bucket, self.max_pages).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket)
         root_logits = self.sampled_logits(params, forward, fields["sampled"])
         return root_logits, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
 
     def search(
-        self,
-        params: Params,
-        pools: Pools,
-        root_logits: jax.Array,
-        packed: jax.Array,
-        table: AcceptanceTable,
-        *,
-        max_depth: int,
-        width: int,
-    ) -> jax.Array:
-        """Beam search from the root logits. Returns i32[5, R, max_depth, width]: token, parent, cell, and the
-        bits of log f and log q."""
+        self, params: Params, pools: Pools, root_logits: jax.Array, packed: jax.Array, table: AcceptanceTable,
+        *, max_depth: int, width: int,
+    ) -> jax.Array:  # fmt: skip
+        """Beam-search from the root logits f32[R, V], the result of `catch_up`.
+
+        Returns i32[5, R, max_depth, width]: token, parent, cell, and the bits of log f and log q.
+        """
         rows = root_logits.shape[0]
         fields = beam_layout(rows, self.max_pages).split(packed)
         shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
@@ -157,18 +151,14 @@ class ModelPrograms:
         return jnp.stack([beam.token, beam.parent, beam.cell, *bits])
 
     def _beam_forward(
-        self,
-        params: Params,
-        pools: Pools,
-        fields: dict[str, jax.Array],
-        carry: tuple[jax.Array, jax.Array],
-        level: jax.Array,
-        token: jax.Array,
-        position: jax.Array,
-        visible: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """One level: token, position i32[R, W]; visible bool[R, W, N]. The level's K/V join the buffers
-        [L, R, K, N, D]. Returns logits f32[R, W, V] and the buffers."""
+        self, params: Params, pools: Pools, fields: dict[str, jax.Array], carry: tuple[jax.Array, jax.Array],
+        level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        """Run the draft on one level of the beam, N = max_depth * W nodes in all.
+
+        token, position: i32[R, W]; visible: bool[R, W, N]; carry: K and V of the tree, [L, R, K, N, D] each, to which
+        the level's are added. Returns logits f32[R, W, V] and the carry.
+        """
         rows, width = token.shape
         kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         group = self.config.num_heads // kv_heads
@@ -202,17 +192,20 @@ class ModelPrograms:
 
 
 def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPositions:
-    """Where tokens are drawn, those past the array at its last position."""
+    """Return the positions that tokens are drawn after. Unused entries stand for the last packed token."""
     at = jnp.minimum(fields["sampled"], bucket.tokens - 1)
     row = jnp.minimum(fields["row"][at], bucket.rows - 1)
     return SampledPositions(at, row, fields["position"][at], sampler_of(fields).take(row))
 
 
-def follow(
+def accept_drawn(
     fields: dict[str, jax.Array], bucket: Bucket, drawn: jax.Array, max_depth: int
 ) -> tuple[jax.Array, Accepted]:
-    """The accept walk with the tokens drawn at the sampled positions, i32[N]. Returns i32[R * (max_depth + 1) + R + T]
-    (tokens, counts, accepted; see `outcome_size`) and the walk."""
+    """Walk the trees with the tokens drawn after the sampled positions, i32[N].
+
+    Returns the walk, and before it the same packed for the host: tokens, counts and accepted, one after another in
+    one i32 array (`outcome_sizes`).
+    """
     everywhere = jnp.zeros(bucket.tokens, jnp.int32).at[fields["sampled"]].set(drawn, mode="drop")
     walk = accept_walk(
         fields["token"], fields["parent"], fields["emit_depth"], fields["row"], everywhere,
@@ -221,6 +214,6 @@ def follow(
     return jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)]), walk
 
 
-def outcome_size(bucket: Bucket, max_depth: int) -> tuple[int, int, int]:
-    """Lengths of the three parts of `verify`'s packed outcome: tokens, counts, accepted."""
+def outcome_sizes(bucket: Bucket, max_depth: int) -> tuple[int, int, int]:
+    """Return the lengths of the parts of a packed outcome: tokens R * (max_depth + 1), counts R, accepted T."""
     return bucket.rows * (max_depth + 1), bucket.rows, bucket.tokens

@@ -1,4 +1,4 @@
-"""Turns "auto" into numbers, once: what the device, the models and the configuration allow together."""
+"""Sizing: replaces "auto" in a configuration by numbers, and plans an engine's memory before weights are loaded."""
 
 from __future__ import annotations
 
@@ -24,180 +24,24 @@ from adaserve_jax.runtime.compile import Bucket, BucketSet
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
 
-# How many KV pages the draft's memory makes while the draft is away, and whether this engine shall have them.
-
-
-def extension_pages(
-    config: EngineConfig, limits: Limits, sizes: Sizes, attention: Implementation, elastic: bool
-) -> int:
-    """N_draft: whole pages of the target that fit into the draft's weights and KV pool; 0: the draft stays.
-
-    limits: without an extension. elastic: whether the policy has the draft give its memory to pages. Raises
-    ConfigError: elastic is "on" where it cannot be.
-    """
-    has_draft = limits.max_depth > 0 and config.drafter is None
-    if not has_draft or config.elastic == "off" or (config.elastic == "auto" and not (elastic and _runs_short(limits))):
-        reason, pages = "" if has_draft else "there is no draft", 0
-    else:
-        reason, pages = _obstacle(config, attention), sizes.extension_pages(limits.num_pages)
-        if not reason and not pages:
-            reason = "the draft's memory is less than one page of the target"
-    if reason and config.elastic == "on":
-        raise ConfigError(f"elastic must be off or auto here, got 'on': {reason}")
-    return 0 if reason else pages
-
-
-def _obstacle(config: EngineConfig, attention: Implementation) -> str:
-    """Why pools cannot be extended, or ""."""
-    if config.num_processes > 1:
-        return f"the target lies in {config.num_processes} processes; one must hold it alone"
-    if config.tp > 1:
-        return f"the target is divided over {config.tp} devices (tp), and the draft's memory is on the first only"
-    if not reads_slabs(attention):
-        return f"attention by {attention!r} reads one pool of pages; use attention xla"
-    return ""
-
-
-def _runs_short(limits: Limits) -> bool:
-    """Whether the pool does not hold every request at its longest."""
-    return limits.num_pages < limits.max_requests * limits.max_pages_per_request
-
-
-# The bytes behind the ledger: of models before they are loaded, of programs once they are compiled, and of the
-# limit.
-#
-# Weights and pages are exact, to the byte that the arrays will have; the reserve for the workspace is an
-# estimate, for sizing pages before anything is compiled.
-
+CPU_KV_BYTES = 2 << 30
+"""Most memory that auto sizing gives to KV pages on a CPU."""
+TPU_LANES = 128
+"""XLA on a TPU lays out an array in the order of its axes if the last one is a multiple of this."""
 SCORES, ACTIVATIONS, IN_FLIGHT = 8, 4, 2
-"""How often the reserve counts f32 scores over the vocabulary (a forward hands them on, and drawing again sorts what it
-edited), the widest activation of a step, and a step's K/V (stacked by layer, then handed on)."""
+"""Copies in the reserve of the f32 scores over the vocabulary (a forward returns them, and drawing again
+sorts the edited ones), of a step's widest activation, and of its K/V (stacked by layer, then returned)."""
 RESERVE_SHARE = 0.05
-"""Share of the limit that the reserve takes beside those: for what allocators round up."""
-
-
-def memory_limit(config: EngineConfig) -> MemoryLimit:
-    """What `memory_limit_mib` says, and no more than the first device has: by its own word, or else what this process
-    may use of the host's memory, which the devices of a CPU share with the host."""
-    device = jax.local_devices()[0]
-    own, source = (device.memory_stats() or {}).get("bytes_limit"), "what the device gives"
-    on_host = device.platform == "cpu"
-    if own is None:
-        own, source = process_memory()
-    if 0 < config.memory_limit_mib * MIB < own:
-        return MemoryLimit(config.memory_limit_mib * MIB, "memory_limit_mib", own, on_host)
-    return MemoryLimit(own, source, own, on_host)
-
-
-def sizes_of(
-    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement,
-    verify: BucketSet, limit: MemoryLimit, training: int = 0,
-) -> Sizes:  # fmt: skip
-    """config: without "auto", but for num_pages. The draft lies whole on the first device, beside its shard of the
-    target; the devices of a CPU have one memory, in which all shards of this process lie. training: bytes of what
-    learning keeps and takes."""
-    partition, on_cpu = placement.partition, placement.devices[0].platform == "cpu"
-    here = sum(device.process_index == jax.process_index() for device in placement.devices) if on_cpu else 1
-    whole, local = partition.whole(target), partition.local(target)
-    rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
-    sampled = max(bucket.sampled for bucket in verify.all())
-    kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
-    drafting = 0
-    if draft is not None:
-        scores = 4 * SCORES * rows * config.max_width * draft.vocab_size
-        drafting = max(_workspace(draft, tokens, rows, dtype), scores)
-
-    def sized(quantize: str) -> Sizes:
-        verifying = here * _workspace(local, tokens, sampled, dtype)
-        if quantize == "int8" and on_cpu:  # each product is a loop there, and no two share a result's place
-            verifying += here * 4 * tokens * target.num_layers * _outputs(local)
-        return Sizes(
-            target_weights=here * weight_bytes(whole, dtype, quantize, partition),
-            target_page=here * page_bytes(local, config.page_size, dtype),
-            draft_weights=0 if draft is None else weight_bytes(draft, dtype),
-            further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
-            training=training,
-            draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype),
-            reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
-        )
-
-    sizes = sized(config.quantize)
-    return sizes if config.quantize == "int8" else replace(sizes, int8=sized("int8"))
-
-
-def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
-    """Of one device's weights, as `load_params` places them. config: the partition's whole model."""
-    specs = param_specs(config, quantize)
-    total = 0
-    for name, (shape, axes) in specs.items():
-        size = math.prod(shape) * weight_dtype(name, specs, dtype).itemsize
-        total += size // partition.ways if partition.split_axis(axes) is not None else size
-    return total
-
-
-def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
-    """Of a weight of `param_specs`, as `load_params` gives it; a matrix that has a scale is in int8."""
-    if name.endswith(SCALE):
-        return np.dtype(np.float32)
-    return np.dtype(np.int8) if name + SCALE in specs else dtype
-
-
-def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """KV of one page, all layers. config: of what one device holds."""
-    return 2 * config.num_layers * config.kv_size * page_size * dtype.itemsize
-
-
-def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:
-    """By what the compiler says of each program. Results count of the programs of steps only, and not where they take
-    the place of an argument: what other programs make are pages, which the ledger has. kept: bytes of arguments that
-    are kept for steps of up to so many tokens; None: none."""
-    sizes = []
-    for key, program in compiled.items():
-        analysis = program.memory_analysis()  # type: ignore[attr-defined]
-        tokens = _tokens(key)
-        is_step = tokens or "search" in key
-        result = analysis.output_size_in_bytes - analysis.alias_size_in_bytes if is_step else 0
-        sizes.append((tokens, analysis.temp_size_in_bytes, result))
-
-    def up_to(most: int) -> int:
-        def largest(part: int) -> int:
-            return max((each[part] for tokens, *each in sizes if tokens <= most), default=0)
-
-        return largest(0) + largest(1) + (0 if kept is None else kept(most))
-
-    by_tokens = {tokens: up_to(tokens) for tokens in sorted({tokens for tokens, _, _ in sizes if tokens})}
-    return Workspace(up_to(max(by_tokens, default=0)), by_tokens)
-
-
-def _tokens(key: tuple[Any, ...]) -> int:
-    """Packed tokens of a program, by its key; 0: it has none."""
-    bucket = next((part for part in key if isinstance(part, Bucket)), None)
-    if bucket is not None:
-        return bucket.tokens
-    return key[key.index("commit") + 1] if "commit" in key else 0
-
-
-def _workspace(config: ModelConfig, tokens: int, sampled: int, dtype: jnp.dtype) -> int:
-    """Bytes that a packed forward is expected to take. config: of what one device holds."""
-    widest = max(2 * config.intermediate_size, config.q_size + 2 * config.kv_size, config.hidden_size)
-    scores, activation = 4 * sampled * config.vocab_size, 4 * tokens * widest
-    in_flight = 2 * config.num_layers * tokens * config.kv_size * dtype.itemsize
-    return SCORES * scores + ACTIVATIONS * activation + IN_FLIGHT * in_flight
-
-
-def _outputs(config: ModelConfig) -> int:
-    """Features that the products of a layer have together."""
-    return config.q_size + 2 * config.kv_size + 2 * config.intermediate_size + 2 * config.hidden_size
-
-
-CPU_KV_BYTES = 2 << 30  # most memory that auto sizing gives to KV pages on a CPU
-TPU_LANES = 128  # XLA lays out arrays whose last axis is a multiple of this in the order of their axes
+"""Share of the memory limit that the reserve adds to these, since allocators round up."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration without "auto", and the buckets and limits that follow from it. placement: of the target;
-    attention: who implements it, in both models. sizes, memory: what the ledger is made of."""
+    """A configuration without "auto", and the buckets, limits and memory plan that follow from it.
+
+    placement: devices of the target. attention: the kernel implementation, in both models. sizes: bytes of each part.
+    memory: the limit that they must fit into.
+    """
 
     config: EngineConfig
     limits: Limits
@@ -211,17 +55,17 @@ class Resolved:
     memory: MemoryLimit
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
-        """What all of it takes. workspace: what the compiled programs take; None: not known yet."""
+        """Return the planned bytes of every part. workspace: of the compiled programs; None before that is known."""
         limits = self.limits
         return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace)
 
     def check_memory(self, workspace: Workspace | None = None) -> None:
-        """Raises ConfigError, with what to change, unless the ledger fits the limit."""
+        """Raise ConfigError, with what to change, unless the ledger fits the memory limit."""
         limits = self.limits
         check_fits(self.ledger(workspace), Shape(limits.page_size, limits.max_context, limits.max_requests))
 
     def without_draft(self) -> Resolved:
-        """As another process than the first has it."""
+        """Return the sizes of a process other than the first, which holds no draft."""
         return replace(self, sizes=self.sizes.without_draft())
 
 
@@ -229,9 +73,18 @@ def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, elastic: bool = False,
     training_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
-    """draft: the one of this device. elastic: whether the policy has it give its memory to pages. training_bytes: what
-    learning keeps and takes beside what serves. Raises ConfigError when the parts do not fit each other; the message
-    says which to change."""
+    """Replace every "auto" of a configuration by what device, models and memory allow.
+
+    Args:
+        config: The engine's configuration.
+        target: The target's configuration.
+        draft: The local draft's configuration; None without one.
+        elastic: True where the policy exchanges the draft for pages and config.elastic is "auto".
+        training_bytes: Memory to leave to learning beside serving.
+
+    Raises:
+        ConfigError: The parts do not fit each other; the message says which to change.
+    """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     supported = min(model.max_position for model in (target, draft) if model is not None)
@@ -269,7 +122,7 @@ def resolve(
     attention = choose_attention(
         config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
     )
-    limits = replace(limits, extension_pages=extension_pages(config, limits, sizes, attention, elastic))
+    limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)
     return Resolved(
         config=config,
@@ -286,7 +139,7 @@ def resolve(
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:
-    """Of weights and KV, on this device where config.dtype is "auto"."""
+    """Return the type of weights and KV; with "auto", f32 on a CPU and bf16 elsewhere."""
     return jnp.dtype(jnp.float32 if _dtype_name(config) == "f32" else jnp.bfloat16)
 
 
@@ -299,8 +152,10 @@ def _dtype_name(config: EngineConfig) -> str:
 def choose_attention(
     config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, platform: str
 ) -> Implementation:
-    """Who implements attention. models: the device's part of each. Raises ConfigError when the one asked for cannot
-    run on this platform or with these models."""
+    """Return the implementation of attention. models: one device's part of each model.
+
+    Raises ConfigError: the one in `config` cannot run on this platform or with these models.
+    """
     if config.attention in ("auto", "xla"):
         return "xla"
     if config.deterministic:
@@ -327,7 +182,7 @@ def choose_attention(
 
 
 def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token edges and row edges. Deterministic mode: one of each."""
+    """Return token edges and row edges; in deterministic mode, one of each."""
     if config.deterministic:
         if config.token_edges or config.row_edges:
             raise ConfigError(
@@ -336,7 +191,7 @@ def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[i
             )
         largest = config.max_batch_tokens or max(64, 1 << (config.max_requests - 1).bit_length())
         return (largest,), (config.max_requests,)
-    tokens = config.token_edges or _geometric((1, 4), config.max_batch_tokens or (256 if on_cpu else 1024))
+    tokens = config.token_edges or _token_edges(config.max_batch_tokens or (256 if on_cpu else 1024))
     if config.token_edges and config.max_batch_tokens and config.max_batch_tokens != tokens[-1]:
         raise ConfigError(f"max_batch_tokens ({config.max_batch_tokens}) must equal the last of token_edges {tokens}")
     rows = config.row_edges or _row_edges(config.max_requests)
@@ -345,36 +200,35 @@ def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[i
     return tokens, rows
 
 
-def _geometric(start: tuple[int, ...], largest: int) -> tuple[int, ...]:
-    edges = [edge for edge in start if edge < largest]
-    value = start[-1] * 2
-    while value < largest:
-        edges.append(value)
-        value *= 2
-    return (*edges, largest)
+def _token_edges(largest: int) -> tuple[int, ...]:
+    """Return 1, 4, 8, 16, ... below `largest`, and `largest`."""
+    return (*(edge for edge in (1, *(4 << power for power in range(largest.bit_length()))) if edge < largest), largest)
 
 
 def _row_edges(largest: int) -> tuple[int, ...]:
-    """1, 8, 32, 128, ... up to `largest`: each edge is one more program per token edge."""
+    """Return 1, 8, 32, 128, 512 below `largest`, and `largest`: each edge adds a program per token edge."""
     edges = [edge for edge in (1, 8, 32, 128, 512) if edge < largest]
     return (*edges, largest)
 
 
 def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
-    """Every other token edge, the last included: the draft is cheap, programs are not."""
+    """Return every other token edge and the last: padding a draft's step is cheap, more programs are not."""
     return tuple(sorted({*edges[1::2], edges[-1]}))
 
 
 def draft_buckets(largest: int, max_rows: int) -> BucketSet:
-    """Catch-up of a draft that has no target beside it: up to `largest` tokens of up to `max_rows` requests. Small
-    batches are closely spaced: a service drafts for as many as wait, often two or three, a few tokens each."""
-    tokens = {*_catchup_edges(_geometric((1, 4), largest)), min(8, largest)}
+    """Return the catch-up buckets of a draft service: up to `largest` tokens of up to `max_rows` requests.
+
+    Small buckets are closely spaced, since a service drafts for the requests that wait: often two or three, a few
+    tokens each.
+    """
+    tokens = {*_catchup_edges(_token_edges(largest)), min(8, largest)}
     rows = {*_row_edges(max_rows), *(edge for edge in (2, 4) if edge < max_rows)}
     return BucketSet(tuple(sorted(tokens)), tuple(sorted(rows)), None)
 
 
 def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
-    """The devices of the target. Several processes give all that they have: every one must hold a part."""
+    """Return the target's devices. Several processes use all of theirs, since each must hold a part."""
     devices = jax.devices()
     if config.tp > len(devices):
         hint = "; a CPU shows more with XLA_FLAGS=--xla_force_host_platform_device_count=N"
@@ -390,11 +244,168 @@ def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
 
 
 def _auto_pages(config: EngineConfig, sizes: Sizes, memory: MemoryLimit, on_cpu: bool) -> int:
-    """Pages for every request at full length, as far as the memory goes that weights and the reserve for the workspace
-    leave; on a CPU, which has other work, within CPU_KV_BYTES. Never less than one request needs: what does not fit
-    then is refused."""
+    """Return pages for every request at full length, within the memory that weights and reserve leave.
+
+    On a CPU, which has other work, at most CPU_KV_BYTES. At least what one request needs: if that does not fit, the
+    memory check refuses it.
+    """
     least = -(-config.max_context // config.page_size)
     most = sizes.pages_within(memory)
     if on_cpu:
         most = min(most, CPU_KV_BYTES // sizes.page)
     return max(least, min(config.max_requests * least, most))
+
+
+def _extension_pages(
+    config: EngineConfig, limits: Limits, sizes: Sizes, attention: Implementation, elastic: bool
+) -> int:
+    """Return N_draft: whole pages of the target that fit into the draft's weights and KV pool; 0: the draft stays.
+
+    With "auto", the draft stays unless the policy is elastic and the pool cannot hold every request at full length.
+    Raises ConfigError: elastic is "on" where it is impossible.
+    """
+    runs_short = limits.num_pages < limits.max_requests * limits.max_pages_per_request
+    wanted = config.elastic == "on" or (config.elastic == "auto" and elastic and runs_short)
+    pages, reason = 0, ""
+    if not limits.max_depth or config.drafter is not None:
+        reason = "there is no draft"
+    elif wanted:
+        reason = _no_extension_reason(config, attention)
+        pages = 0 if reason else sizes.extension_pages(limits.num_pages)
+        if not reason and not pages:
+            reason = "the draft's memory is less than one page of the target"
+    if reason and config.elastic == "on":
+        raise ConfigError(f"elastic must be off or auto here, got 'on': {reason}")
+    return pages
+
+
+def _no_extension_reason(config: EngineConfig, attention: Implementation) -> str:
+    """Say why pools cannot be extended; "" if they can."""
+    if config.num_processes > 1:
+        return f"the target lies in {config.num_processes} processes; one must hold it alone"
+    if config.tp > 1:
+        return f"the target is divided over {config.tp} devices (tp), and the draft's memory is on the first only"
+    if not reads_slabs(attention):
+        return f"attention by {attention!r} reads one pool of pages; use attention xla"
+    return ""
+
+
+def memory_limit(config: EngineConfig) -> MemoryLimit:
+    """Return `memory_limit_mib`, or less where the first device has less.
+
+    A device that does not report its memory is taken to have what this process may use of the host's.
+    """
+    device = jax.local_devices()[0]
+    own, source = (device.memory_stats() or {}).get("bytes_limit"), "what the device gives"
+    on_host = device.platform == "cpu"
+    if own is None:
+        own, source = process_memory()
+    if 0 < config.memory_limit_mib * MIB < own:
+        return MemoryLimit(config.memory_limit_mib * MIB, "memory_limit_mib", own, on_host)
+    return MemoryLimit(own, source, own, on_host)
+
+
+def sizes_of(
+    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement,
+    verify: BucketSet, limit: MemoryLimit, training: int = 0,
+) -> Sizes:  # fmt: skip
+    """Return the bytes of each part on the first device. config: without "auto", except num_pages.
+
+    The draft lies whole on that device, beside its shard of the target. The devices of a CPU have one memory, which
+    holds all shards of this process. Weights and pages are exact, to the byte that the arrays will have; the reserve
+    for the workspace is an estimate, for sizing pages before anything is compiled. training: bytes of learning.
+    """
+    partition, on_cpu = placement.partition, placement.devices[0].platform == "cpu"
+    here = sum(device.process_index == jax.process_index() for device in placement.devices) if on_cpu else 1
+    whole, local = partition.whole(target), partition.local(target)
+    rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
+    sampled = max(bucket.sampled for bucket in verify.all())
+    kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
+    drafting = 0
+    if draft is not None:
+        scores = 4 * SCORES * rows * config.max_width * draft.vocab_size
+        drafting = max(_workspace(draft, tokens, rows, dtype), scores)
+
+    def sized(quantize: str) -> Sizes:
+        verifying = here * _workspace(local, tokens, sampled, dtype)
+        if quantize == "int8" and on_cpu:  # each product is a loop there, and no two share a result's place
+            verifying += here * 4 * tokens * target.num_layers * _outputs(local)
+        return Sizes(
+            target_weights=here * weight_bytes(whole, dtype, quantize, partition),
+            target_page=here * page_bytes(local, config.page_size, dtype),
+            draft_weights=0 if draft is None else weight_bytes(draft, dtype),
+            further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
+            training=training,
+            draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype),
+            reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
+        )
+
+    sizes = sized(config.quantize)
+    return sizes if config.quantize == "int8" else replace(sizes, int8=sized("int8"))
+
+
+def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
+    """Return the bytes of one device's weights, as `load_params` places them. config: the partition's whole model."""
+    specs = param_specs(config, quantize)
+    total = 0
+    for name, (shape, axes) in specs.items():
+        size = math.prod(shape) * weight_dtype(name, specs, dtype).itemsize
+        total += size // partition.ways if partition.split_axis(axes) is not None else size
+    return total
+
+
+def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
+    """Return the type that `load_params` gives a weight of `param_specs`; a matrix that has a scale is in int8."""
+    if name.endswith(SCALE):
+        return np.dtype(np.float32)
+    return np.dtype(np.int8) if name + SCALE in specs else dtype
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
+    """Return the bytes of one page's KV, all layers. config: one device's part of the model."""
+    return 2 * config.num_layers * config.kv_size * page_size * dtype.itemsize
+
+
+def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:
+    """Return the workspace of compiled programs, by the compiler's own analysis.
+
+    Results count for programs of steps only, and not where they alias an argument: other programs make pages, which the
+    ledger counts itself. kept(tokens): bytes of arguments that stay on the device for steps of up to so many tokens.
+    """
+    sizes = []
+    for key, program in compiled.items():
+        analysis = program.memory_analysis()  # type: ignore[attr-defined]
+        tokens = _tokens(key)
+        is_step = tokens or "search" in key
+        result = analysis.output_size_in_bytes - analysis.alias_size_in_bytes if is_step else 0
+        sizes.append((tokens, analysis.temp_size_in_bytes, result))
+
+    def up_to(most: int) -> int:
+        def largest(part: int) -> int:
+            return max((each[part] for tokens, *each in sizes if tokens <= most), default=0)
+
+        return largest(0) + largest(1) + (0 if kept is None else kept(most))
+
+    by_tokens = {tokens: up_to(tokens) for tokens in sorted({tokens for tokens, _, _ in sizes if tokens})}
+    return Workspace(up_to(max(by_tokens, default=0)), by_tokens)
+
+
+def _tokens(key: tuple[Any, ...]) -> int:
+    """Return the packed tokens of a program, from its key; 0 if it has none."""
+    bucket = next((part for part in key if isinstance(part, Bucket)), None)
+    if bucket is not None:
+        return bucket.tokens
+    return key[key.index("commit") + 1] if "commit" in key else 0
+
+
+def _workspace(config: ModelConfig, tokens: int, sampled: int, dtype: jnp.dtype) -> int:
+    """Estimate the bytes of a packed forward. config: one device's part of the model."""
+    widest = max(2 * config.intermediate_size, config.q_size + 2 * config.kv_size, config.hidden_size)
+    scores, activation = 4 * sampled * config.vocab_size, 4 * tokens * widest
+    in_flight = 2 * config.num_layers * tokens * config.kv_size * dtype.itemsize
+    return SCORES * scores + ACTIVATIONS * activation + IN_FLIGHT * in_flight
+
+
+def _outputs(config: ModelConfig) -> int:
+    """Return the output features of all products of a layer."""
+    return config.q_size + 2 * config.kv_size + 2 * config.intermediate_size + 2 * config.hidden_size

@@ -1,4 +1,8 @@
-"""One int32 array carries all host inputs of a program: the layout, packing on the host, unpacking on the device."""
+"""Packs all host inputs of a program into one int32 array, so that each step is one transfer to the device.
+
+`step_layout` and `beam_layout` name the fields of an array. The host fills them (`pack_verify`, `pack_catchup`); a
+program takes them apart again (`Layout.split`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from adaserve_jax.runtime.compile import Bucket
-from adaserve_jax.tree.sampling import Sampler
+from adaserve_jax.tree.sampling import DeviceSampling
 from adaserve_jax.tree.verify import PADDING, PREFILL
 from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
 
@@ -22,7 +26,7 @@ _SAMPLING_FIELDS = ("seed_low", "seed_high", "choice", "top_k", "temperature", "
 
 @dataclass(frozen=True)
 class Layout:
-    """Named int32 or float32 arrays laid one after another in one int32 array."""
+    """Named int32 or float32 arrays, one after another in one int32 array."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -31,7 +35,7 @@ class Layout:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
     def new(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A zeroed array and writable views of its fields."""
+        """Return a zeroed array and writable views of its fields."""
         packed = np.zeros(self.size, np.int32)
         views, offset = {}, 0
         for name, shape in self.shapes:
@@ -41,7 +45,7 @@ class Layout:
         return packed, views
 
     def split(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """The fields, on the device."""
+        """Return the fields of a packed array; traced."""
         fields, offset = {}, 0
         for name, shape in self.shapes:
             part = packed[offset : offset + math.prod(shape)]
@@ -57,36 +61,40 @@ def _row_shapes(rows: int, max_pages: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def step_layout(bucket: Bucket, max_pages: int) -> Layout:
-    """Inputs of a packed forward: verification, and the draft's catch-up."""
+    """Return the inputs of a packed forward: T tokens of R rows, and the N positions whose logits are computed.
+
+    Verification and the draft's catch-up both use it. `count` is tokens per row; `sampled` packed indices.
+    """
     tokens = [(name, (bucket.tokens,)) for name in ("token", "position", "row", "parent", "emit_depth")]
     rows = _row_shapes(bucket.rows, max_pages)
     return Layout((*tokens, ("count", (bucket.rows,)), *rows, ("sampled", (bucket.sampled,))))
 
 
 def edits_layout(bucket: Bucket) -> Layout:
-    """What a step changes of its logits. asked: chunks of the table that hold tokens, whether to tell logprobs."""
+    """Return the fields of a step's logit edits. asked: table chunks that hold entries, and 1 to report logprobs."""
     rows = [(name, (bucket.rows,)) for name in ("presence", "frequency", "repetition")]
     return Layout((*rows, ("changed", (bucket.sampled,)), ("asked", (2,))))
 
 
 def table_layout(entries: int) -> Layout:
-    """Columns of `tree.edits.Table`."""
+    """Return the columns of a `tree.logit_edits.EditTable`."""
     return Layout(tuple((name, (entries,)) for name in ("index", "seen", "bias")))
 
 
 def beam_layout(rows: int, max_pages: int) -> Layout:
-    """Inputs of a beam search. ctx_len is the draft's context, root included; shape: depth, width,
-    whether f is calibrated."""
+    """Return the inputs of a beam search. ctx_len: the draft's context, root included; shape: depth, width, and 1 if
+    f is calibrated."""
     return Layout((*_row_shapes(rows, max_pages), ("active", (rows,)), ("shape", (3,))))
 
 
-def sampler_of(fields: dict[str, jax.Array]) -> Sampler:
+def sampler_of(fields: dict[str, jax.Array]) -> DeviceSampling:
+    """Return the rows' sampling parameters; traced."""
     seed = jnp.stack([fields["seed_low"], fields["seed_high"]], axis=-1).astype(jnp.uint32)
-    return Sampler(seed, *(fields[name] for name in ("choice", "temperature", "top_k", "top_p", "min_p")))
+    return DeviceSampling(seed, *(fields[name] for name in ("choice", "temperature", "top_k", "top_p", "min_p")))
 
 
 def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: RowSampling) -> None:
-    """Write page tables and sampling parameters of the first rows; unused rows are greedy."""
+    """Write page tables and sampling parameters into the first rows. Unused rows are greedy."""
     rows = len(page_table)
     views["page_table"][:rows, : page_table.shape[1]] = page_table
     seeds = sampling.seed.astype(np.uint64)
@@ -99,7 +107,7 @@ def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: Ro
 
 @dataclass(frozen=True, eq=False)
 class PackedStep:
-    """A filled step array. num_tokens, num_rows: the part that is not padding."""
+    """A filled step array. num_tokens, num_rows: tokens and rows that are not padding."""
 
     bucket: Bucket
     packed: np.ndarray
@@ -107,21 +115,27 @@ class PackedStep:
     num_rows: int
 
 
+def _new_step(bucket: Bucket, max_pages: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return a step array of padding only, and views of its fields."""
+    packed, views = step_layout(bucket, max_pages).new()
+    views["row"][:] = bucket.rows
+    views["parent"][:] = -1
+    views["emit_depth"][:] = PADDING
+    return packed, views
+
+
 def _chains(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row and offset within the row of tokens packed row after row."""
+    """Return row and offset within the row of each token, i32[T], for counts i32[R] packed row after row."""
     row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = np.cumsum(counts) - counts
     return row, (np.arange(len(row), dtype=np.int32) - first[row]).astype(np.int32)
 
 
 def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTrees) -> PackedStep:
-    """Tree nodes of the decode rows, then the prefill chunks."""
-    packed, views = step_layout(bucket, max_pages).new()
-    nodes, prefill = trees.num_nodes, plan.num_prefill_tokens
-    total = nodes + prefill
-    views["row"][:] = bucket.rows
-    views["parent"][:] = -1
-    views["emit_depth"][:] = PADDING
+    """Pack a verification: tree nodes of the decode rows, then the prefill chunks, each chunk a chain."""
+    packed, views = _new_step(bucket, max_pages)
+    nodes = trees.num_nodes
+    total = nodes + plan.num_prefill_tokens
     views["token"][:nodes] = trees.token
     views["row"][:nodes] = trees.row
     views["parent"][:nodes] = trees.parent
@@ -138,20 +152,19 @@ def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTree
     views["count"][: plan.num_rows] = np.bincount(views["row"][:total], minlength=plan.num_rows)[: plan.num_rows]
     views["ctx_len"][: plan.num_rows] = plan.ctx_len
     fill_rows(views, plan.page_table, plan.sampling)
-    _fill_sampled(views, total)
+    wanted = np.flatnonzero(views["emit_depth"][:total] >= 0)
+    views["sampled"][:] = bucket.tokens  # entries past the array are dropped
+    views["sampled"][: len(wanted)] = wanted
     return PackedStep(bucket, packed, total, plan.num_rows)
 
 
 def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan) -> PackedStep:
-    """The tokens that the draft's KV lacks. The last one of each speculating row is where its search starts."""
+    """Pack the tokens that the draft's KV lacks. The last one of each speculating row is where its search starts."""
     assert plan.draft is not None
     draft = plan.draft
-    packed, views = step_layout(bucket, max_pages).new()
+    packed, views = _new_step(bucket, max_pages)
     total = len(draft.catchup_tokens)
     row, offset = _chains(draft.catchup_counts)
-    views["row"][:] = bucket.rows
-    views["parent"][:] = -1
-    views["emit_depth"][:] = PADDING
     views["token"][:total] = draft.catchup_tokens
     views["row"][:total] = row
     views["parent"][:total] = np.where(offset == 0, -1, np.arange(total, dtype=np.int32) - 1)
@@ -163,10 +176,3 @@ def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan) -> PackedStep:
     last = np.cumsum(draft.catchup_counts) - 1
     views["sampled"][: plan.num_rows] = np.maximum(last, 0)
     return PackedStep(bucket, packed, total, plan.num_rows)
-
-
-def _fill_sampled(views: dict[str, np.ndarray], total: int) -> None:
-    """List the positions whose logits are wanted; unused entries point past the array."""
-    wanted = np.flatnonzero(views["emit_depth"][:total] >= 0)
-    views["sampled"][:] = len(views["token"])
-    views["sampled"][: len(wanted)] = wanted

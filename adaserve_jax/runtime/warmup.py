@@ -1,16 +1,18 @@
-"""Times each compiled program, through the same code that serves: what the cost table starts from.
+"""Warm-up: runs and times each compiled program through the code that serves. The cost table starts from these times.
 
-Warm-up does it briefly, `adaserve profile` at length.
+Warm-up measures briefly, `adaserve profile` at length. Everything here runs on page 0 of an engine that has not served
+yet, and page 0 loses what it held.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -19,21 +21,41 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.reference import CPU_BLOCK
 from adaserve_jax.results.profile import Timings
 from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepPlan
-
-if TYPE_CHECKING:
-    from adaserve_jax.runtime.elastic import Elastic
-    from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.runtime.elastic import Elastic
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.sizing import Resolved
+from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepOutcome, StepPlan
 
 TYPICAL_CONTEXT = 256
-"""Tokens: where lines in the context are anchored, where max_context allows it."""
+"""Tokens of context at which the cost table anchors its lines, where max_context allows it."""
+MAX_SWITCH_TOKENS = 16_384
+"""Most tokens, of all rows together, that are fed to time a switch. Longer lags take as long in proportion."""
+
+
+class MeasuredExecutor(Protocol):
+    """The parts of a `ModelExecutor` that warm-up runs."""
+
+    resolved: Resolved
+    target: DeviceModel
+    local_drafter: LocalDrafter | None
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def draft_resident(self) -> bool: ...
+
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome: ...
 
 
 @dataclass(frozen=True)
 class Effort:
-    """contexts: tokens in every row; those that max_context does not hold are cut. passes: over all programs. repeats:
-    in each pass, with the first of the contexts, after a run that is not counted; repeats_beyond: with each of the
-    others. all_depths: time searches of every depth, not of the first and the last only."""
+    """Settings of a measurement.
+
+    contexts: committed tokens in every row; the limits may cut them. passes: rounds over all programs. repeats: timed
+    runs of a pass at the first context, after one that is not timed. repeats_beyond: timed runs at each other context.
+    all_depths: time searches of every depth, not of the first and the last only.
+    """
 
     contexts: tuple[int, ...]
     passes: int
@@ -43,63 +65,91 @@ class Effort:
 
 
 WARM_UP = Effort((64, 768), passes=2, repeats=2, repeats_beyond=1, all_depths=False)
-"""Two contexts give a line; a few pages and many, since the first pages cost more than a line through them says."""
+"""Two contexts give a line: one of a few pages and one of many, since the first pages cost more than a line says."""
 THOROUGH = Effort((0, 128, 512, 1024, 1792), passes=3, repeats=2, repeats_beyond=2, all_depths=True)
 
 
-def measure(executor: ModelExecutor, effort: Effort = WARM_UP, progress: Progress | None = None) -> Timings:
-    """The least of some times of every program, on page 0, which no request holds yet: nothing of it stays visible.
+def measure(executor: MeasuredExecutor, effort: Effort = WARM_UP, progress: Progress | None = None) -> Timings:
+    """Return the least time of every program.
 
-    The least, because what disturbs a measurement only adds to it, and the live cost table learns the common factor. In
-    several passes over all programs, because what disturbs goes on for a while: a size that looks dear is then not
-    used, and never corrected.
+    The least, because disturbances only add to a time, and the live cost table learns the common factor. In several
+    passes over all programs, because a disturbance lasts for a while: a size that looked dear would never be used, and
+    so never be corrected.
     """
-    timings = Timings(_held(executor.limits, TYPICAL_CONTEXT), context_rows(executor))
-    _time(list(_jobs(executor, timings, effort.all_depths)), executor.limits, effort, progress)
+    timings = Timings(_fit_context(executor.limits, TYPICAL_CONTEXT), context_rows(executor))
+    _measure_all(list(_programs(executor, timings, effort.all_depths)), executor.limits, effort, progress)
     return timings
 
 
 def measure_draft(
-    limits: Limits,
-    drafter: LocalDrafter,
-    rows_together: int,
-    effort: Effort = WARM_UP,
+    limits: Limits, drafter: LocalDrafter, rows_together: int, effort: Effort = WARM_UP,
     progress: Progress | None = None,
-) -> Timings:
-    """The same for a draft that has no target beside it. rows_together: as `context_rows` says."""
-    timings = Timings(_held(limits, TYPICAL_CONTEXT), rows_together)
-    _time(list(_draft_jobs(limits, drafter, timings, effort.all_depths)), limits, effort, progress)
+) -> Timings:  # fmt: skip
+    """Measure a draft that has no target beside it. rows_together: as `context_rows` returns it."""
+    timings = Timings(_fit_context(limits, TYPICAL_CONTEXT), rows_together)
+    _measure_all(list(_draft_programs(limits, drafter, timings, effort.all_depths)), limits, effort, progress)
     return timings
 
 
-def _time(jobs: list[_Job], limits: Limits, effort: Effort, progress: Progress | None) -> None:
-    contexts = tuple(dict.fromkeys(_held(limits, context) for context in effort.contexts))
+def _measure_all(jobs: list[_Program], limits: Limits, effort: Effort, progress: Progress | None) -> None:
+    contexts = tuple(dict.fromkeys(_fit_context(limits, context) for context in effort.contexts))
     for number in range(effort.passes):
         for done, job in enumerate(jobs, 1):
             for context in contexts:
-                run, first = job.run_at(context), context == contexts[0]
+                first = context == contexts[0]
                 if first:
-                    run()
+                    job.run_at(context)()
                 for _ in range(effort.repeats if first else effort.repeats_beyond):
-                    job.note(context, _seconds(run))
+                    job.measure(context)
             if progress is not None:
                 progress("timing", number * len(jobs) + done, effort.passes * len(jobs))
 
 
-def run_once(executor: ModelExecutor, progress: Progress | None = None) -> None:
-    """Run every program once and measure nothing: for an engine that has its times from elsewhere."""
-    jobs = list(_jobs(executor, Timings(0, 1), False))
+def measure_switching(
+    executor: MeasuredExecutor, passes: int, progress: Progress | None = None
+) -> dict[tuple[int, int], float]:
+    """Time how long drafts take to catch up when speculation is turned on again: C_switch of Nightjar, table 3.
+
+    Tokens are fed in chunks of the largest catch-up program, as a switch feeds them. An engine without a profile adds
+    up the times of single catch-up programs instead.
+
+    Returns:
+        Seconds by (lag in tokens, rows), the least of `passes` times; empty without a draft.
+    """
+    limits, drafter = executor.limits, executor.local_drafter
+    if drafter is None:
+        return {}
+    sizes = list(itertools.product(_powers_of_4(limits.max_context), _powers_of_4(limits.max_requests)))
+    found: dict[tuple[int, int], float] = {}
+    for done, (lag, rows) in enumerate(sizes, 1):
+        fed = max(1, min(lag, MAX_SWITCH_TOKENS // rows))
+        chunk = max(1, limits.max_tokens // rows)
+        times = []
+        for _ in range(passes):
+            started = time.perf_counter()
+            for context in range(0, fed, chunk):
+                counts = np.full(rows, min(chunk, fed - context), np.int32)
+                catch_up_once(limits, drafter, counts, context)
+            times.append(time.perf_counter() - started)
+        found[lag, rows] = min(times) * lag / fed
+        if progress is not None:
+            progress("timing switches", done, len(sizes))
+    return found
+
+
+def run_once(executor: MeasuredExecutor, progress: Progress | None = None) -> None:
+    """Run every program once without timing it, for an engine whose times come from a profile."""
+    jobs = list(_programs(executor, Timings(0, 1), False))
     for done, job in enumerate(jobs, 1):
         job.run_at(0)()
         if progress is not None:
             progress("running", done, len(jobs))
 
 
-def rehearse_expansion(executor: ModelExecutor, elastic: Elastic, progress: Progress | None = None) -> None:
+def rehearse_expansion(executor: MeasuredExecutor, elastic: Elastic, progress: Progress | None = None) -> None:
     """Extend the pools, run every verify program on them once, move a page, contract, and wait for the draft.
 
-    For an engine that has not served yet: page 0 loses what it held. Raises ElasticError: the device cannot do it now,
-    so it could not later.
+    Raises ElasticError: the device cannot do it now, so it could not while serving.
     """
     limits, buckets = executor.limits, executor.target.buckets.all()
     elastic.expand()
@@ -112,9 +162,12 @@ def rehearse_expansion(executor: ModelExecutor, elastic: Elastic, progress: Prog
     elastic.wait()
 
 
-def context_rows(executor: ModelExecutor) -> int:
-    """Rows that read their contexts together, each waiting for the longest: those of a group on a CPU, all on other
-    devices; a kernel reads every row by itself."""
+def context_rows(executor: MeasuredExecutor) -> int:
+    """Return how many rows read their contexts together, each waiting for the longest.
+
+    With xla attention on a CPU, the rows of a block; on other devices, and in deterministic mode, all rows. A kernel
+    reads every row by itself.
+    """
     resolved = executor.resolved
     if resolved.config.deterministic:
         return resolved.limits.max_requests
@@ -124,43 +177,42 @@ def context_rows(executor: ModelExecutor) -> int:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A program to time. run_at: what runs it, every row having so many committed tokens; into, sizes: where its time
-    goes, beside the context."""
+class _Program:
+    """A program to time. run_at(context): a call that runs it with so many committed tokens in every row; times, sizes:
+    the table of its times, by sizes and context."""
 
     run_at: Callable[[int], Callable[[], object]]
-    into: dict[tuple[int, ...], float]
+    times: dict[Any, float]
     sizes: tuple[int, ...]
 
-    def note(self, context: int, seconds: float) -> None:
-        """Keep the least."""
-        key = (*self.sizes, context)
-        self.into[key] = min(seconds, self.into.get(key, seconds))
+    def measure(self, context: int) -> None:
+        """Run it once and keep the time if it is the least."""
+        run, key = self.run_at(context), (*self.sizes, context)
+        started = time.perf_counter()
+        run()
+        self.times[key] = min(time.perf_counter() - started, self.times.get(key, math.inf))
 
 
-def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterator[_Job]:
+def _programs(executor: MeasuredExecutor, timings: Timings, all_depths: bool) -> Iterator[_Program]:
     limits, drafter = executor.limits, executor.local_drafter
-    into: Any = timings
     for bucket in executor.target.buckets.all():
 
         def verify(context: int, bucket: Bucket = bucket) -> Callable[[], object]:
             return partial(executor.verify, *_verify_step(limits, bucket, context))
 
-        yield _Job(verify, into.verify, (bucket.tokens, bucket.rows))
-    if drafter is None or (executor.elastic is not None and not executor.elastic.resident):
-        return
-    yield from _draft_jobs(limits, drafter, timings, all_depths)
+        yield _Program(verify, timings.verify, (bucket.tokens, bucket.rows))
+    if drafter is not None and executor.draft_resident:
+        yield from _draft_programs(limits, drafter, timings, all_depths)
 
 
-def _draft_jobs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_depths: bool) -> Iterator[_Job]:
-    into: Any = timings
+def _draft_programs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_depths: bool) -> Iterator[_Program]:
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
 
         def catch_up(context: int, counts: np.ndarray = counts) -> Callable[[], object]:
             return partial(catch_up_once, limits, drafter, counts, context)
 
-        yield _Job(catch_up, into.catchup, (bucket.tokens, bucket.rows))
+        yield _Program(catch_up, timings.catchup, (bucket.tokens, bucket.rows))
     depths = range(1, limits.max_depth + 1) if all_depths else sorted({1, limits.max_depth})
     for rows, width, depth in itertools.product(drafter.model.buckets.row_edges, drafter.widths, depths):
 
@@ -168,38 +220,33 @@ def _draft_jobs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_dep
             draft = draft_plan(np.ones(rows, np.int32), context, depth, width)
             return partial(drafter.propose, decode_plan(limits, rows, context, draft))
 
-        yield _Job(search, into.search, (rows, width, depth))
+        yield _Program(search, timings.search, (rows, width, depth))
 
 
 def catch_up_once(limits: Limits, drafter: LocalDrafter, counts: np.ndarray, context: int) -> None:
-    """Feed the draft counts[r] tokens, i32[R], of each row behind `context` others, on page 0."""
+    """Feed the draft counts[r] tokens of each row, i32[R], after `context` others; wait until it is done."""
     drafter.propose(decode_plan(limits, len(counts), context, draft_plan(counts, context)))
     jax.block_until_ready(drafter.model.pools)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
 def _split(tokens: int, rows: int) -> np.ndarray:
-    """`tokens` over `rows`, as even as can be. i32[rows]."""
+    """Return counts i32[rows] that sum to `tokens`, as even as possible."""
     return np.diff(np.linspace(0, tokens, rows + 1).astype(np.int32))
 
 
-def _held(limits: Limits, context: int) -> int:
-    """No more than leaves room for a step's tokens."""
+def _fit_context(limits: Limits, context: int) -> int:
+    """Cut a context so that a step's tokens fit behind it."""
     return max(0, min(context, limits.max_context - limits.max_tokens - limits.max_depth - 1))
 
 
 def draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1) -> DraftPlan:
+    """Return a plan that catches up counts[r] tokens of each row, i32[R], after `context` others, and then searches."""
     held = np.full(len(counts), context, np.int32)
     return DraftPlan(depth, width, np.zeros(counts.sum(), np.int32), counts, held, np.ones(len(counts), bool))
 
 
 def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
-    """`rows` sampling requests with so much context, the last of them a prefill chunk where `prefill` > 0."""
+    """Return a step of `rows` sampling rows at `context` on page 0; if prefill > 0, the last row is such a chunk."""
     sampling = RowSampling(
         seed=np.arange(rows, dtype=np.uint64), choice=np.zeros(rows, np.int32), temperature=np.ones(rows, np.float32),
         top_k=np.zeros(rows, np.int32), top_p=np.ones(rows, np.float32), min_p=np.zeros(rows, np.float32),
@@ -215,7 +262,7 @@ def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None
 
 
 def _verify_step(limits: Limits, bucket: Bucket, context: int) -> tuple[StepPlan, DraftTrees]:
-    """A step that fills the bucket: as many tree tokens as may be sampled, a prefill chunk for the rest."""
+    """Return a step that fills the bucket: as many tree tokens as the limits allow, then a prefill chunk."""
     rows = min(bucket.rows, bucket.tokens)
     if bucket.tokens <= limits.max_tree_tokens:
         return decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows))
@@ -225,7 +272,7 @@ def _verify_step(limits: Limits, bucket: Bucket, context: int) -> tuple[StepPlan
 
 
 def _stars(counts: np.ndarray) -> DraftTrees:
-    """A root with counts[r] - 1 children for each row."""
+    """Return a tree for each row: a root with counts[r] - 1 children."""
     row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = (np.cumsum(counts) - counts).astype(np.int32)[row]
     index = np.arange(len(row), dtype=np.int32)
@@ -234,41 +281,6 @@ def _stars(counts: np.ndarray) -> DraftTrees:
     return DraftTrees(row, index, parent, depth, depth - 1, np.ones(len(row), np.float32))
 
 
-# Times how long the draft takes to catch up when speculation is turned on again: C_switch by lag and rows.
-#
-# `adaserve profile` does it; an engine that starts without one reckons with single catch-up programs. Source:
-# Nightjar, table 3.
-
-MOST_TOKENS = 16_384
-"""Tokens of all rows together that are fed for one time; longer lags take as long in proportion."""
-
-
-def measure_switching(
-    executor: ModelExecutor, passes: int, progress: Progress | None = None
-) -> dict[tuple[int, int], float]:
-    """Seconds by (lag, rows), the least of `passes` times, in chunks of the largest catch-up program, as a switch feeds
-    them; empty without a draft. Page 0 loses what it held."""
-    limits, drafter = executor.limits, executor.local_drafter
-    if drafter is None:
-        return {}
-    sizes = list(itertools.product(_spread(limits.max_context), _spread(limits.max_requests)))
-    found: dict[tuple[int, int], float] = {}
-    for done, (lag, rows) in enumerate(sizes, 1):
-        fed = max(1, min(lag, MOST_TOKENS // rows))
-        chunk = max(1, limits.max_tokens // rows)
-        times = []
-        for _ in range(passes):
-            started = time.perf_counter()
-            for context in range(0, fed, chunk):
-                counts = np.full(rows, min(chunk, fed - context), np.int32)
-                catch_up_once(limits, drafter, counts, context)
-            times.append(time.perf_counter() - started)
-        found[lag, rows] = min(times) * lag / fed
-        if progress is not None:
-            progress("timing switches", done, len(sizes))
-    return found
-
-
-def _spread(most: int) -> list[int]:
-    """1, 4, 16, ... below `most`, and `most`."""
+def _powers_of_4(most: int) -> list[int]:
+    """Return 1, 4, 16, ... below `most`, and `most`."""
     return [*(4**power for power in range(most.bit_length()) if 4**power < most), most]

@@ -1,6 +1,7 @@
-"""What the draft has been worth: expected acceptance by depth and rank, learned from every verification.
+"""Acceptance of draft tokens, learned from every verification, in two forms.
 
-Knows nothing of requests, costs or policies.
+`LearnedAcceptance` averages acceptance by depth and rank, which controllers plan with. `Calibrator` learns the table of
+chances from which f is made (`types.py` defines chance and f) and measures its calibration error.
 """
 
 from __future__ import annotations
@@ -17,14 +18,34 @@ PRIOR_FIRST = 0.7
 MEAN_RATE = 0.1
 DECAY = 0.97
 PRIOR_TOKENS = 4.0
-"""Weight of the assumption that f is calibrated, in accepted tokens."""
+"""Weight, in accepted tokens, of the assumption that f is calibrated."""
 FORGET = 0.005
-"""Share of what was learned that each step without speculation gives back to the prior, so that it is tried again."""
+"""Share of what was learned that each step without speculation gives back to the prior, so that speculation is tried
+again.
+"""
+PSEUDO_OUTCOMES = 12.0
+"""Weight of a prior, in outcomes, at each level of the hierarchy of a fit."""
+UNSEEN_WEIGHT = 1e-3
+"""Weight in the isotonic fit of a cell without outcomes: it follows its neighbours."""
+_LEAST = 1e-4
+NUM_BINS = 15
+"""Equal intervals of the stated probability in a calibration error."""
+HALF_LIFE = 4_000.0
+"""Outcomes of a mode after which an older outcome counts half."""
+REFIT_STEPS = 32
+"""Steps with outcomes between two fits."""
+FIRST_STEPS = 8
+"""Steps before the first fit; each later one takes twice as many, up to REFIT_STEPS."""
+PREDICTIONS = ("raw", "loaded", "online")
+"""Predictions that are measured side by side: the draft's probability, the table of the start, the table in force."""
 
 
 class LearnedAcceptance:
-    """Moving averages by (depth, rank in the beam): of f over all candidates, and of accepted over expected (f) among
-    those verified. Their product estimates acceptance without bias towards the nodes that selection chose."""
+    """Moving averages by (depth, rank in the beam) of f over all candidates, and of accepted over expected among
+    verified ones.
+
+    Their product estimates acceptance without bias towards the nodes that selection chose.
+    """
 
     def __init__(self, max_depth: int, max_width: int):
         self._prior = acceptance_of_nodes(PRIOR_FIRST, max_depth, max_width)
@@ -32,10 +53,10 @@ class LearnedAcceptance:
         self._accepted = np.full_like(self._prior, PRIOR_TOKENS)
         self._expected = np.full_like(self._prior, PRIOR_TOKENS)
         self.updates = 0
-        """Times that the averages moved."""
+        """Number of times that the averages moved."""
 
     def expected(self) -> np.ndarray:
-        """f64[max_depth, max_width], chance that a node is accepted, by depth and rank; non-increasing in depth."""
+        """Return f64[max_depth, max_width], f by depth and rank; non-increasing in depth."""
         chance = np.clip(self._mean_f * self._accepted / self._expected, 0.0, 1.0)
         return np.minimum.accumulate(chance, axis=0)
 
@@ -43,9 +64,20 @@ class LearnedAcceptance:
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
         edited: np.ndarray | None = None,
     ) -> float:  # fmt: skip
-        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node; edited:
-        bool[R], rows whose logits were changed, which say nothing of others. Returns nodes that were expected to be
-        accepted of those verified, theirs too, roots left out, by what had been learned before."""
+        """Learn from one verification.
+
+        Args:
+            candidates: Candidates of the step.
+            width: Width of its beam search.
+            speculates: bool[num_decode].
+            trees: The verified trees.
+            accepted: bool[N], per packed node.
+            edited: bool[R], rows whose logits were changed; their acceptance says nothing about other rows.
+
+        Returns:
+            Expected number of accepted nodes among those verified, edited rows included and roots left out, by what had
+            been learned before.
+        """
         log_f = candidates.log_f
         speculating = np.count_nonzero(speculates)
         if not speculating or not log_f.size:
@@ -90,31 +122,24 @@ class LearnedAcceptance:
 
 
 def acceptance_of_nodes(first: float, max_depth: int, max_width: int) -> np.ndarray:
-    """f64[max_depth, max_width], chance that a node is accepted, by depth and rank, where the draft's first choice is
-    right with chance `first` everywhere, its second one where the first is wrong, and so on."""
+    """Return f64[max_depth, max_width], f by depth and rank for a draft whose first choice is right with chance
+    `first`.
+
+    The second choice is right where the first is wrong, and so on.
+    """
     levels = np.arange(max_depth)[:, None]
     ranks = np.arange(max_width)[None, :]
     return first ** (levels + 1) * (1 - first) ** ranks
 
 
-# Fits the table of chances to counted outcomes: cells with few outcomes lean on their kin, and chances never
-# fall as the draft grows surer. Pure functions of arrays [2, D, ranks, bins]; the order of axes is that of
-# `tree.chances`.
-
-PSEUDO_OUTCOMES = 12.0
-"""What a prior weighs, at each level of the hierarchy, in outcomes."""
-UNSEEN_WEIGHT = 1e-3
-"""Weight in the isotonic fit of a cell without outcomes: it follows its neighbours."""
-_LEAST = 1e-4
-
-
 def fit(prior: np.ndarray, outcomes: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-    """f32[2, D, ranks, bins], chances that a child is accepted after its parent was, by cell.
+    """Return the table of chances, f32[2, D, ranks, bins], that counted outcomes suggest.
 
-    From coarse to fine, each level leaning on the one above by PSEUDO_OUTCOMES: the prior, moved in log-odds to what
-    a rank has shown over all depths and bins; then to what a (rank, bin) has shown over all depths; then the cell's own
-    outcomes. Without outcomes it is the prior. Both features (log q, and the gap of perturbed scores) grow as the draft
-    grows surer, so chances do not fall along the bins. outcomes, accepted: counts f64, decayed or not.
+    From coarse to fine, each level leans on the one above by PSEUDO_OUTCOMES: the prior, moved in log-odds to what a
+    rank has shown over all depths and bins; then to what a (rank, bin) has shown over all depths; then the cell's own
+    outcomes. Without outcomes the result is the prior. Both features (log q, and the gap of perturbed scores) grow as
+    the draft grows surer, so chances do not fall along the bins. Axes are those of `tree.acceptance_table`. outcomes,
+    accepted: counts, f64, decayed or not.
     """
     log_odds = _log_odds(prior.astype(np.float64))
     for pooled in ((1, 3), (1,)):
@@ -124,10 +149,11 @@ def fit(prior: np.ndarray, outcomes: np.ndarray, accepted: np.ndarray) -> np.nda
 
 
 def non_decreasing(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The non-decreasing sequences along the last axis that are nearest to `value` in squares weighted by `weight` > 0.
+    """Return the non-decreasing sequences along the last axis that are nearest to `value` in squares weighted by
+    `weight` > 0.
 
-    The largest, over starts up to a bin, of the least, over ends from it, of the weighted means between them: what
-    pooling adjacent violators gives, for all rows at once.
+    Computed as the largest, over starts up to a bin, of the least, over ends from it, of the weighted means between
+    them: the result of pooling adjacent violators, for all rows at once.
     """
     fitted = value.copy()
     falling = (value[..., 1:] < value[..., :-1]).any(axis=-1)
@@ -136,7 +162,7 @@ def non_decreasing(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _pooled(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`non_decreasing` for rows [N, bins]."""
+    """Return `non_decreasing` for rows [N, bins]."""
     bins = value.shape[1]
     weight = np.ascontiguousarray(weight.T)  # rows last: numpy is fast along them
     total, mass = np.cumsum(value.T * weight, axis=0), np.cumsum(weight, axis=0)
@@ -150,7 +176,7 @@ def _pooled(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def _shift(chance: np.ndarray, outcomes: np.ndarray, accepted: np.ndarray, pooled: tuple[int, ...]) -> np.ndarray:
-    """By how much to move the log-odds of each group, the cells along the axes `pooled`, as its outcomes say."""
+    """Return how far the outcomes move the log-odds of each group, the cells along the axes `pooled`."""
     count = outcomes.sum(axis=pooled, keepdims=True)
     stated = (outcomes * chance).sum(axis=pooled, keepdims=True)
     stated = np.divide(stated, count, out=np.full(count.shape, 0.5), where=count > 0)
@@ -167,18 +193,11 @@ def _chance(log_odds: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-log_odds))
 
 
-# Expected calibration error: how far stated chances are from what happened. Defined in docs/metrics.md.
-#
-# The scripts under benchmarks/ hold it against `honest_error`.
-
-NUM_BINS = 15
-"""Equal intervals of the stated chance."""
-
-
 class CalibrationSums:
-    """What the error is computed from: f64[3, groups, NUM_BINS], how many, sum of what was stated, how many happened.
+    """Sums behind a calibration error, f64[3, groups, NUM_BINS]: counts, sums of stated probabilities, counts of
+    successes.
 
-    Sums of two times may be subtracted, which gives the error of what lies between them.
+    Sums of two times may be subtracted, which gives the error between them.
     """
 
     def __init__(self, groups: int):
@@ -187,8 +206,14 @@ class CalibrationSums:
     def add(
         self, group: np.ndarray, stated: np.ndarray, happened: np.ndarray, number: np.ndarray | None = None
     ) -> None:
-        """Count in. group: i[N]; stated: f[N], chances in [0, 1]; number: f[N], of how many each was stated, None: of
-        one; happened: f[N] or bool[N], of how many it came true."""
+        """Count predictions.
+
+        Args:
+            group: i[N].
+            stated: f[N], probabilities in [0, 1].
+            happened: f[N] or bool[N], how many came true.
+            number: f[N], for how many outcomes each was stated; None: one.
+        """
         index = group * NUM_BINS + np.minimum((stated * NUM_BINS).astype(np.intp), NUM_BINS - 1)
         size = self.sums[0].size
         weights = (number, stated if number is None else stated * number, happened)
@@ -197,7 +222,9 @@ class CalibrationSums:
 
 
 def honest_error(sums: np.ndarray) -> np.ndarray:
-    """f64[groups], nan likewise: the error that honest chances would show on average over as many, by chance alone."""
+    """Return f64[groups], the error that exact probabilities would show on average by chance; nan for an empty
+    group.
+    """
     count, stated, _ = sums
     spread = np.sqrt(2 / np.pi * stated * (1 - np.divide(stated, count, out=np.zeros_like(stated), where=count > 0)))
     number = count.sum(axis=-1)
@@ -205,41 +232,33 @@ def honest_error(sums: np.ndarray) -> np.ndarray:
 
 
 def expected_calibration_error(sums: np.ndarray) -> np.ndarray:
-    """f64[groups], nan for a group that saw nothing: |stated - happened|, summed by bin, over how many there are."""
+    """Return f64[groups], |stated - happened| summed by bin over the number of outcomes; nan for an empty group.
+
+    Defined in docs/metrics.md.
+    """
     count, stated, happened = sums
     number = count.sum(axis=-1)
     gap = np.abs(stated - happened).sum(axis=-1)
     return np.divide(gap, number, out=np.full(len(number), np.nan), where=number > 0)
 
 
-# Learns the chances of the acceptance table from what verifications show, and measures how honest they are.
-#
-# Knows no request, policy or file; the plan carries a new table to the draft.
-
-HALF_LIFE = 4_000.0
-"""Outcomes of a mode after which an outcome counts half."""
-REFIT_STEPS = 32
-"""Steps that brought outcomes between two fits."""
-FIRST_STEPS = 8
-"""Steps before the first fit; each later one takes twice as many, up to REFIT_STEPS."""
-PREDICTIONS = ("raw", "loaded", "online")
-"""What is measured side by side: the draft's probability, the table of the start, the table in force."""
-
-
 class Calibrator:
-    """Conditional acceptance, that of a node whose parent was accepted, counted by mode, depth, rank and bin.
+    """Online calibration of chances, by mode, depth, rank and bin of the draft's confidence.
 
-    Verified nodes are no random sample: selection takes those of large f. But f depends on the draft alone, never on
-    what the target will say, so given its cell a node is accepted as often as any other node *that is verified* of that
-    cell; and of those the chances speak. What is learned of a cell therefore holds for the paths that selection takes
-    through it, and moves when selection does, which forgetting follows.
+    Verified nodes are no random sample, because selection prefers large f. But f depends on the draft alone, never on
+    what the target will say: given its cell, a node is accepted as often as any other verified node of that cell. What
+    is learned of a cell therefore holds for the paths that selection takes through it. It moves when selection moves,
+    which forgetting follows.
 
-    Outcomes are collected, and taken in together every REFIT_STEPS steps, sooner at first; errors are prequential: each
-    outcome is held against the table that was in force when it came, before it is learned from. learn: whether the
-    table changes at all. Not thread-safe; `errors` and `outcomes` may be read from anywhere.
+    Outcomes are collected and learned from every REFIT_STEPS steps, sooner at first. Errors are prequential: each
+    outcome is compared with the table in force when it came. `errors` and `outcomes` may be read from any thread; the
+    rest is not thread-safe.
     """
 
     def __init__(self, table: ChanceTable, *, learn: bool = True, half_life: float = HALF_LIFE):
+        """Start from a table. learn: False keeps it as it is; half_life: outcomes after which an older one counts
+        half.
+        """
         self._edges = table.edges
         self._loaded = table.chance
         self._learned = table.learned or Learned(
@@ -263,18 +282,26 @@ class Calibrator:
 
     @property
     def unsent(self) -> np.ndarray | None:
-        """f32[2, D, ranks, bins]: chances that the draft does not have yet."""
+        """Chances that the draft does not have yet, f32[2, D, ranks, bins]; None if it has the latest."""
         return self.chance if self._unsent else None
 
     def mark_sent(self) -> None:
+        """Record that the draft has the latest chances."""
         self._unsent = False
 
     def observe(
         self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, temperature: np.ndarray,
         edited: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Take in one verification. accepted: bool[N], per packed node; temperature: f32[R], of the rows; edited:
-        bool[R], rows that teach nothing, since what changed their logits is theirs alone."""
+        """Take in one verification.
+
+        Args:
+            candidates: Candidates with their cells.
+            trees: The verified trees.
+            accepted: bool[N], per packed node.
+            temperature: f32[R].
+            edited: bool[R], rows whose logits were changed; they teach nothing.
+        """
         if candidates.cell is None or candidates.log_q is None:
             return
         known = (trees.parent >= 0) & accepted.take(trees.parent)
@@ -292,8 +319,11 @@ class Calibrator:
             self.take_in()
 
     def new_version(self) -> None:
-        """The draft has other weights from now on: what was seen of the old ones counts no more but through the table
-        in force, on which the new evidence builds, and the first fits come soon again."""
+        """Start a new version of the draft's weights.
+
+        What was seen of the old ones counts only through the table in force, on which new outcomes build, and the first
+        fits come soon again.
+        """
         self.take_in()
         self._steps = FIRST_STEPS
         if self._learns:
@@ -301,7 +331,7 @@ class Calibrator:
             self._learned = Learned(self.chance.astype(np.float64), nothing, nothing)
 
     def take_in(self) -> None:
-        """Measure and learn from all that was observed; nothing without outcomes."""
+        """Measure and learn from all outcomes collected so far."""
         if not self._batch:
             return
         cell, log_q, hit = (np.concatenate(part) for part in zip(*self._batch, strict=True))
@@ -321,7 +351,10 @@ class Calibrator:
         self._unsent = True
 
     def _measure(self, mode: np.ndarray, q: np.ndarray, hit: np.ndarray, seen: np.ndarray, taken: np.ndarray) -> None:
-        """mode, q, hit: [N], of each outcome; seen, taken: [2, D, ranks, bins], outcomes and acceptances by cell."""
+        """Add outcomes to the errors.
+
+        mode, q, hit: [N], of each outcome. seen, taken: [2, D, ranks, bins], outcomes and acceptances by cell.
+        """
         self.sums.add(mode, q, hit)
         cells = np.flatnonzero(seen)
         group, number, happened = cells // self._cells, seen.take(cells), taken.take(cells)
@@ -334,7 +367,7 @@ class Calibrator:
 
 
 def errors_by_mode(sums: np.ndarray) -> dict[str, dict[str, float]]:
-    """Expected calibration errors by mode and prediction, modes that saw nothing left out."""
+    """Return expected calibration errors by mode and prediction, without modes that saw nothing."""
     error = expected_calibration_error(sums).reshape(len(PREDICTIONS), len(MODES))
     return {
         mode: dict(zip(PREDICTIONS, error[:, index].tolist(), strict=True))

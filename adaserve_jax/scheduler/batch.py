@@ -1,7 +1,7 @@
-"""Who runs: slots, pages, admission and preemption of requests. Knows no costs, trees or clocks but the one passed in.
+"""The running batch: slots, pages, admission and preemption of sequences.
 
-No request starves: the running request of the lowest rank is never preempted while another runs, ranks never change,
-every request fits the pool alone, and the queue bounds how many can pass a waiting one (queue.py).
+No sequence starves. The running sequence of the lowest rank is never preempted while another one runs, ranks never
+change, every sequence fits the pool alone, and the queue bounds how many sequences can pass a waiting one (queue.py).
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
 
-# Requests and the prefix cache: what a request finds there when it starts, and the pages it leaves there as it
-# runs.
-#
-# Knows no queue and no policy. A step whose rows fill no page costs one comparison.
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 class Prefixes:
-    """The prefix cache of a batch. queried_tokens: of the prompts that started; hit_tokens: those found.
+    """Use of the prefix cache by a batch: pages that a sequence finds at its start and leaves behind as it runs.
 
-    A request only ever shares full pages, which nobody's target writes again.
+    Sequences share full pages only, and no target writes to a full page again. queried_tokens counts the tokens of
+    sequences that started, hit_tokens those found in the cache. A step in which no row fills a page costs one
+    comparison.
     """
 
     def __init__(self, pool: PagePool, table: SlotTable, *, holds_draft: bool = True):
-        """holds_draft: whether pages hold the draft's KV too; a draft service keeps its own, by request."""
+        """Set up an empty cache.
+
+        Args:
+            pool: Pages of the cache.
+            table: Running sequences.
+            holds_draft: Pages hold the draft's KV too. False with a draft service, which keeps KV by sequence.
+        """
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._cache = PrefixCache(pool)
@@ -39,11 +44,13 @@ class Prefixes:
         self._page_size = pool.page_size
         self._computed = table.counts[COMPUTED]
         self._due = np.zeros_like(self._computed)
-        """i64[2, S], tokens of target and draft at which a slot's next page is whole."""
+        """Tokens of target and draft at which the next page of a slot is full, i64[2, S]."""
 
     def find(self, state: SequenceState) -> np.ndarray:
-        """The pages known for the tokens of a waiting request, from the first on: i32[n]. At least one token is left to
-        compute, since its logits are needed."""
+        """Return the cached pages that hold the first tokens of a waiting sequence, i32[n].
+
+        At least one token is left to compute, because its logits are needed.
+        """
         pages: list[int] = []
         for index in range((state.num_tokens - 1) // self._page_size):
             page = self._cache.find(self._key(state, index))
@@ -53,7 +60,7 @@ class Prefixes:
         return np.array(pages, np.int32)
 
     def start(self, state: SequenceState, shared: np.ndarray) -> None:
-        """A request has its slot, and its first pages are those that `find` returned: what they hold is computed."""
+        """Count the tokens of `shared`, the pages from `find`, as computed for a sequence that was given its slot."""
         num_tokens = len(shared) * self._page_size
         drafted = self._cache.draft_prefix(shared) * self._page_size if self._holds_draft else 0
         if not state.preemptions:
@@ -63,8 +70,8 @@ class Prefixes:
         self._computed[:, state.slot] = num_tokens, drafted
         self._due[:, state.slot] = num_tokens + self._page_size, drafted + self._page_size
 
-    def learn(self, slots: np.ndarray) -> None:
-        """Enter what the rows of a step (slots of running requests, i64[n]) have computed since they were last seen."""
+    def enter_full_pages(self, slots: np.ndarray) -> None:
+        """Enter the pages that these running slots (i64[n]) have filled since the last call."""
         computed = self._computed.take(slots, axis=1)
         whole = computed >= self._due.take(slots, axis=1)
         if not np.count_nonzero(whole):
@@ -77,45 +84,52 @@ class Prefixes:
             self._due[1, slot] = (end + 1) * self._page_size
 
     def forget_draft(self) -> None:
-        """The draft has no KV any more."""
+        """Record that the draft lost its KV."""
         self._cache.forget_draft()
         self._due[1] = self._page_size
 
     def check_integrity(self, running: list[SequenceState]) -> None:
-        """Raise IntegrityError unless the cache and the pool agree, and every whole page of a request was entered."""
+        """Raise IntegrityError unless the cache and the pool agree and every full page of a sequence was entered."""
         self._cache.check_integrity()
         for state in running:
             waits = self._due[:, state.slot] - self._computed[:, state.slot]
             if (waits <= 0).any() or (waits > self._page_size).any():
-                raise IntegrityError(f"whole pages of request {state.request.sequence_id!r} were not entered")
+                raise IntegrityError(f"full pages of sequence {state.sequence.sequence_id!r} were not entered")
 
     def _enter(self, slot: int, computed: int, drafted: int) -> None:
         state, end = self._table.states[slot], computed // self._page_size
-        assert state is not None, "rows that are learned from run"
+        assert state is not None, "only running slots fill pages"
         for index in range(int(self._due[0, slot]) // self._page_size - 1, end):
             page = int(self._table.page_table[slot, index])
             self._cache.enter(self._key(state, index), page, draft_whole=drafted >= (index + 1) * self._page_size)
         self._due[0, slot] = (end + 1) * self._page_size
 
     def _key(self, state: SequenceState, index: int) -> bytes:
-        """The key of a full page of a request; keys of earlier pages are there, or come with it."""
+        """Return the key of a full page of a sequence, computing those of earlier pages where they are missing."""
         keys, size = state.page_keys, self._page_size
         while len(keys) <= index:
-            parent = keys[-1] if keys else first_key(state.request.cache_salt, state.request.draft)
+            parent = keys[-1] if keys else first_key(state.sequence.cache_salt, state.sequence.draft)
             begin = len(keys) * size
             keys.append(next_key(parent, state.token_ids[begin : begin + size]))
         return keys[index]
 
 
 class Batch:
-    """The running requests, in order of admission, and those that wait for a slot."""
+    """Running sequences in order of admission, and the queue of those that wait for a slot."""
 
     def __init__(
         self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False,
         holds_draft: bool = True,
     ):  # fmt: skip
-        """prefix_cache: whether pages of requests that ended are kept for those that begin alike. holds_draft: whether
-        pages hold the draft's KV too."""
+        """Set up an empty batch.
+
+        Args:
+            limits: Slots, pages and tokens of a step.
+            ordering: Order of the queue.
+            gives_up: Drop the TPOT target of a sequence that missed its TTFT target.
+            prefix_cache: Keep pages of sequences that ended for prompts that begin alike.
+            holds_draft: Pages hold the draft's KV too.
+        """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
@@ -123,26 +137,26 @@ class Batch:
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[SequenceState] = []
-        self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
+        self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`; the rest is unused
         self.preemptions = 0
         self.released: set[int] = set()
-        """Slots that were given back, since somebody last took note and emptied it."""
-        self.turned_away = False
-        """Whether pages alone kept the next request from running in the last plan, or took them from one that ran."""
+        """Slots given back since the scheduler last reported them to the drafter."""
+        self.blocked_on_pages = False
+        """True if the last plan kept a sequence from starting, or preempted one, only because pages were short."""
         self.capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
-        """Most requests that run at once: each may need one sampled position and one token of the step."""
+        """Most sequences that run at once: each may need one sampled position and one token of the step."""
 
     @property
     def slots(self) -> np.ndarray:
-        """i64[running], in order of admission: a view, valid until a request starts or ends."""
+        """Slots of the running sequences, i64[running]: a view that is valid until one starts or ends."""
         return self._slots[: len(self.running)]
 
-    def make_room(self) -> bool:
-        """Give every decode row the page of its pending token, preempting those of highest rank when pages run out.
+    def grow_decode_rows(self) -> bool:
+        """Give every decode row the page of its pending token; preempt sequences of highest rank if pages run out.
 
-        Returns whether anything was preempted.
+        Returns True if anything was preempted.
         """
-        self.turned_away = False
+        self.blocked_on_pages = False
         slots, table = self.slots, self.table
         num_tokens = table.num_tokens[slots]
         # a prefill row has held the pages of all its tokens since it was admitted
@@ -154,21 +168,23 @@ class Batch:
             while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
                 self._preempt(victim)
-                preempted = self.turned_away = True
+                preempted = self.blocked_on_pages = True
         return preempted
 
     def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Hold pages for num_tokens[i] tokens of each slot (i64[n]), which are more than it has pages for; bool[n],
-        whether. Where too few are free, nothing is taken for a slot, and the next ones are tried."""
+        """Hold pages for num_tokens[i] tokens of slots[i], which each lack a page or more.
+
+        Returns bool[n], True for slots that got all pages they lack; the others got none.
+        """
         if self._reserve_all(slots, num_tokens):
             return np.ones(len(slots), bool)
         rows = range(len(slots))
         return np.array([self._reserve_all(slots[row : row + 1], num_tokens[row : row + 1]) for row in rows], bool)
 
     def _reserve_all(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Hold pages for all of these slots, which lack some each, or take none and return False."""
+        """Hold pages for all of these slots, or take none and return False."""
         missing = -(-num_tokens // self.limits.page_size) - self.table.num_pages[slots]
-        assert missing.min() > 0, "who lacks no page asks for none"
+        assert missing.min() > 0, "only slots that lack pages ask for some"
         wanted = int(missing.sum())
         if wanted > self.pool.num_free:
             return False
@@ -176,62 +192,63 @@ class Batch:
         return True
 
     def admit(self, now: float, may_start: Callable[[SequenceState], bool] | None) -> None:
-        """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
-        for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
-        requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
-        waits without a TPOT target goes instead."""
+        """Start waiting sequences, in order, while slots and pages last and `may_start` agrees.
+
+        `may_start` is not asked while nothing runs, nor for preempted sequences, nor for the one that has waited
+        longest when its turn has come. If it refuses, the first sequence without a TPOT target goes instead.
+        """
         while (state := self.queue.peek(now)) is not None:
-            if not self._room_for(state):
+            shared = self._pages_to_start(state)
+            if shared is None:
                 return
-            asked = self.running and not state.preemptions and not self.queue.promotes
+            asked = self.running and not state.preemptions and not self.queue.promotes_oldest
             if asked and may_start is not None and not may_start(state):
                 state = self.queue.peek_untargeted()
-                if state is None or not self._room_for(state):
+                shared = None if state is None else self._pages_to_start(state)
+                if state is None or shared is None:
                     return
             self.queue.take(state)
-            self._start(state)
+            self._start(state, shared)
 
-    def _start(self, state: SequenceState) -> None:
-        """Give a request a slot and the pages of all its tokens, those that the prefix cache knows first."""
-        pages = self.pool.pages_for(state.num_tokens)
-        if self.prefixes is None:
-            self.table.bind(state, self.pool.alloc(pages))
-        else:
-            shared = self.prefixes.find(state)
-            self.pool.retain(shared)
-            self.table.bind(state, np.concatenate([shared, self.pool.alloc(pages - len(shared))]))
-            self.prefixes.start(state, shared)
-        self._slots[len(self.running)] = state.slot
-        self.running.append(state)
+    def _pages_to_start(self, state: SequenceState) -> np.ndarray | None:
+        """Decide whether a sequence can start now, preempting a worse one for it under strict priorities.
 
-    def _room_for(self, state: SequenceState) -> bool:
-        while not self._fits(state):
-            if not self._make_way(state):
-                self.turned_away = len(self.running) < self.capacity
-                return False
-        return True
+        It needs a slot and the pages of all its tokens, beside one more page of growth for every running sequence.
+        Returns the pages that it shares with the prefix cache, i32[n]; it allocates the others. None: it cannot start.
+        """
+        while True:
+            if len(self.running) < self.capacity:
+                shared = _NO_PAGES if self.prefixes is None else self.prefixes.find(state)
+                # a shared page that somebody holds costs nothing; a cached one stops being free once it is taken
+                wanted = self.pool.pages_for(state.num_tokens) - int(np.count_nonzero(self.pool.references(shared)))
+                if wanted + len(self.running) <= self.pool.num_free:
+                    return shared
+            if not self._preempt_for(state):
+                self.blocked_on_pages = len(self.running) < self.capacity
+                return None
 
-    def _fits(self, state: SequenceState) -> bool:
-        if len(self.running) >= self.capacity:
-            return False
-        pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
-        if self.prefixes is not None and pages + len(self.running) > free:
-            # pages that others hold already cost nothing; cached ones are not free once they are taken
-            pages -= int(np.count_nonzero(self.pool.references(self.prefixes.find(state))))
-        return pages + len(self.running) <= free or (not self.running and pages <= free)
-
-    def _make_way(self, state: SequenceState) -> bool:
-        """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
+    def _preempt_for(self, state: SequenceState) -> bool:
+        """Under strict priorities, preempt the running sequence of highest rank if its priority is lower."""
         if not self._preempts_for_priority or not self.running:
             return False
         worst = max(self.running, key=lambda running: running.rank)
-        if worst.request.priority <= state.request.priority:
+        if worst.sequence.priority <= state.sequence.priority:
             return False
         self._preempt(worst)
         return True
 
+    def _start(self, state: SequenceState, shared: np.ndarray) -> None:
+        """Give a sequence a slot and the pages of all its tokens, `shared` first."""
+        self.pool.retain(shared)
+        own = self.pool.alloc(self.pool.pages_for(state.num_tokens) - len(shared))
+        self.table.bind(state, np.concatenate([shared, own]))
+        if self.prefixes is not None:
+            self.prefixes.start(state, shared)
+        self._slots[len(self.running)] = state.slot
+        self.running.append(state)
+
     def release(self, state: SequenceState) -> None:
-        """Return the slot and the pages of a running request."""
+        """Take back the slot and the pages of a running sequence."""
         self.pool.free(self.table.pages(state))
         self.released.add(state.slot)
         self.table.release(state)
@@ -240,12 +257,12 @@ class Batch:
         self._slots[row : len(self.running)] = self._slots[row + 1 : len(self.running) + 1]
 
     def remap(self, remap: np.ndarray) -> None:
-        """Pages have moved: page i is page remap[i] now (i32[pages in force]). Between steps only."""
+        """Rename pages after they moved: page i is now page remap[i], i32[pages in force]. Between steps only."""
         slots = self.slots
         self.table.page_table[slots] = remap[self.table.page_table[slots]]  # unused entries name page 0, which stays
 
     def forget_draft(self) -> None:
-        """The draft's KV is lost: no request has any of it. Between steps only."""
+        """Record that the draft lost all KV. Between steps only."""
         self.table.draft_computed[:] = 0
         if self.prefixes is not None:
             self.prefixes.forget_draft()
@@ -257,7 +274,7 @@ class Batch:
         self.preemptions += 1
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless slots, pages and progress of all running requests agree."""
+        """Raise IntegrityError unless slots, pages and progress of all running sequences agree."""
         self.pool.check_integrity()
         if self.prefixes is not None:
             self.prefixes.check_integrity(self.running)
@@ -265,22 +282,22 @@ class Batch:
         for state in self.running:
             holders[self.table.pages(state)] += 1
         if not np.array_equal(holders, self.pool.references(np.arange(self.pool.pages_in_force))):
-            raise IntegrityError("the pool counts other holders of pages than the requests that run")
+            raise IntegrityError("the pool counts other holders of pages than the running sequences")
         slots = [state.slot for state in self.running]
         if len(set(slots)) != len(slots) or len(slots) + self.table.num_free != self.limits.max_requests:
             raise IntegrityError("a slot is held twice or lost")
         if self.slots.tolist() != slots or any(self.table.states[state.slot] is not state for state in self.running):
-            raise IntegrityError("the slots and the running requests name each other differently")
+            raise IntegrityError("slots and running sequences do not refer to each other")
         for state in self.running:
-            self._check_request(state)
+            self._check_sequence(state)
 
-    def _check_request(self, state: SequenceState) -> None:
-        name = state.request.sequence_id
+    def _check_sequence(self, state: SequenceState) -> None:
+        name = state.sequence.sequence_id
         if self.table.page_table[state.slot, state.num_pages :].any():
-            raise IntegrityError(f"request {name!r} has page ids beyond its pages")
+            raise IntegrityError(f"sequence {name!r} has page ids beyond its pages")
         if state.counts.base is not self.table.counts or state.token_ids.base is not self.table.token_ids:
-            raise IntegrityError(f"request {name!r} looks at counts or tokens of its own while it runs")
+            raise IntegrityError(f"sequence {name!r} runs on counts or tokens outside the slot table")
         if state.pending < 1 or not 0 <= state.draft_computed <= state.num_tokens:
-            raise IntegrityError(f"request {name!r} counts more computed tokens than it has")
+            raise IntegrityError(f"sequence {name!r} counts more computed tokens than it has")
         if state.num_computed > state.num_pages * self.limits.page_size:
-            raise IntegrityError(f"request {name!r} has KV beyond its pages")
+            raise IntegrityError(f"sequence {name!r} has KV beyond its pages")

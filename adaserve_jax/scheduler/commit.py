@@ -1,4 +1,4 @@
-"""What a verified step changes: progress, output tokens, ends of requests, and what is learned for the next plans."""
+"""Commit of a verified step: progress, new tokens, finished sequences, and what the controller is told of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast, overload
 import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.planner import PlannedStep
 from adaserve_jax.scheduler.sequence import SequenceState, SlotTable
 from adaserve_jax.stats import StepStats
@@ -18,35 +19,34 @@ from adaserve_jax.types import (
     FinishReason,
     SequenceUpdate,
     StepOutcome,
+    StepPlan,
     StopCheck,
 )
-
-# What a step brought its requests: columns for those who count, updates one by one for those who stream.
 
 
 @dataclass(frozen=True, eq=False)
 class StepUpdates(Sequence[SequenceUpdate]):
-    """A sequence of the updates of one step, made when they are asked for. U: requests that got tokens or ended.
+    """Updates of one step: columns for readers that count, a sequence made one by one for readers that stream.
 
-    requests: [U]. sequence: i64[U], each request's number in the order in which they were added. token_ids:
-    i32[U, D], the first counts[u] new; counts: i64[U]. ended: the updates that end their request, in order, by index.
+    U sequences got tokens. states: [U]. numbers: i64[U], `SequenceState.number`. token_ids: i32[U, D], of which the
+    first counts[u] are new; counts: i64[U]. ended: the updates that end their sequence, by index in ascending order.
     """
 
-    requests: list[SequenceState]
-    sequence: np.ndarray
+    states: list[SequenceState]
+    numbers: np.ndarray
     token_ids: np.ndarray
     counts: np.ndarray
     ended: dict[int, SequenceUpdate]
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.states)
 
     def __iter__(self) -> Iterator[SequenceUpdate]:
         tokens, counts = self.token_ids.tolist(), self.counts.tolist()
-        for index, state in enumerate(self.requests):
+        for index, state in enumerate(self.states):
             update = self.ended.get(index)
             if update is None:
-                update = SequenceUpdate(state.request.sequence_id, tuple(tokens[index][: counts[index]]))
+                update = SequenceUpdate(state.sequence.sequence_id, tuple(tokens[index][: counts[index]]))
             yield update
 
     @overload
@@ -59,8 +59,11 @@ class StepUpdates(Sequence[SequenceUpdate]):
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """Draft tokens, roots left out. drafted, accepted: i64[num_decode], of each decode row. num_drafted: of all.
-    accepted_depths: i32[num_accepted], of each accepted one, from 1."""
+    """Verification of the draft tokens of a step, roots left out.
+
+    drafted, accepted: i64[num_decode], tokens of each decode row. num_drafted: their sum. accepted_depths:
+    i32[num_accepted], depth of each accepted token, from 1.
+    """
 
     drafted: np.ndarray
     accepted: np.ndarray
@@ -69,11 +72,12 @@ class Verified:
 
     @property
     def num_accepted(self) -> int:
+        """Accepted draft tokens of all rows."""
         return len(self.accepted_depths)
 
     @classmethod
     def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int) -> Verified:
-        """accepted: bool[N], per packed node, roots True."""
+        """Count the nodes of `trees`; accepted is bool[N], per packed node, roots True."""
         num_drafted = len(trees.row) - num_decode
         if not num_drafted:
             nothing = np.zeros(num_decode, np.int64)
@@ -83,7 +87,7 @@ class Verified:
         return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), num_drafted, trees.depth[hits])
 
     def count(self, stats: StepStats) -> None:
-        """Add to the totals."""
+        """Add this step to the totals."""
         if not self.num_drafted:
             return
         stats.spec_steps += 1
@@ -106,7 +110,7 @@ def apply_outcome(
     stop_check: StopCheck | None,
     stats: StepStats,
 ) -> StepUpdates:
-    """Advance every row that still runs, free what finished, and return the new tokens, stamped `now`."""
+    """Advance every row that still runs, release what finished, and return the new tokens, stamped `now`."""
     table, slots, token_ids = batch.table, planned.slots, outcome.tokens
     counts = outcome.counts.astype(np.int64)
     _advance(table, planned, candidates, verified, counts)
@@ -121,39 +125,41 @@ def apply_outcome(
         states = [states[row] for row in rows.tolist()]
         slots, counts, token_ids = slots[rows], counts[rows], token_ids[rows]
     running = cast(list[SequenceState], states)
-    kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
+    kept, reasons = _cut_at_end(table, slots, running, token_ids, counts, stop_check)
     table.write_tokens(slots, token_ids)
     table.num_tokens[slots] += kept
     if batch.prefixes is not None:
-        batch.prefixes.learn(computed)
+        batch.prefixes.enter_full_pages(computed)
     started = table.stamp(slots, now)
     stats.prompt_tokens += int(table.prompt_len[started].sum())
     stats.generation_tokens += int(kept.sum())
-    sequence = table.sequence[slots]
+    numbers = table.number[slots]
     ended = {
         row: finish(batch, running[row], reason, token_ids[row, : kept[row]].tolist(), stats)
         for row, reason in sorted(reasons.items())
     }
-    return StepUpdates(running, sequence, token_ids, kept, ended)
+    return StepUpdates(running, numbers, token_ids, kept, ended)
 
 
 def finish(
     batch: Batch, state: SequenceState, reason: FinishReason, token_ids: list[int], stats: StepStats
 ) -> SequenceUpdate:
-    """End a request: its slot and pages return, and its last update carries the metrics."""
+    """End a sequence: release slot and pages, and return its last update, which carries the metrics."""
     if state.is_running:
         batch.release(state)
     else:
         batch.queue.remove(state)
     stats.finished[reason] = stats.finished.get(reason, 0) + 1
-    return SequenceUpdate(state.request.sequence_id, tuple(token_ids), reason, state.metrics())
+    return SequenceUpdate(state.sequence.sequence_id, tuple(token_ids), reason, state.metrics())
 
 
 def _advance(
     table: SlotTable, planned: PlannedStep, candidates: CandidateTrees, verified: Verified, counts: np.ndarray
 ) -> None:
-    """Count what every row's KV holds now, and what was verified. An aborted row's slot is nobody's: it may be counted
-    too, since whoever gets it brings counts of their own."""
+    """Count the tokens whose KV every row holds now, and what was verified.
+
+    The slot of an aborted row may be counted too: the next sequence in it brings counts of its own.
+    """
     plan, slots = planned.plan, planned.slots
     decode = slots[: plan.num_decode]
     table.num_computed[decode] += counts[: plan.num_decode]
@@ -164,28 +170,73 @@ def _advance(
         table.drafted_tokens[decode] += verified.drafted
         table.accepted_tokens[decode] += verified.accepted
     draft = plan.draft
-    # it ran, and did not fail; of a service it counts what it was told, which is told again where that was lost
+    # the draft ran and did not fail; a draft service is sent again whatever it lost, so what it was sent counts
     if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.is_remote):
         table.draft_computed[slots] = draft.draft_ctx + draft.catchup_counts
 
 
-def _cut(
+def _cut_at_end(
     table: SlotTable, slots: np.ndarray, states: list[SequenceState], token_ids: np.ndarray, counts: np.ndarray,
     stop_check: StopCheck | None,
 ) -> tuple[np.ndarray, dict[int, FinishReason]]:  # fmt: skip
-    """How much of each row's new tokens plain decoding would have emitted, up to the first stop token, stop string, or
-    the length limit: i64[U], and why the rows end that do."""
+    """Cut each row's new tokens where plain decoding ends: at a stop token, a stop string, or the length limit.
+
+    Returns i64[U], tokens kept, and the finish reasons of the rows that end, by index.
+    """
     room = table.max_total[slots] - table.num_tokens[slots]
     kept = np.minimum(counts, room)
     reasons: dict[int, FinishReason] = dict.fromkeys((counts >= room).nonzero()[0].tolist(), "length")
     asked = range(len(slots)) if stop_check is not None else table.has_stop_ids[slots].nonzero()[0].tolist()
     for row in asked:
-        request, new = states[row].request, token_ids[row, : kept[row]].tolist()
-        if not request.stop_token_ids.isdisjoint(new):
-            first = next(position for position, token in enumerate(new) if token in request.stop_token_ids)
+        sequence, new = states[row].sequence, token_ids[row, : kept[row]].tolist()
+        if not sequence.stop_token_ids.isdisjoint(new):
+            first = next(position for position, token in enumerate(new) if token in sequence.stop_token_ids)
             new, reasons[row] = new[: first + 1], "stop"
-        keep = None if stop_check is None else stop_check(request.sequence_id, new)
+        keep = None if stop_check is None else stop_check(sequence.sequence_id, new)
         if keep is not None:
             new, reasons[row] = new[:keep], "stop"
         kept[row] = len(new)
     return kept, reasons
+
+
+def rows_with_drafts(plan: StepPlan, candidates: CandidateTrees) -> np.ndarray | None:
+    """Return bool[num_decode], rows that asked for candidates and got some; None if there are none.
+
+    A draft service may answer for some of the rows only.
+    """
+    draft = plan.draft
+    if draft is None or not draft.depth or not candidates.log_f.size:
+        return None
+    if not draft.is_remote:
+        return draft.speculates
+    found = draft.speculates & (candidates.log_f > -np.inf).any(axis=1)
+    return found if found.any() else None
+
+
+def feedback_of(
+    plan: StepPlan, drafted: np.ndarray | None, verified: Verified, outcome: StepOutcome, step_s: float,
+    predicted_s: float, expected: float,
+) -> Feedback:  # fmt: skip
+    """Return what the controller learns from a step; drafted is bool[num_decode] of `rows_with_drafts`."""
+    draft, counts = plan.draft, outcome.counts[: plan.num_decode]
+    decoded = int(counts.sum())
+    rows = emitted = catchup_tokens = 0
+    if draft is not None:
+        fed = draft.catchup_counts[: plan.num_decode]
+        catchup_tokens = draft.waited_tokens if draft.is_remote else int(fed.sum())
+    if drafted is not None:
+        rows = int(np.count_nonzero(drafted))
+        emitted = decoded if rows == plan.num_decode else int(counts[drafted].sum())
+    return Feedback(
+        rows=rows,
+        drafted=verified.num_drafted,
+        accepted=verified.num_accepted,
+        emitted=emitted,
+        decode_rows=plan.num_decode,
+        decoded=decoded,
+        prefill_tokens=plan.num_prefill_tokens,
+        catchup_tokens=catchup_tokens,
+        step_s=step_s,
+        predicted_s=predicted_s,
+        expected=expected,
+    )

@@ -1,7 +1,7 @@
-"""What a step will take: a live table of seconds, seeded by measured samples and corrected by every outcome.
+"""Cost model: predicted seconds of a step, from measured samples that every served step corrects.
 
-Knows nothing of requests or policies. A time is a line in the context load of the step's rows; what is learned is the
-ratio of measured to predicted, so that one table serves short and long contexts alike.
+A time is a line in the context load of the step's rows. What is learned is the ratio of measured to sampled time, so
+that one table serves short and long contexts alike.
 """
 
 from __future__ import annotations
@@ -17,30 +17,43 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, context_load
 
-# Seconds as lines in the context load, on grids of declared sizes: what samples say, as arrays that are quick
-# to read.
-#
-# Knows no step, no clock and no learning; `cost.py` corrects these times while serving, the simulator takes
-# them as they are.
+LATEST = 4096
+"""Steps whose predictions are kept."""
+KINDS = ("verify", "draft", "step")
+ENTRY_RATE = 0.2
+"""Weight of a new ratio (measured over sample) in its entry's moving average."""
+DRIFT_RATE = 0.05
+"""Weight of a new ratio in the drift, which stands in for entries not seen lately, and of a new typical context."""
+FIRST_STEPS = 4
+"""Steps that the samples count for in the drift ratio while fewer than 1 / DRIFT_RATE steps were seen. The ratio is
+a plain average at first, so that an engine on a machine busier than when it was timed soon plans by the times that
+it sees.
+"""
+FRESH_STEPS = 200
+"""Steps after which an entry's own average counts for half and the drift for the other half."""
+FORGET = 0.005
+"""Share of the drift of draft times that a step without an answer from a draft service takes back."""
+OUTLIER = 4.0
+"""Factor from the prediction to which a measurement is clipped."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """seconds = base + slope * context load. base, slope: f64, of one shape."""
+    """Times that are linear in the context load: seconds = base + slope * load. base, slope: f64 of one shape."""
 
     base: np.ndarray
     slope: np.ndarray
 
     def at(self, row: int, column: int, load: float) -> float:
-        """Seconds of one line; both arrays have two axes."""
+        """Return the seconds of one line; both arrays have two axes."""
         return self.base.item(row, column) + self.slope.item(row, column) * load
 
 
 class CostGrid:
-    """The samples' seconds by token edge, rows, width and context load. E: limits.token_edges."""
+    """Sampled seconds by token edge, rows, width and context load, without corrections. E: limits.token_edges."""
 
     def __init__(self, samples: CostSamples, limits: Limits):
-        """Raises ConfigError: there is no verify time, or one that is not above 0."""
+        """Fit the lines. Raises ConfigError if there is no verify time, or one that is not above 0."""
         if not samples.verify_s:
             raise ConfigError("the cost table needs at least one verify time; run the executor's warm_up first")
         self._samples = samples
@@ -56,29 +69,29 @@ class CostGrid:
         self._levels = self._level(max(limits.max_width, 1))
 
     def row_bucket(self, rows: int) -> int:
-        """Index of the smallest number of rows that was timed and holds `rows`, or of the largest."""
+        """Return the index of the smallest timed number of rows that holds `rows`, or of the largest."""
         return bucket_of(self.row_buckets, rows)
 
     def groups(self, rows: int) -> int:
-        """Groups that rows form when they read their contexts."""
+        """Return the number of groups in which rows read their contexts."""
         return -(-rows // self._samples.context_rows)
 
     def verify_s(self, tokens: int, rows: int, load: float) -> float:
-        """Seconds to verify a step of so many packed tokens."""
+        """Return the seconds to verify a step of so many packed tokens."""
         edge, column = min(bisect_left(self._edges, tokens), len(self._edges) - 1), self.row_bucket(rows)
         return self.verify.at(edge, column, load)
 
     def level_s(self, rows: int, load: float) -> np.ndarray:
-        """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
+        """Return f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
         row = bucket_of(self.level_rows, rows)
         return self._levels.base[row] + self._levels.slope[row] * load
 
     def level_of(self, rows: int, width: int, load: float) -> float:
-        """Seconds of one level of that width."""
+        """Return the seconds of one level of that width."""
         return self._levels.at(bucket_of(self.level_rows, rows), width - 1, load)
 
     def catchup_s(self, tokens: int, load: float) -> float:
-        """Seconds to feed `tokens` tokens to the draft; beyond the largest size that was timed, in proportion."""
+        """Return the seconds to feed `tokens` tokens to the draft; beyond the largest timed size, in proportion."""
         if tokens <= 0 or not self.catchup_tokens:
             return 0.0
         index = bucket_of(self.catchup_tokens, tokens)
@@ -86,7 +99,7 @@ class CostGrid:
         return (base + slope * load) * max(1.0, tokens / self.catchup_tokens[index])
 
     def _line(self, seconds: Mapping, slopes: Mapping, key: object, rows: int) -> tuple[float, float]:
-        """Base and slope of one sample, which was taken with `context` tokens in each of `rows` rows."""
+        """Return base and slope of one sample, which was taken with `context` tokens in each of `rows` rows."""
         slope = slopes.get(key, 0.0)
         base = seconds[key] - slope * self._samples.context * self.groups(rows)
         if base < 0:
@@ -94,7 +107,7 @@ class CostGrid:
         return base, slope
 
     def _verify(self) -> Lines:
-        """[E, row buckets]; edges that were not timed are interpolated between those that were."""
+        """Return the lines [E, row buckets]; edges that were not timed are interpolated."""
         samples, shape = self._samples, (len(self._edges), len(self.row_buckets))
         grid = Lines(np.empty(shape), np.empty(shape))
         for column, rows in enumerate(self.row_buckets):
@@ -108,7 +121,7 @@ class CostGrid:
         return grid
 
     def _level(self, max_width: int) -> Lines:
-        """[rows, max_width], from the next wider width that was timed; zeros where nothing was."""
+        """Return the lines [rows, max_width], from the next wider width that was timed; zeros if nothing was."""
         samples, shape = self._samples, (max(len(self.level_rows), 1), max_width)
         grid = Lines(np.zeros(shape), np.zeros(shape))
         for index, rows in enumerate(self.level_rows):
@@ -121,23 +134,13 @@ class CostGrid:
 
 
 def bucket_of(buckets: list[int], value: int) -> int:
-    """Index of the smallest bucket that holds `value`, or of the largest."""
+    """Return the index of the smallest bucket that holds `value`, or of the largest."""
     return max(min(bisect_left(buckets, value), len(buckets) - 1), 0)
-
-
-# How well steps were predicted: predicted beside measured seconds of the latest ones, and their relative
-# errors.
-#
-# Knows no cost table; imports no jax.
-
-LATEST = 4096
-"""Steps that are kept."""
-KINDS = ("verify", "draft", "step")
 
 
 @dataclass(frozen=True)
 class PredictionError:
-    """Absolute relative error, |predicted - measured| / measured, over `steps` steps. None: none was measured."""
+    """Absolute relative error, |predicted - measured| / measured, over `steps` steps; None if none was measured."""
 
     steps: int
     median: float | None
@@ -145,7 +148,7 @@ class PredictionError:
 
     @classmethod
     def of(cls, predicted_s: np.ndarray, measured_s: np.ndarray) -> PredictionError:
-        """Steps whose measured time is 0 had nothing to predict."""
+        """Return the error over the steps whose measured time is above 0."""
         there = measured_s > 0
         if not there.any():
             return cls(0, None, None)
@@ -154,9 +157,11 @@ class PredictionError:
 
 
 @dataclass
-class Served:
-    """Seconds of steps that were served, summed, beside what the samples say of them; a sample is the least time of a
-    program alone. overhead_s: of steps outside draft and verification."""
+class ServedTimes:
+    """Summed seconds of served steps, beside what the samples predict for them.
+
+    A sample is the least time of a program alone. overhead_s: seconds of steps outside draft and verification.
+    """
 
     steps: int = 0
     verify_s: float = 0.0
@@ -165,11 +170,11 @@ class Served:
     draft_sampled_s: float = 0.0
     overhead_s: float = 0.0
 
-    def __add__(self, other: Served) -> Served:
-        return Served(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: ServedTimes) -> ServedTimes:
+        return ServedTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def factors(self) -> ServingFactors | None:
-        """None before anything was served."""
+        """Return the ratios of served to sampled times; None before anything was served."""
         if not self.steps or not self.verify_sampled_s:
             return None
         draft = self.draft_s / self.draft_sampled_s if self.draft_sampled_s else 1.0
@@ -178,7 +183,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ServingFactors:
-    """What a step takes while serving: its samples times these, and the seconds outside them."""
+    """Time of steps while serving, relative to the samples: factors, and seconds outside draft and verification."""
 
     verify: float = 1.0
     draft: float = 1.0
@@ -186,42 +191,29 @@ class ServingFactors:
 
 
 class PredictionLog:
-    """Predicted and measured seconds of the last LATEST steps, as they were before the step was learned from."""
+    """Predicted and measured seconds of the last LATEST steps, as predicted before the step was learned from."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[tuple[float, float], ...]] = deque(maxlen=LATEST)
 
     def add(self, *, verify: tuple[float, float], draft: tuple[float, float], step: tuple[float, float]) -> None:
-        """One step: (predicted, measured) of each kind; measured 0: there was none."""
+        """Append one step: (predicted, measured) of each kind; measured 0 means that there was none."""
         self._steps.append((verify, draft, step))
 
     def seconds(self) -> np.ndarray:
-        """f64[steps, KINDS, 2], predicted and measured, oldest first."""
+        """Return f64[steps, KINDS, 2], predicted and measured, oldest first."""
         return np.array(self._steps, np.float64).reshape(-1, len(KINDS), 2)
 
 
 def errors_of(seconds: np.ndarray) -> dict[str, PredictionError]:
-    """By kind. seconds: f64[steps, KINDS, 2]."""
+    """Return the errors by kind. seconds: f64[steps, KINDS, 2]."""
     return {kind: PredictionError.of(*seconds[:, index].T) for index, kind in enumerate(KINDS)}
 
 
-ENTRY_RATE = 0.2
-"""Weight of a new ratio (measured over sample) in its entry's moving average."""
-DRIFT_RATE = 0.05
-"""Weight of a new ratio in the ratio that stands in for entries not seen lately, and of a new typical context."""
-FIRST_STEPS = 4
-"""Steps that the samples count for in that ratio, while fewer than 1 / DRIFT_RATE were seen: it is a plain average at
-first, so that an engine on a machine busier than when it was timed does not plan long by times that are gone."""
-FRESH_STEPS = 200
-"""Steps after which an entry's own average counts for half, and the drift ratio for the other half."""
-FORGET = 0.005
-"""Share of the drift of draft times that is taken back by each step in which no draft came, where it was told so."""
-OUTLIER = 4.0
-"""A measurement further than this factor from the prediction is taken at this factor."""
-
-
-class Ratios:
-    """Measured over sample of some entries, each an average of its own while it is fresh, and a common drift else."""
+class DriftRatios:
+    """Ratios of measured to sampled time: each entry has an average of its own while it is fresh, and a common drift
+    else.
+    """
 
     def __init__(self, size: int):
         self._average = np.ones(size)
@@ -230,7 +222,7 @@ class Ratios:
         self._blended_at = -1
 
     def blend(self, drift: float, step: int) -> np.ndarray:
-        """f64[size], made once per step."""
+        """Return all entries as of `step`, f64[size]; computed once per step."""
         if self._blended_at != step:
             fresh = np.exp2((self._seen - step) / FRESH_STEPS)
             self._blended = fresh * self._average + (1 - fresh) * drift
@@ -238,53 +230,53 @@ class Ratios:
         return self._blended
 
     def of(self, entry: int, drift: float, step: int) -> float:
-        """One entry of `blend`."""
+        """Return one entry of `blend`."""
         fresh = 2.0 ** ((self._seen.item(entry) - step) / FRESH_STEPS)
         return fresh * self._average.item(entry) + (1 - fresh) * drift
 
     def learn(self, entry: int, before: float, ratio: float, step: int) -> None:
-        """before: the entry as it was blended until now."""
+        """Take in a ratio. before: the entry as blended until now."""
         self._average[entry] = before + ENTRY_RATE * (ratio - before)
         self._seen[entry] = step
         self._blended_at = -1
 
 
 class CostTable:
-    """Predicted seconds of verification, catch-up and draft levels. E: limits.token_edges.
+    """Predicted seconds of verification, catch-up and draft levels, corrected by served steps. E: limits.token_edges.
 
-    Every time depends on the context load (`types.context_load`) of the step's rows; without one, it is for contexts as
-    they have been lately.
+    Every time depends on the context load (`types.context_load`) of the step's rows; without one, contexts are assumed
+    to be as long as they were lately.
     """
 
     def __init__(self, samples: CostSamples, limits: Limits):
         self.samples = samples
-        """As measured at the start; those of a draft service that answers later, by it."""
+        """Samples as measured at the start; after `retime_draft`, with the draft's times of a service."""
         self._limits = limits
         self.grid = CostGrid(samples, limits)
         self.predictions = PredictionLog()
-        self.served = Served()
+        self.served = ServedTimes()
         self._edges = limits.token_edges
-        self._verify_ratios = [Ratios(len(self._edges)) for _ in self.grid.row_buckets]
-        self._draft_ratios = Ratios(max(len(self.grid.level_rows), 1))
+        self._verify_ratios = [DriftRatios(len(self._edges)) for _ in self.grid.row_buckets]
+        self._draft_ratios = DriftRatios(max(len(self.grid.level_rows), 1))
         self._steps = 0
         self._verify_drift = 1.0
         self._draft_drift = 1.0
         self._typical_context = float(samples.context)
         self._overhead_s = dict.fromkeys(product((False, True), repeat=2), 0.0)
-        """By whether the step has edits, and whether it drafts."""
+        """Seconds outside draft and verification, by whether the step has edits and whether it drafts."""
         self._edits = False
-        """Of the last step."""
+        """True if the last step had edits."""
         self.baseline_s = self.grid.verify_s(1, 1, samples.context)
-        """Seconds of one token of one request, without speculation, as the samples have it."""
+        """Sampled seconds of one token of one sequence, without speculation."""
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
-        """Widths that were timed; a width between them costs what the next wider one costs."""
+        """Widths that were timed; a width between them costs as much as the next wider one."""
 
     def retime_draft(self, samples: CostSamples) -> None:
-        """Go by the draft's times in these samples from now on: what was learned of it was of others."""
+        """Use the draft's times in these samples from now on, and forget what was learned about the old ones."""
         self.samples = samples
         self.grid = CostGrid(samples, self._limits)
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
-        self._draft_ratios = Ratios(max(len(self.grid.level_rows), 1))
+        self._draft_ratios = DriftRatios(max(len(self.grid.level_rows), 1))
         self._draft_drift = 1.0
 
     @property
@@ -293,22 +285,24 @@ class CostTable:
         return self.grid.catchup_tokens[-1] if self.grid.catchup_tokens else self._edges[-1]
 
     def context_load(self, context: np.ndarray | None) -> float | None:
-        """Of the committed tokens of a step's rows, in their order, i64[R]; None where they are not known, and 0 where
-        the samples have no context."""
+        """Return the context load of a step's rows (i64[R] committed tokens, in order).
+
+        None if `context` is None; 0 if the samples have no context.
+        """
         if not self.samples.context:
             return 0.0
         return None if context is None else context_load(context, self.samples.context_rows)
 
     def overhead_s(self, drafting: bool) -> float:
-        """Seconds of a step outside draft and verification, averaged over the steps that draft, or that do not. While
-        steps have edits of logits, of those, whose second program counts as overhead.
+        """Return the average seconds outside draft and verification of the steps that draft, or of those that do not.
 
-        A kind that was never seen counts as free, so that it is tried.
+        While steps have edits of logits it is that of steps with edits, whose second program counts as overhead. A kind
+        that was never seen counts as free, so that it is tried.
         """
         return self._overhead_s[self._edits, drafting]
 
     def verify_s(self, rows: int, load: float | None = None) -> np.ndarray:
-        """f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""
+        """Return f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""
         column = self.grid.row_bucket(rows)
         lines = self.grid.verify
         seconds = lines.base[:, column] + lines.slope[:, column] * self._or_typical(load, rows)
@@ -316,7 +310,7 @@ class CostTable:
         return np.maximum.accumulate(seconds, out=seconds)
 
     def step_at_warm_up_s(self, tokens: int, rows: int, depth: int, width: int, load: float | None = None) -> float:
-        """Seconds of a step of so many packed tokens, by the samples alone: a t_spec that never learns."""
+        """Return the seconds of a step of so many packed tokens by the samples alone: a t_spec that never learns."""
         load = self.samples.context * self.grid.groups(rows) if load is None else load
         verify_s = self.grid.verify_s(tokens, rows, load)
         if not depth or not self.grid.level_rows:
@@ -324,28 +318,40 @@ class CostTable:
         return verify_s + depth * self.grid.level_of(rows, width, load)
 
     def level_s(self, rows: int, load: float | None = None) -> np.ndarray:
-        """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
+        """Return f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
         ratio = self._draft_ratios.blend(self._draft_drift, self._steps)[bucket_of(self.grid.level_rows, rows)]
         return self.grid.level_s(rows, self._or_typical(load, rows)) * ratio
 
     def catchup_s(self, tokens: int, load: float | None = None) -> float:
-        """Seconds to feed `tokens` tokens to the draft. Without a load: as of so many rows, with contexts as lately."""
+        """Return the seconds to feed `tokens` tokens to the draft; without a load, as of so many rows with typical
+        contexts.
+        """
         rows = min(tokens, self.grid.row_buckets[-1])
         return self.grid.catchup_s(tokens, self._or_typical(load, rows)) * self._draft_drift
 
     def forget_draft(self) -> None:
-        """A step brought no draft: what was learned of a service's times, waits for what never came perhaps, gives way
-        to the samples, so that it is tried again."""
+        """Move the draft's times back towards the samples after a step without a draft.
+
+        What was learned of a draft service may be waits for answers that never came; forgetting lets it be tried again.
+        """
         self._draft_drift += FORGET * (1 - self._draft_drift)
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float, *, drafted: bool = True) -> float:
-        """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit. drafted:
-        whether any candidates came. Returns seconds as they were predicted of what was run, 0 where nothing was.
+        """Learn from one step and log how well it was predicted.
 
-        A call of the draft that only catches up is not waited for, so that its time says nothing. Nor does that of a
-        verification with edits, of which one does not see what the second program takes: what the step took beside its
-        draft and the verification predicted is learned as an overhead of its own. A call of the draft that brought
-        nothing teaches how long it was waited for, and never that drafts are quick.
+        A draft call that only catches up is not waited for, so its time is ignored. So is the time of a verification
+        with edits, which includes a second program; what such a step took beyond its draft and the predicted
+        verification is learned as an overhead of its own. A draft call without candidates teaches how long it was
+        waited for, never that drafts are quick.
+
+        Args:
+            plan: The step.
+            outcome: Its measured times.
+            step_s: Seconds from its plan to its commit.
+            drafted: Any candidates came.
+
+        Returns:
+            Predicted seconds of what was run; 0 if nothing was predicted.
         """
         self._steps += 1
         self._edits = outcome.edited is not None
@@ -375,7 +381,7 @@ class CostTable:
         return predicted_s
 
     def _observe_draft(self, plan: StepPlan, seconds: float, load: float, drafted: bool) -> float:
-        """Seconds as they were predicted."""
+        """Learn the draft's time; return the seconds that were predicted."""
         draft = plan.draft
         assert draft is not None
         row = bucket_of(self.grid.level_rows, plan.num_rows)
@@ -394,7 +400,9 @@ class CostTable:
         return predicted
 
     def _observe_verify(self, edge: int, rows: int, load: float, seconds: float | None) -> float:
-        """Seconds as they were predicted. seconds: None: not known of the verification alone."""
+        """Learn the verification's time; return the seconds that were predicted. seconds: None if not known by
+        itself.
+        """
         column = self.grid.row_bucket(rows)
         ratios = self._verify_ratios[column]
         before = ratios.of(edge, self._verify_drift, self._steps)

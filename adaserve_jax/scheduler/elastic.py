@@ -1,35 +1,36 @@
-"""How a swap of the draft and KV pages goes: its parts in order, on host and device, and what a failure leaves.
+"""Elastic memory: expand the KV pool into the draft's memory, contract it again, and load the draft back.
 
-When one is due says memory/residency.py. Everything here runs between steps.
+`memory/residency.py` decides when one of these is due. This file asks it, carries the decision out on host and device,
+and leaves a consistent state when the device refuses. Everything here runs between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ElasticError, IntegrityError
-from adaserve_jax.memory.residency import ElasticRule, Pressure, Residency, Transition
+from adaserve_jax.memory.residency import ElasticRule, PagePressure, Residency, Transition
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Executor, Limits
 
-if TYPE_CHECKING:
-    from adaserve_jax.scheduler.scheduler import Scheduler
-
-# Whether KV pages in the draft's place would bring more tokens per second than the draft does, by the tables of
-# cost and acceptance. Knows no residency and swaps nothing.
-
+FAILED = "failed"
+"""Kind under which the statistics count transitions that raised ElasticError."""
 WORTH_MARGIN = 1.1
-"""Times as much as the draft that pages must bring: trees bring more than the chains that it is judged by."""
+"""Factor by which pages must beat the draft: trees emit more than the chains by which the draft is judged."""
 SLACK = 2.0
-"""Plain steps that a TPOT target must leave time for: prompts are computed beside them."""
+"""Plain steps for which a TPOT target must leave time, because prompts are computed beside the decode rows."""
+
+
+def may_expand(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
+    """Return whether the draft's memory may ever become KV pages; elastic_policy is `Policy.elastic`."""
+    return elastic_policy and config.elastic != "off" and limits.max_depth > 0 and limits.extension_pages > 0
 
 
 class PageWorth:
-    """Judges the running batch, while requests wait for pages. stats: totals of the scheduler."""
+    """Comparison of the draft with the KV pages that would fit in its place, by the tables of cost and acceptance."""
 
     def __init__(self, batch: Batch, chains: ChainCosts, stats: StepStats):
         self._batch = batch
@@ -37,9 +38,12 @@ class PageWorth:
         self._stats = stats
 
     def pages_pay(self) -> bool:
-        """Rows in proportion to pages, as far as requests wait, without a draft, against the rows that run, with the
-        best chain, none included. Every token has its prompt tokens to pay for too, whoever drafts. Never while a
-        running request pursues a pace that plain steps would hardly keep."""
+        """Return whether KV pages in the draft's memory would bring more tokens per second than the draft does.
+
+        Compares the running rows with the best chain against more rows without a draft: as many more as the pages
+        would hold and as wait. Every emitted token also pays for its share of prompt tokens, with a draft or without.
+        False while a running sequence has a TPOT target that plain steps would hardly meet.
+        """
         batch, limits = self._batch, self._batch.limits
         rows = len(batch.running)
         if not rows:
@@ -49,113 +53,116 @@ class PageWorth:
         plain_s = float(self._chains.predicted(rows + more)[0][0])
         if bool((batch.table.tpot_slo_s[batch.slots] < SLACK * plain_s).any()):
             return False
-        prompts_s = self._prompts_s()
+        prompts_s = self._prompt_s_per_output_token()
         drafting_s = float((seconds / tokens).min()) / rows + prompts_s
         return WORTH_MARGIN * (plain_s / (rows + more) + prompts_s) < drafting_s
 
-    def _prompts_s(self) -> float:
-        """Seconds that prompts take per token that is emitted, by what was served so far."""
+    def _prompt_s_per_output_token(self) -> float:
         prefixes = self._batch.prefixes
         computed = self._stats.prompt_tokens - (prefixes.hit_tokens if prefixes is not None else 0)
         return self._chains.prompt_token_s * max(computed, 0) / max(self._stats.generation_tokens, 1)
 
 
-FAILED = "failed"
-"""Kind of a swap that raised ElasticError, in the statistics."""
-
-
-def may_expand(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
-    """Whether the draft's memory may ever become pages. elastic_policy: whether the policy's memory rule says so."""
-    return elastic_policy and config.elastic != "off" and limits.max_depth > 0 and limits.extension_pages > 0
-
-
 class ElasticMemory:
-    """The swaps of one scheduler: what its residency is asked, and the totals."""
+    """Expansions and contractions of one scheduler: the residency of its draft, and their counts and seconds."""
 
     def __init__(self, batch: Batch, rule: ElasticRule, stats: StepStats, worth: PageWorth | None = None):
-        """worth: says whether the draft gives way; None: it does while speculation is off."""
+        """Start with the draft resident.
+
+        Args:
+            batch: The scheduler's batch.
+            rule: When to expand and contract.
+            stats: Totals of the scheduler, which count transitions and their seconds by kind.
+            worth: Judge of whether the draft gives way; None: it does while speculation is off.
+        """
         limits = batch.limits
         self.batch = batch
         self.residency = Residency(rule, limits.num_pages, limits.extension_pages)
+        self.step_in_flight = False
         self.speculates: bool | None = None
-        """Whether speculation was on in the last step; None: it had no decode rows."""
+        """True if speculation was on in the last step; None if that step had no decode rows."""
         self._stats = stats
         self._pages_pay = None if worth is None else worth.pages_pay
 
     def due(self) -> Transition | None:
-        """Once after each step."""
+        """Return the transition to make now. Call once after each step."""
         batch = self.batch
         running = len(batch.running)
-        pressure = Pressure(batch.pool.num_free - running, batch.turned_away, len(batch.queue), running)
+        pressure = PagePressure(batch.pool.num_free - running, batch.blocked_on_pages, len(batch.queue), running)
         return self.residency.due(pressure, self.speculates, self._pages_pay)
 
-    def count(self, kind: str, seconds: float) -> None:
-        """One more swap of that kind, which took the step loop so long."""
-        self._stats.elastic_moves[kind] = self._stats.elastic_moves.get(kind, 0) + 1
-        self.took(kind, seconds)
+    def perform(self, transition: Transition, executor: Executor, clock: Callable[[], float]) -> None:
+        """Make a transition. One that fails is counted, leaves texts and pages as they were, and is tried later."""
+        began = clock()
+        act = {"expand": expand, "contract": contract, "reload": reload_draft}[transition]
+        try:
+            done = act(self.batch, executor)
+        except ElasticError:
+            self.residency.failed()
+            self._count(FAILED, 1, clock() - began)
+            return
+        if done:
+            self.residency.succeeded(transition)
+        self._count(transition, int(done), clock() - began)
 
-    def took(self, kind: str, seconds: float) -> None:
-        self._stats.elastic_s[kind] = self._stats.elastic_s.get(kind, 0.0) + seconds
+    def _count(self, kind: str, moves: int, seconds: float) -> None:
+        stats = self._stats
+        if moves:
+            stats.elastic_moves[kind] = stats.elastic_moves.get(kind, 0) + moves
+        stats.elastic_s[kind] = stats.elastic_s.get(kind, 0.0) + seconds
 
 
-def expand_or_contract(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
-    """Let the draft and KV pages change places where that is due; call it once after each step's commit.
+def expand_or_contract(memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float]) -> None:
+    """Make the transition that is due, if any. Call once after each step's commit.
 
-    A swap that fails is counted, leaves requests, texts and pages as they were, and is tried again later.
-    Raises IntegrityError: a step is in flight.
+    Args:
+        memory: `Scheduler.elastic_memory`; None where the draft always stays.
+        executor: The device.
+        clock: Seconds.
+
+    Raises:
+        IntegrityError: A transition is due while a step is in flight.
     """
-    memory = scheduler.elastic_memory
-    if memory is None:
+    due = None if memory is None else memory.due()
+    if memory is None or due is None:
         return
-    due = memory.due()
-    if due is None:
-        return
-    if scheduler.is_stepping:
-        raise IntegrityError(f"a swap ({due}) is due while a step is in flight; commit the step first")
-    _perform(memory, due, executor, clock)
+    if memory.step_in_flight:
+        raise IntegrityError(f"elastic memory must {due} while a step is in flight; commit the step first")
+    memory.perform(due, executor, clock)
 
 
 def bring_back_draft(
-    scheduler: Scheduler, executor: Executor, clock: Callable[[], float], wait: Callable[[], None]
+    memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float], wait: Callable[[], None]
 ) -> None:
-    """Leave the draft resident, whatever swap was under way; only without requests. wait: between two questions.
+    """Make the draft resident, whatever transition was under way. Only without requests.
 
-    Raises ElasticError: it cannot be brought back now.
+    Args:
+        memory: `Scheduler.elastic_memory`; None where the draft always stays.
+        executor: The device.
+        clock: Seconds.
+        wait: Called between two questions whether the draft is loaded.
+
+    Raises:
+        ElasticError: The draft cannot be brought back now.
     """
-    memory = scheduler.elastic_memory
     if memory is None:
         return
-    state = memory.residency.state
-    if state == "expanded":
-        _perform(memory, "contract", executor, clock)
-        if memory.residency.state == "expanded":
+    residency = memory.residency
+    if residency.state == "expanded":
+        memory.perform("contract", executor, clock)
+        if residency.state == "expanded":
             raise ElasticError("the KV pages in the draft's memory could not be given up; try again later")
-    while not memory.residency.draft_is_here:
-        failures = memory.residency.failures
-        _perform(memory, "reload", executor, clock)
-        if memory.residency.failures > failures:
+    while not residency.draft_is_here:
+        failures = residency.failures
+        memory.perform("reload", executor, clock)
+        if residency.failures > failures:
             raise ElasticError("the draft could not be loaded again; try again later")
-        if not memory.residency.draft_is_here:
+        if not residency.draft_is_here:
             wait()
 
 
-def _perform(memory: ElasticMemory, due: Transition, executor: Executor, clock: Callable[[], float]) -> None:
-    began = clock()
-    do = {"expand": _expand, "contract": _contract, "reload": _reload}[due]
-    try:
-        done = do(memory.batch, executor)
-    except ElasticError:
-        memory.residency.failed()
-        memory.count(FAILED, clock() - began)
-        return
-    if done:
-        memory.residency.succeeded(due)
-        memory.count(due, clock() - began)
-    else:
-        memory.took(due, clock() - began)
-
-
-def _expand(batch: Batch, executor: Executor) -> bool:
+def expand(batch: Batch, executor: Executor) -> bool:
+    """Free the draft and add the extension's pages to the pool."""
     try:
         executor.expand()
     finally:
@@ -164,8 +171,8 @@ def _expand(batch: Batch, executor: Executor) -> bool:
     return True
 
 
-def _contract(batch: Batch, executor: Executor) -> bool:
-    """Move what lives in the extension below it, publish, and only then free the slab and send for the draft."""
+def contract(batch: Batch, executor: Executor) -> bool:
+    """Move pages in use out of the extension, publish their new ids, then free the slab and begin to load the draft."""
     pool = batch.pool
     migration = pool.plan_contraction()
     if migration is None:
@@ -182,5 +189,6 @@ def _contract(batch: Batch, executor: Executor) -> bool:
     return True
 
 
-def _reload(batch: Batch, executor: Executor) -> bool:
+def reload_draft(batch: Batch, executor: Executor) -> bool:
+    """Return whether the draft is resident again."""
     return executor.draft_ready()

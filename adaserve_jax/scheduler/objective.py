@@ -1,6 +1,6 @@
-"""What one step is worth: requests on pace, emitted tokens per second, prefilled tokens per second.
+"""Objective of a step: sequences on pace, emitted tokens per second, and prefilled tokens per second.
 
-Used before drafting by the joint controller and after it by the budget choice. Source: docs/equations.md.
+The joint controller uses it before drafting, the budget choice after. Source: docs/equations.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_capped
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights in units of requests; rates are relative to one token per baseline latency.
+    """Weights in units of sequences; rates are relative to one token per baseline latency.
 
-    horizon: tokens over which "on pace" is judged. emit: a. prefill, prefill_wait: b = prefill + prefill_wait * x^2,
-    x the waiting time of the most urgent waiting request over its TTFT target, at most 1.
+    horizon: tokens over which "on pace" is judged. emit: a. prefill, prefill_wait: b = prefill + prefill_wait * x^2
+    with x the waiting time of the most urgent waiting sequence over its TTFT target, at most 1.
     """
 
     horizon: int = HORIZON_TOKENS
@@ -27,15 +27,16 @@ class Objective:
     prefill_wait: float = 0.3
 
     def prefill_weight(self, wait_ratio: float) -> float:
-        """b, in requests."""
+        """Return b, in sequences."""
         return self.prefill + self.prefill_wait * min(max(wait_ratio, 0.0), 1.0) ** 2
 
 
 @dataclass(frozen=True, eq=False)
 class BudgetQuestion:
-    """What the budget choice needs to know. edges, verify_s: [E]. need_rate: f64[R], tokens/s (inf: hopeless).
+    """Inputs of the budget choice. E token edges.
 
-    spent_s: time of the step that has passed or is fixed. tree_token_cap: most tree tokens, roots included.
+    need_rate: f64[R], tokens per second, inf if hopeless. edges, verify_s: [E]. spent_s: time of the step that has
+    passed or is fixed. tree_token_cap: most tree tokens, roots included.
     """
 
     need_rate: np.ndarray
@@ -50,12 +51,13 @@ class BudgetQuestion:
 
 
 def capped_need(need_rate: np.ndarray, step_time_s: float | np.ndarray, depth: int) -> np.ndarray:
-    """A_cap in its horizon form, f64[..., R]; a hopeless request needs nothing: it is served best-effort."""
+    """Return A_cap in its horizon form, f64[..., R]; hopeless sequences need nothing, they are served best-effort."""
     return need_capped(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth)
 
 
 def choose_budget(objective: Objective, f: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:
-    """The tree tokens B, tree and prefill together on a bucket edge, that are worth most, and A_cap f64[R] then.
+    """Return the most valuable budget of tree tokens, tree and prefill together on a bucket edge, and A_cap f64[R] for
+    it.
 
     f: f64[R, C], f of the ranked candidates, 0 for absent ones.
     """

@@ -1,4 +1,9 @@
-"""From the running batch to a StepPlan: rows, chunks, catch-up and pages. Decides by the controller; runs nothing."""
+"""Plan of a step: which sequences run, how much of each prompt, what the draft is fed, and how many tree tokens may be
+verified.
+
+The planner admits and preempts, asks the controller for depth, width, budget and prefill tokens, and lays out a
+StepPlan. Symbols: docs/equations.md.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +23,260 @@ from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import need_rate
 from adaserve_jax.types import DraftPlan, StepPlan
 
-# The draft's part of a step: which rows may speculate, which do, and what the draft is fed. Runs nothing.
+_NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
+PREFILL_RATE = 0.02
+"""Weight of a step in the moving average of prefill tokens per step."""
+CROWDED_SHARE = 0.5
+"""Share of the slots above which the engine counts as loaded."""
+HOLD_S = 3.0
+"""Seconds for which the engine counts as loaded after the last loaded step."""
+TARGET_SHARE = 0.9
+"""Share of a TPOT target within which background work must leave a sequence, because chance and arrivals may make
+the next tokens slower than the last.
+"""
+SLACK_SHARE = 0.5
+"""Share of the least slack that background work may use before the next step."""
+PACE_RATE = 0.1
+"""Weight of a new step in the moving averages of its seconds and of its tokens per row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """Progress of the decode rows against their TPOT targets.
+
+    first_token_s, tpot_slo_s: f64[R]; tpot_slo_s is inf without a target. num_decoded: i64[R], output tokens after the
+    first. horizon: i64[R], tokens within which a row shall be on its target.
+    """
+
+    first_token_s: np.ndarray
+    tpot_slo_s: np.ndarray
+    num_decoded: np.ndarray
+    horizon: np.ndarray
+
+    def need_rate(self, now: float) -> np.ndarray:
+        """Return f64[R], tokens per second that put each row on its target, as of `now`."""
+        return need_rate(now - self.first_token_s, self.tpot_slo_s, self.num_decoded, self.horizon)
+
+    def due_s(self, now: float) -> np.ndarray:
+        """Return f64[R], seconds from `now` until each row's next token is due; 0 if it is late, inf without a
+        target.
+        """
+        return np.maximum(self.first_token_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A plan with what selection and commit need to know of its rows.
+
+    slots: i64[R]. remaining: i64[num_decode], tokens to max_total. wait_ratio: of the most urgent waiting sequence.
+    made_s: when it was planned. decided_depth: depth that the controller chose, even if no row could use it.
+    """
+
+    plan: StepPlan
+    slots: np.ndarray
+    pace: Pace
+    remaining: np.ndarray
+    wait_ratio: float
+    made_s: float
+    decided_depth: int
+
+
+class Planner:
+    """Planner of one step after another."""
+
+    def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
+        """Set up for one batch.
+
+        Args:
+            batch: Running and waiting sequences.
+            controller: Decides depth, width, budget and prefill tokens.
+            draft: Plans the draft's part.
+            max_prefill: Most prefill tokens of a step.
+            horizon: Tokens within which a sequence may catch up, h.
+        """
+        self._batch = batch
+        self._limits = batch.limits
+        self._controller = controller
+        self._draft = draft
+        self._max_prefill = max_prefill
+        self._prefill_per_step = 0.0
+        self._horizon = horizon
+
+    def plan(self, now: float, step: int) -> PlannedStep | None:
+        """Admit, preempt, decide and lay out a step; return None if nothing can run."""
+        batch = self._batch
+        if not batch.grow_decode_rows():
+            batch.admit(now, self._starter(now))
+        if not batch.running:
+            return None
+        decode, prefill = self._rows()
+        pace, remaining, lag = self._measure(decode, now)
+        waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
+        load = Load(
+            need_rate=pace.need_rate(now),
+            draft_lag=self._draft.lag_in_step(lag),
+            can_speculate=self._draft.can_speculate(remaining, lag),
+            num_prefill=len(prefill),
+            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
+            wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
+            context=np.concatenate(
+                [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
+            ),
+            can_draft=self._draft.can_draft,
+        )
+        decision = self._controller.decide(load)
+        decision.check(self._limits, load)
+        chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
+        self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
+        slots = decode
+        if chunks:
+            slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
+        scheduled_s = batch.table.first_scheduled_s[slots]
+        batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
+        due_s = pace.due_s(now) if self._draft.remote else None
+        draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
+        plan = self._assemble(step, slots, chunks, draft, decision)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
+
+    def pace(self, now: float) -> Pace | None:
+        """Return the pace of the running sequences; None while any of their prompts is not computed."""
+        decode, prefill = self._rows()
+        return None if prefill else self._measure(decode, now)[0]
+
+    def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
+        """Return the slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
+        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
+        decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
+        if np.count_nonzero(decodes) == len(slots):
+            return slots.copy(), []
+        prefill = [running[row] for row in (~decodes).nonzero()[0]]
+        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
+
+    def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
+        """Return a function that says whether one more sequence may start; None if the controller admits everything.
+
+        It may start if it and the running sequences that still can meet their targets can all be kept on pace. A
+        sequence that is late, or whose target is out of reach, counts with its root only; one without a target may
+        always start. The running rows are measured when the function is first asked, and every yes counts for the next
+        question.
+        """
+        if type(self._controller).sustains is Controller.sustains:
+            return None
+        rates: list[float] = []
+        others = -1
+
+        def may_start(state: SequenceState) -> bool:
+            nonlocal rates, others
+            if state.is_untargeted:
+                return True
+            if others < 0:
+                decode, prefill = self._rows()
+                needed = self._measure(decode, now)[0].need_rate(now)
+                starting = [self._pace_rate(running, now) for running in prefill]
+                known = [*needed.tolist(), *starting]
+                rates = [rate for rate in known if 0 < rate < math.inf]
+                others = len(known) - len(rates)
+            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.sequence.tpot_slo_s)
+            more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
+            can_draft = self._draft.can_draft
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
+                return False
+            rates, others = more, beside
+            return True
+
+        return may_start
+
+    def _pace_rate(self, state: SequenceState, now: float) -> float:
+        """Return the rate that a running sequence needs whose prompt is not computed; 0 if its target was or will be
+        dropped.
+        """
+        table = self._batch.table
+        return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
+
+    def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
+        """Return pace, tokens to max_total, and tokens that the draft lacks, of the decode rows in these slots."""
+        table = self._batch.table
+        num_tokens = table.num_tokens[decode]
+        remaining = table.max_total[decode] - num_tokens
+        first_token_s = table.first_token_s[decode]
+        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
+        pace = Pace(
+            first_token_s=first_token_s,
+            tpot_slo_s=table.tpot_slo_s[decode],
+            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
+            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
+        )
+        return pace, remaining, num_tokens - table.draft_computed[decode]
+
+    def _assemble(
+        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
+    ) -> StepPlan:
+        """Lay out the arrays of a step."""
+        table = self._batch.table
+        num_decode = len(slots) - len(chunks)
+        num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
+        prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
+        if chunks:
+            prefill_counts = np.array(chunks, np.int32)
+            prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
+            final = prefill_counts == (num_tokens - num_computed)[num_decode:]
+        most = min(
+            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
+        )
+        speculating = draft is not None and draft.depth > 0
+        return StepPlan(
+            step=step,
+            slots=slots.astype(np.int32),
+            num_decode=num_decode,
+            root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
+            ctx_len=num_computed.astype(np.int32),
+            page_table=table.page_table.take(slots, axis=0),
+            sampling=table.row_sampling(slots),
+            prefill_tokens=prefill_tokens,
+            prefill_counts=prefill_counts,
+            prefill_final=final,
+            draft=draft,
+            tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
+        )
+
+
+def _pace_rate(tpot_slo_s: float | None) -> float:
+    """Return the tokens per second that keep a sequence on its target from the start; 0 without one."""
+    return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
+
+
+def _share_out(prefill: list[SequenceState], tokens: int) -> list[int]:
+    """Return chunk lengths for the first of `prefill`, in order, until `tokens` are given out."""
+    chunks: list[int] = []
+    for state in prefill:
+        if tokens <= 0:
+            break
+        chunks.append(min(state.pending, tokens))
+        tokens -= chunks[-1]
+    return chunks
 
 
 class DraftPlanner:
-    """Plans for one draft, here or a service's.
-
-    cost: whose limit of catch-up tokens, asked in each step, is the most that the draft is fed in it, or that it waits
-    for where the draft is remote, which is fed any number while the target goes on. used: whether plans have a draft at
-    all. calibrated: of the draft's f. calibrator: whose new chances plans carry. residency: where the draft is; None:
-    here, always. several_drafts: whether plans say which draft is each row's. remote: whether a draft service drafts.
-    """
+    """Planner of the draft's part of a step, for a local draft or a draft service."""
 
     def __init__(
         self, batch: Batch, cost: CostTable, *, used: bool, calibrated: bool = True,
         calibrator: Calibrator | None = None, residency: Residency | None = None, several_drafts: bool = False,
         remote: bool = False,
     ):  # fmt: skip
+        """Set up for one draft.
+
+        Args:
+            batch: Running sequences.
+            cost: Its limit of catch-up tokens bounds what the draft is fed in a step, or with a draft service what the
+                step waits for; a service is fed any number of tokens while the target goes on.
+            used: Plans have a draft at all.
+            calibrated: f is made of calibrated chances.
+            calibrator: Source of new chances, which plans carry to the draft.
+            residency: Whether the draft is on the device; None: always.
+            several_drafts: Plans name the draft model of each row.
+            remote: A draft service drafts.
+        """
         self._batch = batch
         self._limits = batch.limits
         self._cost = cost
@@ -45,37 +287,50 @@ class DraftPlanner:
         self._several_drafts = several_drafts
         self.remote = remote
         self.is_away = False
-        """Whether nobody could draft now, where that is another's to say."""
+        """True while no draft service can be asked."""
 
     @property
     def is_resident(self) -> bool:
-        """Whether its memory is its own: False from when that became KV pages until the draft is back."""
+        """False from an expansion into the draft's memory until the draft is back."""
         return self._residency is None or self._residency.draft_is_here
 
     @property
     def can_draft(self) -> bool:
-        """Whether it can be asked now, where there is one."""
+        """True if the draft can be asked now."""
         return self.is_resident and not self.is_away
 
     def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
-        """bool[num_decode]. A row whose draft lags by more than one step can catch up decodes plainly until it has.
-        remaining, lag: i64[num_decode], tokens to the end and tokens that the draft lacks."""
+        """Return bool[num_decode], rows that can use a draft.
+
+        A row whose draft lags by more than one step can catch up on decodes plainly until it has caught up. remaining,
+        lag: i64[num_decode], tokens to the end and tokens that the draft lacks.
+        """
         if not (self._used and self.can_draft):
             return np.zeros(len(lag), bool)
         catching_up = (lag - 1) // self._cost.max_catchup_tokens
         return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
 
     def lag_in_step(self, lag: np.ndarray) -> np.ndarray:
-        """As much of it as a step waits for."""
+        """Return the part of the lag that a step waits for."""
         return np.minimum(lag, self._limits.max_depth + 1) if self.remote else lag
 
     def plan(
         self, decision: Decision, slots: np.ndarray, can_speculate: np.ndarray, lag: np.ndarray, chunks: list[int],
         due_s: np.ndarray | None,
     ) -> DraftPlan | None:  # fmt: skip
-        """Those that speculate are fed first, shortest lag first; then the lagging rows, with half of what is left when
-        prompts wait too; then the prefill chunks. slots: i64[R]. lag: i64[num_decode]. due_s: f64[num_decode], seconds
-        until each row's next token is due, where the draft is remote."""
+        """Return the draft's part of a step; None if the draft is neither searched nor fed.
+
+        Rows that speculate are fed first, shortest lag first; then lagging rows, with half of what is left if prompts
+        wait too; then the prefill chunks.
+
+        Args:
+            decision: Depth, width and whether prompts are fed.
+            slots: i64[R].
+            can_speculate: bool[num_decode].
+            lag: i64[num_decode], tokens that the draft lacks.
+            chunks: Prefill tokens of the last rows.
+            due_s: f64[num_decode], seconds until each row's next token is due, with a draft service; else None.
+        """
         if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
             return None
         num_decode = len(slots) - len(chunks)
@@ -117,7 +372,7 @@ class DraftPlanner:
         )
 
     def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
-        """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
+        """Return bool[num_decode], rows whose lag fits this step's catch-up and that hold the pages of their trees."""
         speculates, most = can, self._cost.max_catchup_tokens
         if int(lag.sum()) > most:
             order = np.argsort(np.where(speculates, lag, most + 1), kind="stable")
@@ -135,246 +390,31 @@ class DraftPlanner:
         return got
 
 
-_NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
-PREFILL_RATE = 0.02
-"""Weight of a step in the moving average of prefill tokens per step."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pace:
-    """What the targets of the decode rows are judged by.
-
-    first_token_s, tpot_slo_s: f64[R]; num_decoded, horizon: i64[R], tokens.
-    """
-
-    first_token_s: np.ndarray
-    tpot_slo_s: np.ndarray
-    num_decoded: np.ndarray
-    horizon: np.ndarray
-
-    def need_rate(self, now: float) -> np.ndarray:
-        """f64[R], tokens per second, as of `now`."""
-        return need_rate(now - self.first_token_s, self.tpot_slo_s, self.num_decoded, self.horizon)
-
-    def due_s(self, now: float) -> np.ndarray:
-        """f64[R], seconds from `now` until each row's next token is due; 0 where it is late, inf without a target."""
-        return np.maximum(self.first_token_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A plan with what selection and commit need to know of its rows.
-
-    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned. slots: i64[R]. decided_depth: of the
-    draft, whether or not any row could use it.
-    """
-
-    plan: StepPlan
-    slots: np.ndarray
-    pace: Pace
-    remaining: np.ndarray
-    wait_ratio: float
-    made_s: float
-    decided_depth: int
-
-
-class Planner:
-    """Plans one step after another. draft: the draft's part of it. max_prefill: most prefill tokens of a step. horizon:
-    h, tokens."""
-
-    def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
-        self._batch = batch
-        self._limits = batch.limits
-        self._controller = controller
-        self._draft = draft
-        self._max_prefill = max_prefill
-        self._prefill_per_step = 0.0
-        self._horizon = horizon
-
-    def plan(self, now: float, step: int) -> PlannedStep | None:
-        """Admit, preempt, decide; None when nothing can run."""
-        batch = self._batch
-        if not batch.make_room():
-            batch.admit(now, self._starter(now))
-        if not batch.running:
-            return None
-        decode, prefill = self._rows()
-        pace, remaining, lag = self._measure(decode, now)
-        waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
-        load = Load(
-            need_rate=pace.need_rate(now),
-            draft_lag=self._draft.lag_in_step(lag),
-            can_speculate=self._draft.can_speculate(remaining, lag),
-            num_prefill=len(prefill),
-            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
-            wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
-            context=np.concatenate(
-                [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
-            ),
-            can_draft=self._draft.can_draft,
-        )
-        decision = self._controller.decide(load)
-        decision.check(self._limits, load)
-        chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
-        self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
-        slots = decode
-        if chunks:
-            slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
-        scheduled_s = batch.table.first_scheduled_s[slots]
-        batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        due_s = pace.due_s(now) if self._draft.remote else None
-        draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
-        plan = self._assemble(step, slots, chunks, draft, decision)
-        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
-
-    def pace(self, now: float) -> Pace | None:
-        """Of the requests that run; None while any of them waits for its prompt to be computed."""
-        decode, prefill = self._rows()
-        return None if prefill else self._measure(decode, now)[0]
-
-    def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
-        """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
-        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
-        decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
-        if np.count_nonzero(decodes) == len(slots):
-            return slots.copy(), []
-        prefill = [running[row] for row in (~decodes).nonzero()[0]]
-        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
-
-    def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
-        """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
-        late already, or whose target is out of reach, asks for its root only; one without a target always may. Measured
-        when it is first asked; every yes counts for the next. None where the controller leaves `sustains` as it is, and
-        so always says yes."""
-        if type(self._controller).sustains is Controller.sustains:
-            return None
-        rates: list[float] = []
-        others = -1
-
-        def may_start(state: SequenceState) -> bool:
-            nonlocal rates, others
-            if state.is_untargeted:
-                return True
-            if others < 0:
-                decode, prefill = self._rows()
-                needed = self._measure(decode, now)[0].need_rate(now)
-                starting = [self._pace_rate(running, now) for running in prefill]
-                known = [*needed.tolist(), *starting]
-                rates = [rate for rate in known if 0 < rate < math.inf]
-                others = len(known) - len(rates)
-            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
-            more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            can_draft = self._draft.can_draft
-            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
-                return False
-            rates, others = more, beside
-            return True
-
-        return may_start
-
-    def _pace_rate(self, state: SequenceState, now: float) -> float:
-        """Of a running request whose prompt is not computed yet; 0 also where its target is given up, or will be."""
-        table = self._batch.table
-        return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
-
-    def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
-        """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows, given by slot."""
-        table = self._batch.table
-        num_tokens = table.num_tokens[decode]
-        remaining = table.max_total[decode] - num_tokens
-        first_token_s = table.first_token_s[decode]
-        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
-        pace = Pace(
-            first_token_s=first_token_s,
-            tpot_slo_s=table.tpot_slo_s[decode],
-            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
-            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
-        )
-        return pace, remaining, num_tokens - table.draft_computed[decode]
-
-    def _assemble(
-        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
-    ) -> StepPlan:
-        table = self._batch.table
-        num_decode = len(slots) - len(chunks)
-        num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
-        prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
-        if chunks:
-            prefill_counts = np.array(chunks, np.int32)
-            prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
-            final = prefill_counts == (num_tokens - num_computed)[num_decode:]
-        most = min(
-            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
-        )
-        speculating = draft is not None and draft.depth > 0
-        return StepPlan(
-            step=step,
-            slots=slots.astype(np.int32),
-            num_decode=num_decode,
-            root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
-            ctx_len=num_computed.astype(np.int32),
-            page_table=table.page_table.take(slots, axis=0),
-            sampling=table.row_sampling(slots),
-            prefill_tokens=prefill_tokens,
-            prefill_counts=prefill_counts,
-            prefill_final=final,
-            draft=draft,
-            tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
-        )
-
-
-def _pace_rate(tpot_slo_s: float | None) -> float:
-    """Tokens per second that keep a request on its target from the start; 0 without one."""
-    return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
-
-
-def _share_out(prefill: list[SequenceState], tokens: int) -> list[int]:
-    """Chunk lengths for the first of `prefill`, in order, until `tokens` are given away."""
-    chunks: list[int] = []
-    for state in prefill:
-        if tokens <= 0:
-            break
-        chunks.append(min(state.pending, tokens))
-        tokens -= chunks[-1]
-    return chunks
-
-
-# How long the step loop may do something else without putting a target in danger. Knows pace and load, not what
-# for.
-#
-# Symbols: docs/equations.md, as of slo.py.
-
-CROWDED_SHARE = 0.5
-"""Share of the rows above which there is no time for anything else."""
-HOLD_S = 3.0
-"""For so long after the last such step."""
-TARGET_SHARE = 0.9
-"""What is left of a target for those who spend the rest: chance and arrivals make the next tokens dearer than the last.
-"""
-SLACK_SHARE = 0.5
-"""Share of the least slack that may be spent before the next step."""
-PACE_RATE = 0.1
-"""Weight of a new step in the moving averages of its seconds and of its tokens per row."""
-
-
-def slack_s(
+def row_slack_s(
     decode_time_s: np.ndarray, tpot_slo_s: np.ndarray, num_decoded: np.ndarray, horizon: np.ndarray, token_s: float
 ) -> np.ndarray:
-    """f64[R], by how many seconds a request may stand still and be on its target again within `horizon` more tokens,
-    one every `token_s`: where `need_rate` is 1 / token_s. inf without a target, below 0 where it is late anyway."""
+    """Return f64[R], seconds that a row may stand still and be on its target again within `horizon` tokens.
+
+    Assumes one token every `token_s`: the slack is 0 where `need_rate` is 1 / token_s. inf without a target, below 0 if
+    the row is late anyway.
+    """
     return tpot_slo_s * (num_decoded + horizon) - decode_time_s - horizon * token_s
 
 
-class SpareTime:
-    """Told of every step, asked between steps. capacity: most requests that can run at once."""
+class SlackTracker:
+    """Estimate of how long the step loop may do something else without endangering a TPOT target."""
 
     def __init__(self, capacity: int):
+        """Start without steps. capacity: most sequences that can run at once."""
         self._crowded = CROWDED_SHARE * capacity
         self._loaded_s = -math.inf
         self._step_s = self._tokens = 0.0
 
     def observe(self, now: float, running: int, waiting: int, step_s: float, emitted: np.ndarray) -> None:
-        """A step has ended. waiting: requests that it left without a slot. emitted: i32[num_decode], tokens."""
+        """Take in a step that ended.
+
+        waiting: sequences left without a slot. emitted: i32[num_decode], tokens.
+        """
         if waiting or running > self._crowded:
             self._loaded_s = now
         if len(emitted):
@@ -383,16 +423,20 @@ class SpareTime:
             self._tokens += rate * (int(emitted.sum()) / len(emitted) - self._tokens)
 
     def is_loaded(self, now: float) -> bool:
-        """Whether requests waited for a slot, or more than half of the slots were taken, less than HOLD_S ago."""
+        """Return whether sequences waited for a slot, or more than half of the slots were taken, less than HOLD_S
+        ago.
+        """
         return now - self._loaded_s < HOLD_S
 
     def seconds(self, pace: Pace, now: float) -> float:
-        """That the request with the least slack leaves; 0 where a target runs and no step has decoded yet."""
+        """Return the seconds that the row with the least slack leaves; 0 before the first decode step if a target
+        runs.
+        """
         if not np.isfinite(pace.tpot_slo_s).any():
             return math.inf
         if not self._tokens:
             return 0.0
         token_s = self._step_s / self._tokens
         target_s = TARGET_SHARE * pace.tpot_slo_s
-        slack = slack_s(now - pace.first_token_s, target_s, pace.num_decoded, pace.horizon, token_s)
+        slack = row_slack_s(now - pace.first_token_s, target_s, pace.num_decoded, pace.horizon, token_s)
         return max(SLACK_SHARE * float(slack.min()), 0.0)

@@ -1,6 +1,7 @@
-"""Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES.
+"""Scheduling policies by name: POLICIES, ABLATIONS, and policies in Python files of users.
 
-README has the table that is made from POLICIES. By name they are found in policy_names.py.
+A policy is a composition of parts, not a class: adding one means adding an entry to POLICIES. README has the table made
+from it.
 """
 
 from __future__ import annotations
@@ -42,17 +43,24 @@ SelectionRule = Literal["slo", "slo-equal", "equal", "best", "static"]
 NeedRule = Literal["horizon", "step", "code"]
 
 SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
-"""Nodes by level: its published expansion is 1, 1, 3, 1, 1, 1, 1, 1 children of each node."""
+"""Nodes by level; SpecInfer's published expansion is 1, 1, 3, 1, 1, 1, 1, 1 children of each node."""
 TETRIS_EXTRA = 2
 """Tokens that `tetris:<k>` drafts beyond k, to choose from."""
 DSD_PROBE_STEPS = 50
 SARATHI_TOKENS = 512
+SUFFIX = ".py"
+PREFILL_PARTS = 8
+"""Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
+1024.
+"""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a controller may be built from. parameter: the k of a policy `<name>:<k>`, else 0. depth_offset,
-    width_offset: c1 and c2 of eq. 8 and 9."""
+    """Parts that a controller may be built from.
+
+    parameter: the k of a policy `<name>:<k>`, else 0. depth_offset, width_offset: c1 and c2 of eq. 8 and 9.
+    """
 
     limits: Limits
     cost: CostTable
@@ -66,25 +74,27 @@ class Parts:
 
     @property
     def switch(self) -> SwitchTable:
-        """What turning speculation on costs."""
+        """Cost of turning speculation on."""
         return SwitchTable.of(self.cost, self.limits)
 
     @property
     def chain_costs(self) -> ChainCosts:
+        """Predicted cost of chains."""
         return ChainCosts(self.limits, self.cost, self.acceptance)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Controller (depth, width, budget) x selector (which nodes) x ordering (which requests) x memory rule.
+    """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
 
-    about: what it is, for the table of policies. selector: "slo" is Algorithm 2; "slo-equal" its SLO phase, then
-    equal shares of the rest. need, slo_order: how the SLO phase counts and whom it serves first. tree_widths: nodes
-    by level (selector "static" only). search_budget: whether the verify budget is chosen again, over the token
-    edges, once the candidates are known. calibrated: whether f is made of calibrated chances, or of the draft's own
-    probabilities. uses_draft: whether the draft is fed and searched at all, when one is loaded. needs_draft: whether
-    it is refused without one. elastic: whether the draft's memory becomes KV pages while speculation is off and pages
-    are short; else the draft stays. weighs_pages: not while it is off, but where pages would bring more than it does.
+    about: description in the table of policies. selector: "slo" is Algorithm 2; "slo-equal" is its SLO phase, then
+    equal shares of the rest. need, slo_order: how the SLO phase counts tokens and its order of service. tree_widths:
+    nodes by level (selector "static" only). search_budget: the verify budget is chosen again, over the token edges,
+    once the candidates are known. calibrated: f is made of calibrated chances instead of the draft's own probabilities.
+    uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is refused without a
+    draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short; otherwise the
+    draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while speculation is
+    off.
     """
 
     about: str
@@ -103,8 +113,9 @@ class Policy:
 
     @property
     def gives_up(self) -> bool:
-        """Whether targets that are out of reach, or no longer all to be met, are pursued no more; the published
-        rules of need go on pursuing them."""
+        """True if targets that are out of reach, or no longer all reachable, are dropped; published forms of need
+        keep them.
+        """
         return self.need == "horizon"
 
 
@@ -119,7 +130,7 @@ def _adaserve(parts: Parts) -> Controller:
 
 
 def closed_form(parts: Parts) -> Controller:
-    """AdaServe's eq. 8 and 9."""
+    """Return the controller of AdaServe's eq. 8 and 9."""
     return ClosedFormController.for_limits(
         parts.limits, depth_offset=parts.depth_offset, width_offset=parts.width_offset
     )
@@ -157,6 +168,8 @@ def _probing_goodput(parts: Parts) -> Controller:
 
 
 def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
+    """Return a builder of Nightjar's controller by this rule."""
+
     def build(parts: Parts) -> Controller:
         return NightjarController(parts.limits, parts.chain_costs, parts.switch, rule, parts.seed)
 
@@ -230,25 +243,18 @@ POLICIES: dict[str, Policy] = {
     ),
 }  # fmt: skip
 
-# Policies from files outside the package: `my_policy.py`, or `my_policy.py:NAME` where a file has several.
-#
-# A file is ordinary Python that is run when its policy is asked for; each module-level `Policy` in it is one
-# policy. Its neighbours are not on the path of imports: what it says is in one file, whose hash tells versions
-# of it apart.
-
-SUFFIX = ".py"
-
 
 def names_a_file(name: str) -> bool:
-    """Whether the name of a policy is that of a file, or of a policy in one."""
+    """Return whether a policy's name is `FILE.py` or `FILE.py:NAME`."""
     return name.partition(":")[0].endswith(SUFFIX)
 
 
 def policy_from_file(name: str) -> Policy:
-    """The policy that `FILE.py` or `FILE.py:NAME` names; FILE is relative to the working directory.
+    """Return the policy that `FILE.py` or `FILE.py:NAME` names; FILE is relative to the working directory.
 
-    Runs the file. Raises ConfigError: there is no such file, it fails, or it has no such policy, or several and none is
-    named.
+    Runs the file, which is ordinary Python: every module-level `Policy` in it is a policy. The file's folder is not on
+    the import path, so that one file, identified by its hash, holds the whole policy. Raises ConfigError if there is no
+    such file, it fails, it has no such policy, or it has several and none is named.
     """
     file, colon, wanted = name.partition(":")
     path = _path(name)
@@ -269,8 +275,9 @@ def policy_from_file(name: str) -> Policy:
 
 
 def file_hashes(names: Iterable[str]) -> dict[str, str]:
-    """SHA-256, hex, of the file of each policy that is from one; the others are left out. Raises ConfigError: there is
-    no such file."""
+    """Return the SHA-256 (hex) of the file of each policy that comes from one. Raises ConfigError if there is no
+    such file.
+    """
     return {name: hashlib.sha256(_path(name).read_bytes()).hexdigest() for name in names if names_a_file(name)}
 
 
@@ -284,8 +291,10 @@ def _path(name: str) -> Path:
 
 
 def _run(path: Path) -> ModuleType:
-    """The module that a file makes, run anew each time: it may have been edited since. Files of one name in several
-    folders are modules of their own, and one that fails is none."""
+    """Run a file as a new module: it may have been edited since it last ran.
+
+    Files of one name in several folders are separate modules, and a file that fails leaves none.
+    """
     source = path.resolve()
     name = f"{__name__}.{path.stem}_{hashlib.sha256(bytes(source)).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, source)
@@ -302,18 +311,11 @@ def _run(path: Path) -> ModuleType:
 
 
 def _where(error: Exception, source: Path) -> str:
-    """ " in line N" of the file, where the error came through one of its lines; an error of syntax says so itself."""
+    """Return " in line N" of the file if the error came through one of its lines; a syntax error names its line
+    itself.
+    """
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == source]
     return f" in line {lines[-1]}" if lines else ""
-
-
-# Policies between AdaServe's building blocks and `adaserve`, one part apart each, to see what a part is worth.
-#
-# Every command that takes policies takes these too, and `ladder`, `halves` and `orders` for all of theirs.
-
-PREFILL_PARTS = 8
-"""Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
-1024."""
 
 
 def _budget_by_cost(parts: Parts) -> Controller:
@@ -371,33 +373,33 @@ ABLATIONS: dict[str, Policy] = {
     ),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
-"""Each adds one part to the one before; `adaserve` adds admission by pace, the order by deadline and, where the draft's
-memory may become KV pages, that."""
+"""Policies from AdaServe's building blocks to `adaserve`, each with one part more. `adaserve` adds admission by
+pace, the order by deadline and, where the draft's memory may become KV pages, elastic memory.
+"""
 HALVES = ("half-model", "half-bandit", "adaserve")
-"""Who decides: the tables, what was earned, or both."""
+"""Deciding by the tables alone, by measured results alone, or by both."""
 ORDERS = ("order-slowest", "order-fastest", "adaserve")
 
-# From names to policies: those of POLICIES, ablations, files, and names that stand for several.
 
 GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
-"""Names that commands take in place of several."""
+"""Names that commands take in place of several policies."""
 
 
 def expand(names: Sequence[str]) -> tuple[str, ...]:
-    """`names` with those of a group in the place of the group's name, each once."""
+    """Replace names of groups by their policies, each once."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
 
 
 def policy_of(config: EngineConfig) -> Policy:
-    """The policy of a configuration, before anything is loaded. Raises ConfigError as `find_policy` does."""
+    """Return the policy of a configuration before anything is loaded. Raises ConfigError as `find_policy` does."""
     return find_policy(config.policy, config.max_depth if config.speculates else 0)[0]
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
-    """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
+    """Return the policy called `name` and its parameter. Needs nothing loaded.
 
-    Raises ConfigError for an unknown name, one that needs a draft, or a deeper one, and for a file as
-    `policy_from_file` does.
+    max_depth: deepest draft, 0 without one. Raises ConfigError for an unknown name, a policy that needs a draft or a
+    deeper one, and for a file as `policy_from_file` does.
     """
     family, colon, parameter = name.partition(":")
     whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)

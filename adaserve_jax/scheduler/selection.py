@@ -1,7 +1,8 @@
-"""Which candidate nodes are verified: AdaServe's Algorithm 2, corrected, as array operations.
+"""Selection of the candidate nodes to verify: AdaServe's Algorithm 2, corrected, and its baselines, as array
+operations.
 
-f never increases along a path, so what is taken from one request is always a prefix of its candidates sorted by
-(-f, depth, column), and parents come with their children. Knows no requests, costs or clocks.
+f never increases along a path. So the nodes taken from one sequence are a prefix of its candidates sorted by (-f,
+depth, column), and every node comes with its parent.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """Candidates of every row, best first. key: i64[R, C], unique and comparable across rows, lower is better;
-    f: f64[R, C], f, non-increasing along C, 0 for an absent node; column: i64[R, C], index in the candidates.
-    in_beam_order: whether that is 0, 1, ..., C - 1 in every row.
+    """Candidates of every row, best first.
+
+    key: i64[R, C], unique and comparable across rows, lower is better. f: f64[R, C], non-increasing along C, 0 for an
+    absent node. column: i64[R, C], index in the candidates. in_beam_order: column is 0, 1, ..., C - 1 in every row.
     """
 
     key: np.ndarray
@@ -52,7 +54,7 @@ def rank(candidates: CandidateTrees) -> Ranked:
 
 
 def _cost(candidates: CandidateTrees) -> np.ndarray:
-    """f32[R, C], -log f >= 0, in which no node costs less than its parent; inf for an absent one."""
+    """Return -log f >= 0, f32[R, C], in which no node costs less than its parent; inf for an absent node."""
     if _are_chains(candidates):
         log_f = np.minimum.accumulate(np.minimum(candidates.log_f, 0.0, dtype=np.float32), axis=1)
         log_f[log_f != log_f] = -np.inf
@@ -62,12 +64,14 @@ def _cost(candidates: CandidateTrees) -> np.ndarray:
 
 
 def _are_chains(candidates: CandidateTrees) -> bool:
-    """Whether each level has one node, whose parent is then the node of the level above."""
+    """Return whether each level has one node, whose parent is then the node of the level above."""
     return len(candidates.depth) > 0 and int(candidates.depth[-1]) == len(candidates.depth)
 
 
 def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """f32[R, C] in which no node is likelier than its parent, and none present without it; NaN counts as absent."""
+    """Return log f, f32[R, C], in which no node is likelier than its parent or present without it; NaN counts as
+    absent.
+    """
     rows, columns = log_f.shape
     if not log_f.size:
         return log_f
@@ -86,13 +90,23 @@ def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
 def slo_phase(
     f: np.ndarray, need: np.ndarray, *, budget: int, max_slo_nodes: int = 0, order: SloOrder = "cheapest-first"
 ) -> np.ndarray:
-    """Take from each request the fewest candidates whose expected tokens reach `need`, while the budget lasts.
+    """Take from each sequence the fewest candidates whose expected tokens reach `need`, while the budget lasts.
 
-    f: f64[R, C], f, non-increasing along C, 0 for absent nodes. need: f64[R], tokens, root counted (A_cap).
-    max_slo_nodes: cap per request, 0 for none. order: who is served first; with `cheapest-first` requests that cannot
-    reach their need with all their candidates come last. Returns i64[R], candidates taken per request. Source:
-    AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md).
-    Raises: BudgetError if budget < R (every request verifies its root).
+    Source: AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md).
+
+    Args:
+        f: f64[R, C], non-increasing along C, 0 for absent nodes.
+        need: f64[R], A_cap in tokens, root counted.
+        budget: Tree tokens of the step, one root per sequence included.
+        max_slo_nodes: Most candidates per sequence; 0 for no limit.
+        order: Order of service. With `cheapest-first`, sequences that cannot reach their need with all their candidates
+            come last.
+
+    Returns:
+        i64[R], candidates taken per sequence.
+
+    Raises:
+        BudgetError: budget < R.
     """
     rows = len(need)
     if budget < rows:
@@ -109,9 +123,10 @@ def slo_phase(
 
 
 def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates until the expected tokens, 1 for the root included, reach `need`, and whether they do.
+    """Count the candidates until the expected tokens, 1 for the root included, reach `need`.
 
-    f: f64[R, C], as in slo_phase; need: f64[..., R]. Returns i64[..., R] and bool[..., R].
+    f: f64[R, C], as in slo_phase; need: f64[..., R]. Returns the counts, i64[..., R], and whether the need is reached,
+    bool[..., R].
     """
     rows, columns = f.shape
     reached = np.ones((rows, columns + 1))
@@ -122,7 +137,7 @@ def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
-    """Add to `taken` (i64[R]) the `left` best remaining candidates of all requests: bool[R, C] along ranked columns.
+    """Add to `taken` (i64[R]) the `left` best remaining candidates of all sequences: bool[R, C] along ranked columns.
 
     Source: AdaServe Alg. 2 lines 18-22: one global top-k, ties by (depth, row, column).
     """
@@ -140,14 +155,16 @@ def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray
 
 
 def equal_share(ranked: Ranked, left: int) -> np.ndarray:
-    """The best candidates of each request, as many for every request as fit: bool[R, C] along ranked columns."""
+    """Take the best candidates of each sequence, as many for every sequence as fit: bool[R, C] along ranked columns."""
     present = ranked.f > 0
     by_place = present.T.cumsum().reshape(present.T.shape).T
     return present & (by_place <= left)
 
 
 def equal_rest(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
-    """`taken` (i64[R]) of each request, and `left` more of all, as many for every request as fit: bool[R, C]."""
+    """Add to `taken` (i64[R]) `left` more candidates, as many for every sequence as fit: bool[R, C] along ranked
+    columns.
+    """
     columns = ranked.key.shape[1]
     beyond = np.arange(columns) - taken[:, None]
     place = np.where((beyond >= 0) & (ranked.f > 0), beyond, columns)
@@ -158,16 +175,18 @@ def equal_rest(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
 
 
 def best_overall(ranked: Ranked, left: int) -> np.ndarray:
-    """The `left` likeliest candidates of all requests together: bool[R, C] along ranked columns. Source: TETRIS
-    (arXiv 2502.15197), whose score is the product of the draft's probabilities along the path."""
+    """Take the `left` likeliest candidates of all sequences together: bool[R, C] along ranked columns.
+
+    Source: TETRIS (arXiv 2502.15197), whose score is the product of the draft's probabilities along the path.
+    """
     return throughput_phase(ranked, np.zeros(len(ranked.key), np.int64), left)
 
 
 def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, ...], left: int) -> np.ndarray:
-    """The same tree for every request, whatever its candidates are worth: bool[R, C] along ranked columns.
+    """Take the same tree for every sequence, whatever its candidates are worth: bool[R, C] along ranked columns.
 
-    widths: nodes of level 1, 2, ..., the likeliest ones whose parents are in the tree; levels beyond are left out.
-    Where `left` does not hold all, the least likely go first. Source: SpecInfer's static trees (AdaServe section 6).
+    widths: nodes of level 1, 2, ..., the likeliest ones whose parents are in the tree; levels beyond are left out. If
+    `left` does not hold all, the least likely go first. Source: SpecInfer's static trees (AdaServe section 6).
     """
     rows, columns = ranked.key.shape
     in_tree = np.zeros((rows, columns + 1), bool)
@@ -185,11 +204,11 @@ def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, .
 
 
 def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | None:
-    """Algorithm 1: the trees of most expected tokens among those that meet every need, or None when none do.
+    """Return the trees of most expected tokens among those that meet every need, or None if none do (Algorithm 1).
 
-    need: f64[R], tokens, root counted. Optimal when every f is known, all candidates are there and no cap holds.
-    Returns bool[R, C] along ranked columns. Source: AdaServe Alg. 1, roots charged (docs/equations.md).
-    Raises: BudgetError if budget < R.
+    need: f64[R], tokens, root counted. Optimal if every f is known, all candidates are given and no cap applies.
+    Returns bool[R, C] along ranked columns. Source: AdaServe Alg. 1, roots charged (docs/equations.md). Raises
+    BudgetError if budget < R.
     """
     rows = len(need)
     if budget < rows:
@@ -202,7 +221,7 @@ def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | No
 
 
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
-    """The trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
+    """Return the trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
     if ranked.in_beam_order:
         return _pack(candidates, root_token, chosen, ranked.f)
     rows, columns = chosen.shape
@@ -215,13 +234,15 @@ def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, cho
 
 
 def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
-    """Every candidate that is there: what any rule comes to when the budget holds them all."""
+    """Return trees of every present candidate: the result of any rule whose budget holds them all."""
     f = np.exp(-_cost(candidates).astype(np.float64))
     return _pack(candidates, root_token, f > 0, f)
 
 
 def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, f: np.ndarray) -> DraftTrees:
-    """in_tree: bool[R, C], f: f[R, C], both in beam order. Lays out all candidates, drops what is not in."""
+    """Lay out all candidates, then drop those outside the trees. in_tree: bool[R, C], f: f[R, C], both in beam
+    order.
+    """
     rows, columns = in_tree.shape
     row, candidate, first_child = _layout(rows, columns)
     token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
@@ -247,7 +268,9 @@ def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarra
 
 @lru_cache(maxsize=256)
 def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of trees with all candidates: row, candidate, i32[R (1 + C)], and the index behind each root, i32[R, 1]."""
+    """Return the layout of trees with all candidates: row and candidate, i32[R (1 + C)], and the index after each
+    root, i32[R, 1].
+    """
     row = np.repeat(np.arange(rows, dtype=np.int32), columns + 1)
     candidate = np.tile(np.arange(-1, columns, dtype=np.int32), rows)
     for constant in (row, candidate):
@@ -256,7 +279,7 @@ def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def roots_only(root_token: np.ndarray) -> DraftTrees:
-    """One root per row: plain decoding."""
+    """Return one root per row: plain decoding."""
     rows = len(root_token)
     absent = np.full(rows, -1, np.int32)
     return DraftTrees(
@@ -280,7 +303,9 @@ def select_slo(
     order: SloOrder = "cheapest-first",
     rest: Callable[[Ranked, np.ndarray, int], np.ndarray] = throughput_phase,
 ) -> DraftTrees:
-    """Algorithm 2: first the nodes that targets need, then by `rest` what is left of the budget. Raises BudgetError."""
+    """Run Algorithm 2: first the nodes that targets need, then by `rest` what is left of the budget. Raises
+    BudgetError.
+    """
     taken = slo_phase(ranked.f, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
     chosen = rest(ranked, taken, budget - len(need) - int(taken.sum()))
     return pack(candidates, root_token, ranked, chosen)

@@ -1,5 +1,4 @@
-"""Which of a step's candidates are verified, by the policy's rules. Between the plan and the pure functions of
-selection.py; knows no queue, page or device."""
+"""Selection by the rules of a policy: from a planned step and its candidates to the trees to verify."""
 
 from __future__ import annotations
 
@@ -16,17 +15,26 @@ from adaserve_jax.scheduler.slo import need, need_capped, need_of_the_code
 from adaserve_jax.types import CandidateTrees, DraftTrees, Limits
 
 CODE_NODES_FACTOR = 1.2
-"""n_max of the authors' code: this many equal shares of the budget."""
+"""Multiple of an equal share of the budget that is n_max in the authors' code."""
 
 
 class Selector:
-    """search_budget: whether the verify budget is chosen again, over the token edges, now that the candidates are
-    known. max_slo_nodes: cap per request in the SLO phase, 0: none."""
+    """Selection rule, need rule and budget search of one policy."""
 
     def __init__(
         self, policy: Policy, limits: Limits, cost: CostTable, objective: Objective,
         *, search_budget: bool, max_slo_nodes: int,
     ):  # fmt: skip
+        """Set up for one policy.
+
+        Args:
+            policy: Names the rules.
+            limits: Token edges of a step.
+            cost: Seconds of verification.
+            objective: Weights of the budget search.
+            search_budget: Choose the verify budget again, over the token edges, once the candidates are known.
+            max_slo_nodes: Most nodes per sequence in the SLO phase; 0 for no limit.
+        """
         self._policy = policy
         self._cost = cost
         self._objective = objective
@@ -37,7 +45,7 @@ class Selector:
         self._takes_all = policy.selector != "static" and (policy.selector != "slo" or policy.need != "horizon")
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
-        """The trees to verify. now: read after drafting, so that what drafting took counts."""
+        """Return the trees to verify. now: read after drafting, so that the time that drafting took counts."""
         plan = planned.plan
         if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
             return selection.roots_only(plan.root_token)
@@ -59,7 +67,7 @@ class Selector:
     def _by_need(
         self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float
     ) -> DraftTrees:
-        """Algorithm 2."""
+        """Run Algorithm 2 with the policy's form of need."""
         plan = planned.plan
         if self._policy.need == "horizon":
             budget, wanted = self._in_horizon(planned, ranked, now)
@@ -76,7 +84,7 @@ class Selector:
         )  # fmt: skip
 
     def _in_horizon(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> tuple[int, np.ndarray]:
-        """The budget, on a token edge, and A_cap f64[R] in its horizon form."""
+        """Return the budget, on a token edge, and A_cap f64[R] in its horizon form."""
         plan = planned.plan
         edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows, self._cost.context_load(plan.ctx_len))
         if not self._search_budget:
@@ -96,7 +104,9 @@ class Selector:
         return choose_budget(self._objective, ranked.f, question)
 
     def _in_one_step(self, planned: PlannedStep, now: float) -> np.ndarray:
-        """A_cap f64[R] of the papers: all catching up in this step, t_spec as the warm-up measured it."""
+        """Return A_cap f64[R] as in the papers: all catching up happens in this step, and t_spec is as the warm-up
+        measured it.
+        """
         plan, pace = planned.plan, planned.pace
         assert plan.draft is not None
         depth = plan.draft.depth
@@ -108,7 +118,7 @@ class Selector:
 
 
 def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
-    """Drop nodes that a request has no room to emit: a node at depth d is emitted beside d other tokens."""
+    """Drop nodes that a sequence cannot emit before its end: a node at depth d is emitted beside d other tokens."""
     reach = (remaining - 1) * speculates
     cut = (reach < candidates.depth[-1]).nonzero()[0]
     if not len(cut):

@@ -1,4 +1,4 @@
-"""The live state of one request between admission and its end. Knows nothing of other requests or of policies."""
+"""State of sequences between admission and end: one `SequenceState` each, and the `SlotTable` of the running ones."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NO_SLOT = -1
     ACCEPTED_TOKENS,
     NUM_COUNTS,
 ) = range(10)
-"""Entries of the counts of a request, and how many there are."""
+"""Indices into the counts of a sequence; the last is their number."""
 COMPUTED = slice(NUM_COMPUTED, DRAFT_COMPUTED + 1)
-"""The entries that count what target and draft have computed."""
+"""The counts of tokens that the target and the draft have computed."""
 FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, NUM_TIMES = range(4)
-"""Entries of its times, NaN until they come, and how many there are."""
+"""Indices into the times of a sequence, which are NaN until they happen; the last is their number."""
 
 
 class _Count:
-    """One of a request's counts as a Python int."""
+    """Descriptor that reads and writes one count of a sequence as a Python int."""
 
     def __init__(self, entry: int):
         self._entry = entry
@@ -43,7 +43,7 @@ class _Count:
 
 
 class _Time:
-    """One of a request's times, seconds, None until it comes."""
+    """Descriptor that reads one time of a sequence, in seconds; None until it happened."""
 
     def __init__(self, entry: int):
         self._entry = entry
@@ -54,19 +54,20 @@ class _Time:
 
 
 class SequenceState:
-    """Tokens, progress, timings and counts of one request.
+    """Tokens, progress, timings and counts of one sequence.
 
-    counts: i64[NUM_COUNTS], times: f64[NUM_TIMES], token_ids: i32[at least num_tokens]; while the request runs they are
-    views of its slot in the SlotTable, which advances all rows of a step at once, and else its own.
+    Invariant: pending = num_tokens - num_computed >= 1. With 1 pending token the sequence is a decode row and that
+    token is the root of its next tree; with more it is a prefill row. num_computed and draft_computed count the tokens
+    whose KV the target and the draft hold.
 
-    Invariant: pending = num_tokens - num_computed >= 1. pending 1: a decode row, whose last token is the root of the
-    next tree; pending > 1: a prefill row. num_computed and draft_computed count tokens whose KV the target and the
-    draft hold. slot and num_pages mean something only while the request runs. page_keys: of its full pages, as far as
-    the prefix cache asked for them. cached_tokens: of the prompt, found there when the request was first scheduled.
+    counts i64[NUM_COUNTS], times f64[NUM_TIMES] and token_ids i32[at least num_tokens] are arrays of the sequence's own
+    while it waits. While it runs they are views of its slot in the `SlotTable`, which advances all rows of a step at
+    once. slot and num_pages are valid only then. page_keys holds the keys of its full pages that the prefix cache asked
+    for so far. cached_tokens counts the prompt tokens found there when it was first scheduled.
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "page_keys", "preemptions", "rank", "request", "slot", "times", "token_ids",
+        "cached_tokens", "counts", "page_keys", "preemptions", "rank", "sequence", "slot", "times", "token_ids",
         "_asked", "_feasible",
     )  # fmt: skip
 
@@ -80,33 +81,36 @@ class SequenceState:
     first_token_s = _Time(FIRST_TOKEN_S)
 
     def __init__(
-        self,
-        request: Sequence,
-        *,
-        max_total: int,
-        order_key: float,
-        sequence: int,
-        asked: Sequence | None = None,
+        self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
         feasible: bool | None = None,
-    ):
-        """request: as it is scheduled. max_total: most tokens, prompt and output together. order_key: seconds, lower is
-        served sooner. asked: as it came, where that carries targets that nobody pursues. feasible: of its targets."""
-        self.request = request
-        self._asked = request if asked is None else asked
+    ):  # fmt: skip
+        """Set up a sequence that waits.
+
+        Args:
+            sequence: The sequence as it is scheduled; targets that are out of reach are taken out.
+            max_total: Most tokens, prompt and output together.
+            order_key: Seconds; lower is served sooner.
+            number: Position in the order in which sequences were added.
+            asked: The sequence as it came, where its targets differ from those of `sequence`.
+            feasible: Whether its targets are feasible; None without targets.
+        """
+        self.sequence = sequence
+        self._asked = sequence if asked is None else asked
         self._feasible = feasible
-        self.rank = (order_key, sequence)
-        """Total order of service: lower is sooner, and is preempted later."""
+        self.rank = (order_key, number)
+        """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT
         self.preemptions = 0
         self.page_keys: list[bytes] = []
         self.cached_tokens = 0
-        self.token_ids = np.asarray(request.prompt_ids, np.int32)
+        self.token_ids = np.asarray(sequence.prompt_ids, np.int32)
         prompt_len = len(self.token_ids)
         self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0], np.int64)
         self.times = np.full(NUM_TIMES, np.nan)
 
     @property
-    def sequence(self) -> int:
+    def number(self) -> int:
+        """Position in the order in which sequences were added."""
         return self.rank[1]
 
     @property
@@ -119,7 +123,7 @@ class SequenceState:
 
     @property
     def is_untargeted(self) -> bool:
-        """Whether it came without a TPOT target; one that is out of reach was a target too."""
+        """True if the sequence came without a TPOT target; a target that is out of reach counts as one."""
         return self._asked.tpot_slo_s is None
 
     @property
@@ -127,12 +131,13 @@ class SequenceState:
         return self.slot != NO_SLOT
 
     def forget_kv(self) -> None:
-        """What preemption by recompute leaves: every token, no KV."""
+        """Keep every token and no KV, as preemption by recomputation does."""
         self.num_computed = 0
         self.draft_computed = 0
         self.preemptions += 1
 
     def metrics(self) -> RequestMetrics:
+        """Return timings and counts so far, with the targets that the sequence came with."""
         asked, counts = self._asked, self.counts.tolist()
         first_scheduled_s, first_token_s, last_token_s = (None if math.isnan(t) else t for t in self.times.tolist())
         return RequestMetrics(
@@ -154,22 +159,22 @@ class SequenceState:
         )
 
 
-# The slot table: the state of all running requests as arrays by slot, so that a plan and a commit are a few
-# array operations, however many run.
-#
-# Knows requests and page ids; not which request runs next.
-
-
 class SlotTable:
-    """Columns by slot, S = limits.max_requests. page_table: i32[S, max_pages_per_request], unused entries 0.
+    """State of all running sequences as arrays by slot, so that a plan and a commit take a few array operations.
 
-    counts: i64[NUM_COUNTS, S], times: f64[NUM_TIMES, S] (entries in state.py), each also by name: views, i64[S] and
-    f64[S]. token_ids: i32[S, W], W at least the most tokens that any running request may have, and one step's more;
-    what lies beyond a request's num_tokens means nothing. states: whose slot it is. Running requests hold views of all.
+    S = limits.max_requests. page_table is i32[S, max_pages_per_request] with unused entries 0. counts i64[NUM_COUNTS,
+    S] and times f64[NUM_TIMES, S] are also available row by row under the names of their entries, as i64[S] and f64[S]
+    views. token_ids is i32[S, W]; W is at least the most tokens of any running sequence plus those of one step, and
+    entries beyond a sequence's num_tokens are undefined. states[slot] is the sequence that holds the slot.
     """
 
     def __init__(self, limits: Limits, *, gives_up: bool = False):
-        """gives_up: whether the TPOT target of a request that missed its TTFT target is pursued no more."""
+        """Set up an empty table.
+
+        Args:
+            limits: Number of slots and pages.
+            gives_up: Drop the TPOT target of a sequence that missed its TTFT target.
+        """
         size = limits.max_requests
         self._gives_up = gives_up
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)
@@ -190,12 +195,12 @@ class SlotTable:
         self.top_p = np.ones(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
         self.tpot_slo_s = np.full(size, np.inf)
-        """As it is pursued: inf where there is none, or where it was given up."""
+        """Seconds per token that the scheduler aims at; inf without a target or after it was dropped."""
         self._ttft_due_s = np.full(size, np.inf)
         self.has_stop_ids = np.zeros(size, bool)
         self.draft = np.zeros(size, np.int32)
-        """Which of several drafts speculates."""
-        self.sequence = np.zeros(size, np.int64)
+        """Index of the draft model that speculates for the sequence."""
+        self.number = np.zeros(size, np.int64)
         self._max_context = limits.max_context
         self._free = list(range(size - 1, -1, -1))
 
@@ -204,31 +209,31 @@ class SlotTable:
         return len(self._free)
 
     def bind(self, state: SequenceState, pages: np.ndarray) -> None:
-        """Give `state` a slot and its first pages. At least one slot is free."""
+        """Give `state` a free slot and its first pages."""
         slot = state.slot = self._free.pop()
-        request = state.request
-        sampling = request.sampling
-        self.seed[slot] = request.seed
-        self.choice[slot] = request.choice
+        sequence = state.sequence
+        sampling = sequence.sampling
+        self.seed[slot] = sequence.seed
+        self.choice[slot] = sequence.choice
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
-        self.tpot_slo_s[slot] = np.inf if request.tpot_slo_s is None else request.tpot_slo_s
-        ttft_slo_s = request.ttft_slo_s if self._gives_up else None
-        self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else request.arrival_s + ttft_slo_s
+        self.tpot_slo_s[slot] = np.inf if sequence.tpot_slo_s is None else sequence.tpot_slo_s
+        ttft_slo_s = sequence.ttft_slo_s if self._gives_up else None
+        self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else sequence.arrival_s + ttft_slo_s
         if state.first_token_s is not None:
             self._give_up_late(np.array([slot]), state.first_token_s)
-        self.has_stop_ids[slot] = bool(request.stop_token_ids)
-        self.draft[slot] = request.draft
-        self.sequence[slot] = state.sequence
+        self.has_stop_ids[slot] = bool(sequence.stop_token_ids)
+        self.draft[slot] = sequence.draft
+        self.number[slot] = state.number
         self.states[slot] = state
         self._move_in(state)
         self.num_pages[slot] = len(pages)
         self.page_table[slot, : len(pages)] = pages
 
     def grow(self, slots: np.ndarray, missing: np.ndarray, pages: np.ndarray) -> None:
-        """Add `pages` (i32[sum(missing)]) to the ends of the slots' page lists, missing[i] of them to slots[i]."""
+        """Append missing[i] of `pages` (i32[sum(missing)]) to the page list of slots[i]."""
         held = self.num_pages[slots]
         ends = missing.cumsum()
         if len(pages) == len(slots):
@@ -239,10 +244,11 @@ class SlotTable:
         self.num_pages[slots] = held + missing
 
     def pages(self, state: SequenceState) -> np.ndarray:
+        """Return the pages that a running sequence holds, i32[n]: a view."""
         return self.page_table[state.slot, : state.num_pages]
 
     def release(self, state: SequenceState) -> None:
-        """Take the slot back; its pages are the caller's to free, before this."""
+        """Take the slot back. The caller frees the pages before this."""
         slot = state.slot
         self.page_table[slot, : state.num_pages] = 0
         state.num_pages = 0
@@ -253,20 +259,22 @@ class SlotTable:
         self._free.append(slot)
 
     def gather(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """i32[sum(counts)]: counts[i] tokens of slots[i] from position starts[i] on, row after row."""
+        """Return counts[i] tokens of slots[i] from position starts[i] on, row after row: i32[sum(counts)]."""
         first = slots * self.token_ids.shape[1] + starts - counts.cumsum() + counts
         index = first.repeat(counts)
         index += np.arange(len(index))
         return self.token_ids.reshape(-1).take(index)
 
     def write_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """Put token_ids[i] (i32[R, D]) behind the tokens of slots[i]; how many of them count, num_tokens will say."""
+        """Write token_ids[i] (i32[R, D]) behind the tokens of slots[i]. The caller raises num_tokens by those it
+        keeps.
+        """
         token_ids = token_ids[:, : self._most_emitted]
         ends = slots * self.token_ids.shape[1] + self.num_tokens[slots]
         self.token_ids.reshape(-1)[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
 
     def stamp(self, slots: np.ndarray, now: float) -> np.ndarray:
-        """These rows emitted tokens at `now`. Returns the slots of those that had none before."""
+        """Record that these slots emitted tokens at `now`; return those for which they were the first."""
         self.last_token_s[slots] = now
         first_token_s = self.first_token_s[slots]
         started = slots[first_token_s != first_token_s]
@@ -276,16 +284,20 @@ class SlotTable:
         return started
 
     def misses_ttft(self, slot: int, now: float) -> bool:
-        """Whether a request has no token yet and its TTFT target has passed, where that gives up the other one."""
+        """Return whether a sequence without tokens has passed its TTFT target and therefore loses its TPOT target."""
         return bool(self._ttft_due_s[slot] < now and np.isnan(self.first_token_s[slot]))
 
     def _give_up_late(self, slots: np.ndarray, first_token_s: float) -> None:
-        """A request that missed one target meets its SLO no more: the other is not worth what it would cost those that
-        still can."""
+        """Drop the TPOT targets of slots whose first token came late.
+
+        A sequence that missed its TTFT target cannot meet its SLO any more; tokens spent on its TPOT target would be
+        taken from sequences that still can.
+        """
         late = slots[self._ttft_due_s[slots] < first_token_s]
         self.tpot_slo_s[late] = np.inf
 
     def row_sampling(self, slots: np.ndarray) -> RowSampling:
+        """Return the sampling parameters of these slots."""
         return RowSampling(
             seed=self.seed[slots],
             choice=self.choice[slots],
@@ -296,7 +308,7 @@ class SlotTable:
         )
 
     def _move_in(self, state: SequenceState) -> None:
-        """Copy counts, times and tokens to the slot of `state`, which from now on looks at them there."""
+        """Copy counts, times and tokens into the slot of `state` and make `state` view them there."""
         slot, num_tokens = state.slot, state.num_tokens
         width = self.token_ids.shape[1]
         if state.max_total + self._most_emitted > width:

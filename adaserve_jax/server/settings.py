@@ -186,7 +186,7 @@ class HttpSettings(Settings):
 
 @settings
 class ServerSettings(HttpSettings):
-    """How the HTTP server behaves."""
+    """Settings of the HTTP server."""
 
     served_model_name: str | None = setting(
         None, "the model's name in the API; none: the target folder's name", Panel.ADDRESS

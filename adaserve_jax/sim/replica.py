@@ -13,21 +13,17 @@ import numpy as np
 
 from adaserve_jax.results.records import Status
 from adaserve_jax.routing.fleet import Assigned, Fleet
-from adaserve_jax.routing.routers import Router
+from adaserve_jax.routing.routers import RoutingPolicy
 from adaserve_jax.scheduler.commit import StepUpdates
-from adaserve_jax.scheduler.elastic import expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.step import VerifiedStep, begin_step, end_step
 from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
-    CandidateTrees,
-    DraftTrees,
     Executor,
     RequestMetrics,
     Sequence,
     SequenceUpdate,
-    StepOutcome,
-    StepPlan,
 )
 
 _NONE = -1
@@ -36,7 +32,7 @@ _NONE = -1
 class TokenTimes:
     """Records when the tokens of simulated sequences came, one step at a time.
 
-    Sequences are named by `StepUpdates.sequence`, their number in the order of `Scheduler.add`. A sequence with tokens
+    Sequences are named by `StepUpdates.numbers`, their number in the order of `Scheduler.add`. A sequence with tokens
     owns a row of times and counts, one column per step that brought some, until `pop`.
     """
 
@@ -49,7 +45,7 @@ class TokenTimes:
 
     def take(self, updates: StepUpdates, now: float) -> None:
         """Record that the sequences of `updates` got their new tokens at `now`."""
-        sequence = updates.sequence
+        sequence = updates.numbers
         try:
             rows = self._row[sequence]
         except IndexError:
@@ -121,7 +117,7 @@ class Replica:
         self._executor = executor
         self._on_end = on_end
         self._on_step = on_step
-        self._in_flight: tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome] | None = None
+        self._in_flight: VerifiedStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -151,27 +147,22 @@ class Replica:
 
     def begin_step(self, at_s: float) -> None:
         """Run the next step, from `at_s` at the earliest to its end by this replica's clock."""
-        scheduler, clock = self._scheduler, self.clock
+        clock = self.clock
         while clock.now() < at_s:  # one addition may fall short of `at_s` by its rounding
             clock.advance(at_s - clock.now())
-        plan = scheduler.plan(clock.now())
-        assert plan is not None, "a step is begun only with work"
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = self._executor.speculate(plan)
-        trees = scheduler.select(plan, candidates, clock.now())
-        self._in_flight = (plan, trees, candidates, self._executor.verify(plan, trees))
+        self._in_flight = begin_step(self._scheduler, self._executor, clock.now)
+        assert self._in_flight is not None, "a step is begun only with work"
 
     def end_step(self) -> None:
         """Commit the step at its end, then expand or contract if that is due."""
         assert self._in_flight is not None, "a step is ended after it was begun"
-        plan, trees, candidates, outcome = self._in_flight
-        self._in_flight = None
-        now = self.clock.now()
-        self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
-        expand_or_contract(self._scheduler, self._executor, self.clock.now)
+        step, self._in_flight = self._in_flight, None
+        result = end_step(
+            self._scheduler, self._executor, self.clock.now, step,
+            observe=lambda result: self._take_in(result.updates, result.ended_s),
+        )  # fmt: skip
         if self._on_step is not None:
-            self._on_step(now)
+            self._on_step(result.ended_s)
 
     def cut_off(self) -> None:
         """End all open requests as unfinished."""
@@ -185,7 +176,7 @@ class Replica:
         if self._token_times is not None:
             self._token_times.take(updates, now)
         if self._fleet is not None:
-            self._fleet.take(self.index, self._place[updates.sequence], updates.counts, now)
+            self._fleet.take(self.index, self._place[updates.numbers], updates.counts, now)
         for update in updates.ended.values():
             self._end(update, "finished")
 
@@ -206,7 +197,7 @@ STEP_ENDS, STEP_BEGINS = 0, 2
 
 def run_cluster(
     replicas: abc.Sequence[Replica],
-    router: Router,
+    router: RoutingPolicy,
     fleet: Fleet,
     arrivals: abc.Sequence[Assigned],
     deliver: Callable[[int, Assigned, Replica], None],

@@ -8,7 +8,7 @@ from adaserve_jax.settings import Dtype, Panel, PathText, Settings, check_tls, s
 
 @settings
 class DraftServiceSettings(Settings):
-    """How a draft service runs. Raises ConfigError."""
+    """Settings of a draft service. Raises ConfigError."""
 
     listen: str = setting(
         "127.0.0.1:7070", "host:port for targets; without a token or client certificates only on this machine's "

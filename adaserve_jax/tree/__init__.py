@@ -1,1 +1,1 @@
-"""Draft trees on the device: noise, sampling, beam search, ancestor bits, acceptance. Knows no model and no policy."""
+"""Draft trees on the device: sampling, beam search, logit edits, verification."""

@@ -1,7 +1,7 @@
-"""The table of calibrated chances on the host, and its file: calibration.json beside a pair, or what an engine learned.
+"""The acceptance table on the host, and its file: chances that the target accepts a drafted token, by cell.
 
-Both are the same format; a learned one also says how often each cell was seen, so that learning goes on where it
-stopped. Imports no jax.
+The file is calibration.json beside a pair of models, or one that an engine learned. A learned one also holds the counts
+of each cell, so that learning continues where it stopped.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from adaserve_jax.results.whole_file import PRIVATE, write_whole
 
 VERSION = 1
 MODES = ("greedy", "coupled")
-"""The first axis of a table, and the sections of its file."""
+"""First axis of a table, and the sections of its file."""
 SMALLEST = 1e-4
-"""No child's chance counts as less."""
+"""Smallest chance that a child is given."""
 _DIGITS = 6
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What a table was fitted from. All f64[2, D, ranks, bins]. prior: chances before anything was seen; outcomes,
-    accepted: decayed counts of nodes verified behind an accepted parent, and of those accepted."""
+    """Counts that a table was fitted from, f64[2, D, ranks, bins] each. prior: chances before any count. outcomes,
+    accepted: decayed counts of nodes verified after an accepted parent, and of those accepted."""
 
     prior: np.ndarray
     outcomes: np.ndarray
@@ -36,7 +36,7 @@ class Learned:
 
 @dataclass(frozen=True, eq=False)
 class ChanceTable:
-    """chance: f32[2, D, ranks, bins], in [0, 1], first axis as MODES; edges: f32[2, bins - 1], increasing, inf where a
+    """chance: f32[2, D, ranks, bins] in [0, 1], first axis as MODES. edges: f32[2, bins - 1], increasing, inf where a
     mode has fewer bins than the other. learned: None for a table that was fitted offline."""
 
     chance: np.ndarray
@@ -45,12 +45,12 @@ class ChanceTable:
 
 
 def log_chances(chance: np.ndarray) -> np.ndarray:
-    """f32, natural logs of chances in [0, 1], of any shape."""
+    """Return natural logs of chances in [0, 1], f32 of the same shape."""
     return np.log(np.maximum(chance, SMALLEST)).astype(np.float32)
 
 
 def read_chances(path: Path) -> ChanceTable:
-    """Read a table. Raises CheckpointError saying what is wrong with the file."""
+    """Read a table. Raises CheckpointError: the file is missing or not a table."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -77,15 +77,15 @@ def read_chances(path: Path) -> ChanceTable:
 
 
 def write_chances(path: Path, table: ChanceTable) -> None:
-    """Write atomically: a reader sees the old file or the new one. Raises OSError."""
+    """Write a table atomically: a reader sees the old file or the new one. Raises OSError."""
     text = json.dumps({"version": VERSION} | {name: _section(table, mode) for mode, name in enumerate(MODES)})
     write_whole(path, text + "\n", mode=PRIVATE)
 
 
 @dataclass(frozen=True, eq=False)
 class _Section:
-    """One mode of a file. edges: [E]; table: [depth, ranks, E + 1]; counts: prior, outcomes and accepted of its shape,
-    or None."""
+    """One mode of a file. edges: [E]; table: [D, ranks, E + 1]; counts: prior, outcomes and accepted of that shape, or
+    None."""
 
     edges: np.ndarray
     table: np.ndarray

@@ -1,7 +1,7 @@
-"""Penalties, biases and bans on the target's logits after every node of a tree.
+"""Applies penalties, biases and bans to the target's logits after every node of a tree.
 
-After a node they are what plain decoding would have after the same tokens: counts are those of the row's own text and
-of the path to the node. So p' of a node is a function of its path, which is all that the proof of exactness asks
+The edits after a node are those of plain decoding after the same tokens: penalties count the row's text and the path to
+the node. So p' of a node is a function of its path, which the proof of exactness requires
 (docs/architecture/constraints.md).
 """
 
@@ -18,13 +18,15 @@ from jax import lax
 from adaserve_jax.tree.sampling import MASKED
 
 CHUNK = 1024
-"""Entries of a table that are spread at a time: its length is a multiple."""
+"""Table entries that one loop iteration scatters; a table's length is a multiple."""
 
 
-class Table(NamedTuple):
-    """A part of the tokens that the rows' penalties or biases concern, E of them, each once per row. index: i32[E],
-    row * V + token, R * V or more where there is none; seen: i32[E], 2 * times in the output + whether the prompt has
-    it; bias: f32[E]; chunks: i32[], how many chunks hold any."""
+class EditTable(NamedTuple):
+    """E entries: tokens that a row's penalties or biases concern, each once per row.
+
+    index: i32[E], row * V + token, at least R * V for no entry. seen: i32[E], 2 * count in the output, plus 1 if the
+    prompt has the token. bias: f32[E]. chunks: i32[], number of chunks that hold entries.
+    """
 
     index: jax.Array
     seen: jax.Array
@@ -33,7 +35,7 @@ class Table(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Of the rows, f32[R] each."""
+    """Penalties of the rows, f32[R] each."""
 
     presence: jax.Array
     frequency: jax.Array
@@ -41,8 +43,8 @@ class Penalties(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """How the sampled positions hang together. at: i32[N], their packed indices; row: i32[N]; token, parent,
-    emit_depth: i32[T], packed, emit_depth above 0 for what a tree has below its root."""
+    """Trees of the N sampled positions. at: i32[N], packed indices; row: i32[N]; token, parent, emit_depth: i32[T],
+    packed; emit_depth is above 0 for nodes below a root."""
 
     at: jax.Array
     row: jax.Array
@@ -52,12 +54,14 @@ class Paths(NamedTuple):
 
 
 def edited_logits(
-    logits: jax.Array, penalties: Penalties, tables: Sequence[Table], allowed: jax.Array, paths: Paths,
+    logits: jax.Array, penalties: Penalties, tables: Sequence[EditTable], allowed: jax.Array, paths: Paths,
     *, max_depth: int,
 ) -> jax.Array:  # fmt: skip
-    """The logits that the sampler sees, f32[N, V]: penalties, then biases, then bans. logits: f32[N, V]; tables: filled
-    from the first one on; allowed: u32[N, ceil(V / 32)], bit v % 32 of word v // 32 for token v. With empty tables only
-    bans cost anything."""
+    """Return the logits to sample from, f32[N, V]: penalties applied, then biases, then bans.
+
+    tables: filled from the first one on; if all are empty, only bans cost anything. allowed: u32[N, ceil(V / 32)], bit
+    v % 32 of word v // 32 for token v.
+    """
 
     def with_tables(logits: jax.Array) -> jax.Array:
         return _penalised(logits, penalties, tables, paths, max_depth)
@@ -69,7 +73,7 @@ def edited_logits(
 
 
 def _penalised(
-    logits: jax.Array, penalties: Penalties, tables: Sequence[Table], paths: Paths, max_depth: int
+    logits: jax.Array, penalties: Penalties, tables: Sequence[EditTable], paths: Paths, max_depth: int
 ) -> jax.Array:
     rows, vocab_size = penalties.presence.shape[0], logits.shape[1]
     seen, bias = (spread.reshape(rows, vocab_size)[paths.row] for spread in _spread(tables, rows * vocab_size))
@@ -82,10 +86,10 @@ def _penalised(
     return scores + bias
 
 
-def _spread(tables: Sequence[Table], size: int) -> tuple[jax.Array, jax.Array]:
-    """seen i32[R * V] and bias f32[R * V], chunk by chunk, so that an empty table costs nothing."""
+def _spread(tables: Sequence[EditTable], size: int) -> tuple[jax.Array, jax.Array]:
+    """Scatter the tables to seen i32[R * V] and bias f32[R * V], chunk by chunk: an empty table costs nothing."""
 
-    def add(table: Table, chunk: jax.Array, spread: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add(table: EditTable, chunk: jax.Array, spread: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, seen, bias = (lax.dynamic_slice(column, (chunk * CHUNK,), (CHUNK,)) for column in table[:3])
         return spread[0].at[index].set(seen, mode="drop"), spread[1].at[index].set(bias, mode="drop")
 
@@ -96,7 +100,7 @@ def _spread(tables: Sequence[Table], size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _with_paths(counts: jax.Array, paths: Paths, max_depth: int) -> jax.Array:
-    """Add to i32[N, V] the tokens between each position's root and itself."""
+    """Add the tokens on each position's path below the root to counts i32[N, V]."""
     if not max_depth:
         return counts
     lines = jnp.arange(counts.shape[0])

@@ -1,6 +1,8 @@
-"""The request's sampler as perturbed scores: token = argmax(log p' + g). Draft and target use this same function.
+"""Sampling as the argmax of perturbed scores, log p' + g; the draft and the target share these functions.
 
-p' is the whole sampling distribution (temperature, top-k, top-p, min-p), g the noise of `tree.noise`.
+p' is the sampling distribution (temperature, top-k, top-p, min-p), g Gumbel noise that depends on nothing but seed,
+choice, position and token id. The noise does not depend on the tree, which makes verification lossless
+(docs/architecture/tree.md).
 """
 
 from __future__ import annotations
@@ -12,24 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-# Gumbel noise as a pure function of (seed, choice, position, token id), shared by the draft and the target.
-#
-# Knows nothing of models or trees. That the noise ignores the tree is what makes verification lossless (spec:
-# sample-and-follow; docs/architecture/tree.md).
-
-
-def _threefry(key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32, elementwise over broadcast uint32 arrays (Salmon et al., Random123)."""
-    operands = jnp.broadcast_arrays(*key, high, low)
-    first, second = threefry2x32_p.bind(*operands)
-    return first, second
+MASKED = float("-inf")
+"""Score of a token that cannot be drawn."""
 
 
 def gumbel_noise(seed: jax.Array, choice: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise of the tokens at `position`.
+    """Return standard Gumbel noise f32[N, V]; the entry of a token id is the same for every larger vocabulary.
 
-    seed: u32[N, 2] (low, high word); choice, position: i32[N], position being that of the token drawn.
-    Returns f32[N, V]; entry id is the same for every vocab_size > id.
+    seed: u32[N, 2] (low, high word); choice, position: i32[N], the position of the token to draw.
     """
     words = seed.astype(jnp.uint32)
     key = _threefry((words[:, 0], words[:, 1]), choice.astype(jnp.uint32), position.astype(jnp.uint32))
@@ -40,10 +32,14 @@ def gumbel_noise(seed: jax.Array, choice: jax.Array, position: jax.Array, vocab_
     return -jnp.log(-jnp.log(uniform))
 
 
-MASKED = float("-inf")
+def _threefry(key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Apply Threefry-2x32 elementwise to broadcast uint32 arrays (Salmon et al., Random123)."""
+    operands = jnp.broadcast_arrays(*key, high, low)
+    first, second = threefry2x32_p.bind(*operands)
+    return first, second
 
 
-class Sampler(NamedTuple):
+class DeviceSampling(NamedTuple):
     """Sampling parameters of R rows. seed: u32[R, 2]; choice, top_k: i32[R]; the others f32[R]."""
 
     seed: jax.Array
@@ -53,13 +49,13 @@ class Sampler(NamedTuple):
     top_p: jax.Array
     min_p: jax.Array
 
-    def take(self, index: jax.Array) -> Sampler:
-        """The parameters of rows `index`."""
-        return Sampler(*(leaf[index] for leaf in self))
+    def take(self, index: jax.Array) -> DeviceSampling:
+        """Return the parameters of rows `index`."""
+        return DeviceSampling(*(leaf[index] for leaf in self))
 
 
-def _filtered(scaled: jax.Array, sampler: Sampler) -> jax.Array:
-    """Mask what top-k, then top-p of the rest, and min-p exclude; ties at a threshold are kept. f32[R, W, V]."""
+def _filtered(scaled: jax.Array, sampler: DeviceSampling) -> jax.Array:
+    """Mask tokens excluded by top-k, then by top-p of the rest, and by min-p. f32[R, W, V]; ties are kept."""
     descending = -jnp.sort(-scaled, axis=-1)
     vocab_size = scaled.shape[-1]
     top_k = jnp.where(sampler.top_k > 0, jnp.minimum(sampler.top_k, vocab_size), vocab_size)
@@ -74,9 +70,11 @@ def _filtered(scaled: jax.Array, sampler: Sampler) -> jax.Array:
     return jnp.where(scaled >= floor[..., None], scaled, MASKED)
 
 
-def scaled_scores(logits: jax.Array, sampler: Sampler) -> jax.Array:
-    """log p' up to a constant per distribution, f32[R, W, V]; at temperature 0 the logits. Steps in which no row
-    filters skip that work. logits: f32[R, W, V], W distributions of one row."""
+def scaled_scores(logits: jax.Array, sampler: DeviceSampling) -> jax.Array:
+    """Return log p' up to a constant per distribution; at temperature 0, the logits. f32[R, W, V], W per row.
+
+    A step in which no row uses top-k, top-p or min-p skips their sort.
+    """
     greedy = (sampler.temperature <= 0)[:, None, None]
     scaled = jnp.where(greedy, logits, logits / jnp.maximum(sampler.temperature, 1e-6)[:, None, None])
     filters = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
@@ -91,9 +89,11 @@ def scaled_scores(logits: jax.Array, sampler: Sampler) -> jax.Array:
     )
 
 
-def add_noise(scores: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """scores + g for the token at position i32[R], which the W distributions of a row share, f32[R, W, V]; greedy rows
-    as they are. Steps in which no row samples skip that work."""
+def add_noise(scores: jax.Array, sampler: DeviceSampling, position: jax.Array) -> jax.Array:
+    """Add the noise g of position i32[R] to scores f32[R, W, V]; all W distributions of a row share it.
+
+    Greedy rows stay as they are, and a step of greedy rows only draws no noise.
+    """
     greedy = (sampler.temperature <= 0)[:, None, None]
 
     def with_noise(scores: jax.Array) -> jax.Array:
@@ -103,11 +103,12 @@ def add_noise(scores: jax.Array, sampler: Sampler, position: jax.Array) -> jax.A
     return lax.cond(jnp.any(~greedy), with_noise, lambda scores: scores, scores)
 
 
-def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """Scores whose argmax is the drawn token, log p' + g up to a constant per distribution, f32[R, W, V]."""
+def perturbed_scores(logits: jax.Array, sampler: DeviceSampling, position: jax.Array) -> jax.Array:
+    """Return scores whose argmax is the drawn token: log p' + g up to a constant per distribution, f32[R, W, V]."""
     return add_noise(scaled_scores(logits, sampler), sampler, position)
 
 
-def draw(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """The tokens drawn from logits f32[R, V], i32[R]. `lax.top_k` is several times faster than argmax at large V."""
+def draw(logits: jax.Array, sampler: DeviceSampling, position: jax.Array) -> jax.Array:
+    """Draw a token for each row of logits f32[R, V]: i32[R]."""
+    # top_k is several times faster than argmax at large V.
     return lax.top_k(perturbed_scores(logits[:, None, :], sampler, position)[:, 0], 1)[1][:, 0].astype(jnp.int32)

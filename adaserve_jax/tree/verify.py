@@ -1,6 +1,7 @@
-"""The accept walk of sample-and-follow: from the root, follow the child that carries the target's token.
+"""Tree verification: the accept walk, and the ancestor masks that tree attention reads.
 
-Lossless for any tree (spec: verification; docs/architecture/tree.md).
+The walk starts at the root and follows the child that holds the target's token (sample-and-follow). It is lossless for
+any tree (docs/architecture/tree.md). A chain of tokens, as in prefill and plain decoding, is the simplest tree.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-PREFILL = -1  # emit_depth of a prompt token that samples nothing
-PADDING = -2  # emit_depth of a slot that holds no token
+PREFILL = -1
+"""emit_depth of a prompt token after which nothing is sampled."""
+PADDING = -2
+"""emit_depth of an index that holds no token."""
 
 
 class Accepted(NamedTuple):
-    """accepted: bool[T], nodes on the walked path (roots and prompt ends included); tokens: i32[R, depth + 1];
-    counts: i32[R]; commit: bool[T], tokens whose K/V become part of the context."""
+    """Result of the accept walk.
+
+    accepted: bool[T], nodes on the walked paths, roots and prompt ends included. tokens: i32[R, max_depth + 1], emitted
+    tokens, the bonus token last; the first counts[r] are valid. counts: i32[R]. commit: bool[T], tokens whose K/V joins
+    the context.
+    """
 
     accepted: jax.Array
     tokens: jax.Array
@@ -26,20 +33,20 @@ class Accepted(NamedTuple):
 
 
 def accept_walk(
-    token: jax.Array,
-    parent: jax.Array,
-    emit_depth: jax.Array,
-    row: jax.Array,
-    drawn: jax.Array,
-    *,
-    num_rows: int,
-    max_depth: int,
-) -> Accepted:
-    """Walk all trees at once. All inputs i32[T], packed, parents before children.
+    token: jax.Array, parent: jax.Array, emit_depth: jax.Array, row: jax.Array, drawn: jax.Array,
+    *, num_rows: int, max_depth: int,
+) -> Accepted:  # fmt: skip
+    """Walk all trees at once. All arrays are i32[T], packed, parents before children.
 
-    emit_depth: 0 for a root or the last token of a prompt, j for a tree node of depth j, PREFILL or PADDING.
-    drawn: the target's token after each position (used where emit_depth >= 0).
-    """  # fmt: skip
+    Args:
+        token: Token of each node.
+        parent: Packed index of the parent, -1 for a root.
+        emit_depth: 0 for a root or the last token of a prompt, j for a tree node of depth j, PREFILL or PADDING.
+        row: Row of each node.
+        drawn: The target's token after each node, read where emit_depth >= 0.
+        num_rows: R.
+        max_depth: Largest depth of a node.
+    """
     is_root = emit_depth == 0
     agrees = (emit_depth > 0) & (drawn[parent] == token)
 
@@ -54,11 +61,8 @@ def accept_walk(
     return Accepted(accepted, tokens, counts, accepted | (emit_depth == PREFILL))
 
 
-# Ancestor bits of packed in-flight tokens, from their parents. A chain (prefill, decode) is the simplest tree.
-
-
 def ancestor_bits(parent: jax.Array) -> jax.Array:
-    """Which in-flight tokens each token may attend to: itself and its ancestors.
+    """Return the packed tokens that each token may attend to, as bits: itself and its ancestors.
 
     parent: i32[T], index into the same array with parent[t] < t, or -1. Returns u32[T, ceil(T/32)]; bit u % 32 of
     word u // 32 belongs to token u. Pointer doubling: ceil(log2 T) rounds, each a gather of rows.
@@ -85,7 +89,7 @@ def ancestor_bits(parent: jax.Array) -> jax.Array:
 
 
 def ancestor_paths(mask: jax.Array) -> jax.Array:
-    """The in-flight path to each token: path[t, j] is the packed index of its j-th ancestor from the root, itself last.
+    """Return the path to each token: path[t, j] is the packed index of its j-th ancestor from the root, itself last.
 
     mask: bool[T, T] from `expand_bits`. Returns i32[T, T]; entries past the token's own depth are 0.
     """

@@ -26,7 +26,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.scheduler.acceptance import PREDICTIONS, errors_by_mode, honest_error
 from adaserve_jax.tree.acceptance_table import MODES, ChanceTable, write_chances

@@ -54,7 +54,7 @@ def measure_here(folder: Path, dtype: str, quantize: str = "none") -> Load:
 
     from adaserve_jax.models.config import ModelConfig
     from adaserve_jax.models.loading import is_converted, load_params
-    from adaserve_jax.models.writing import DTYPES
+    from adaserve_jax.models.writing import TYPES
 
     converted = is_converted(folder)
     jnp.zeros(1).block_until_ready()
@@ -64,7 +64,7 @@ def measure_here(folder: Path, dtype: str, quantize: str = "none") -> Load:
     imported = time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status_bytes("VmRSS")
-    params = load_params(folder, ModelConfig.from_folder(folder), DTYPES[dtype], quantize=quantize)
+    params = load_params(folder, ModelConfig.from_folder(folder), TYPES[dtype], quantize=quantize)
     done = time.perf_counter()
     peak = _status_bytes("VmHWM")
     sizes = [value.nbytes for value in params.values()]

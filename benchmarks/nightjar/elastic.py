@@ -33,15 +33,15 @@ from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, Shape, grow
+from adaserve_jax.models.grow import SHAPES, GrownShape, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.warmup import Effort, measure
 
 DRAFT_SHAPES = {
-    "110M": Shape(layers=5, hidden=384, heads=6, kv_heads=2, mlp=1536),
-    "1B": Shape(layers=12, hidden=768, heads=12, kv_heads=4, mlp=3072),
-    "8B": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192),
+    "110M": GrownShape(layers=5, hidden=384, heads=6, kv_heads=2, mlp=1536),
+    "1B": GrownShape(layers=12, hidden=768, heads=12, kv_heads=4, mlp=3072),
+    "8B": GrownShape(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192),
 }
 """About a tenth of each size of a target, as its draft."""
 STEP = Effort((512,), passes=1, repeats=3, repeats_beyond=0, all_depths=False)
@@ -223,7 +223,7 @@ def config_of(target: str, draft: str, dtype: str, num_pages: int = 256) -> Engi
     )  # fmt: skip
 
 
-def _grown(role: Literal["target", "draft"], shape: Shape, dtype: str, scratch: str) -> str:
+def _grown(role: Literal["target", "draft"], shape: GrownShape, dtype: str, scratch: str) -> str:
     """The demo pair's model of this role, grown."""
     folder = Path(scratch) / role
     grow(resolve_folder("demo", role), folder, shape, dtype=dtype)

@@ -29,7 +29,7 @@ from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, Shape, grow
+from adaserve_jax.models.grow import SHAPES, GrownShape, grow
 from adaserve_jax.results.jsonl import make_folder
 from benchmarks.engine.throughput import grown_target
 from benchmarks.nightjar.judged import over, spread
@@ -38,7 +38,7 @@ from benchmarks.nightjar.requests import MAX_CONTEXT, QUICK, Requests, Sizes
 from benchmarks.nightjar.rounds import Rounds, capacity_rps
 from benchmarks.nightjar.views import LATENCY, THROUGHPUT
 
-DRAFT = Shape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
+DRAFT = GrownShape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
 """About a tenth of the 110M target."""
 RESULT = "nightjar-offload.json"
 RUNNING = "running_mean"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import Workload, WorkloadItem

@@ -31,8 +31,8 @@ from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import init_params
+from adaserve_jax.models.export import export
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.writing import export
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.osd.prompts import NAMES, Domain, domains, write_prompts
 from benchmarks.osd.runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run

@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.perplexity import is_held_out, is_test, library_files
+from adaserve_jax.models.held_out import is_held_out, is_test, library_files
 
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 JUDGED_FILES = 4

@@ -15,8 +15,8 @@ from adaserve_jax import LLM, EngineConfig, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.export import export
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.writing import export
 from benchmarks.osd.judge import Judge
 
 WAVE = 8

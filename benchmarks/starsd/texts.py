@@ -8,7 +8,7 @@ from typing import Any
 
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 from benchmarks.engine.throughput_prompts import Prompts

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaserve_jax.models.perplexity import is_held_out, is_test, library_files
+from adaserve_jax.models.held_out import is_held_out, is_test, library_files
 
 EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SYSTEM_TURNS = ("You are a helpful assistant.", "Answer step by step.", "You solve school maths problems.")

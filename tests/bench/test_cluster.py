@@ -16,11 +16,12 @@ from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
+from adaserve_jax.types import CostSamples, Limits, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 
 MACHINE = load_machine("llama-70b")
@@ -55,14 +56,11 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
                 Sequence(name, prompt, sampling, seeds[arrived], asked.due_s, slo_class=kind, **targets)
             )  # fmt: skip
             arrived += 1
-        plan = scheduler.plan(clock.now())
-        if plan is None:
+        result = run_step(scheduler, executor, clock.now)
+        if result is None:
             clock.advance(max(trace.requests[arrived].due_s - clock.now(), 0.0))
             continue
-        candidates = executor.speculate(plan) if plan.draft is not None else CandidateTrees.empty(plan.num_decode)
-        trees = scheduler.select(plan, candidates, clock.now())
-        outcome = executor.verify(plan, trees)
-        for update in scheduler.commit(plan, trees, candidates, outcome, clock.now()):
+        for update in result.updates:
             if update.metrics is not None:
                 m = update.metrics
                 ended.append((update.sequence_id, m.ttft_s, m.tpot_s, m.output_tokens, m.accepted_tokens))

@@ -16,10 +16,11 @@ from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, RequestMetrics, SamplingParams, Sequence
+from adaserve_jax.types import SLO, CostSamples, Limits, RequestMetrics, SamplingParams, Sequence
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from tests.results.test_profile import profile, timings
@@ -80,17 +81,16 @@ def test_a_level_is_searched_for_every_row_of_the_step() -> None:
     """As the drafter does: rows that only compute their prompts are among them. Levels timed for 1 row and for 16."""
     limits, samples = machine().limits(), machine().samples(machine().limits())
     dear = replace(samples, draft_level_s={(1, 1): 0.001, (16, 1): 0.5}, level_per_context_s={})
-    executor = SimExecutor(limits, dear, 0.5, VirtualClock(), strict=False)
+    clock = VirtualClock()
+    executor = SimExecutor(limits, dear, 0.5, clock, strict=False)
     scheduler = build_scheduler(EngineConfig(policy="spec:1"), limits, dear)
     seconds = []
     for number, prompt in enumerate((4, 200, 4)):
         scheduler.add(Sequence(str(number), np.zeros(prompt, np.int32), SamplingParams(max_tokens=30), number, 0.0))
     while scheduler.has_work and len(seconds) < 40:
-        plan = scheduler.plan(executor._clock.now())
-        candidates = executor.speculate(plan) if plan.draft is not None else CandidateTrees.empty(plan.num_decode)
-        trees = scheduler.select(plan, candidates, executor._clock.now())
-        outcome = executor.verify(plan, trees)
-        scheduler.commit(plan, trees, candidates, outcome, executor._clock.now())
+        result = run_step(scheduler, executor, clock.now)
+        assert result is not None
+        plan, outcome = result.step.plan, result.step.outcome
         if plan.draft is not None and plan.draft.depth:
             seconds.append((plan.num_rows, outcome.draft_s > 0.4))
     assert {rows > 1 for rows, _ in seconds} == {True, False} or all(rows > 1 for rows, _ in seconds)

@@ -15,7 +15,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.runtime import loading as planned
 from adaserve_jax.runtime.sizing import Resolved, resolve
-from tests.runtime.test_resolve import DRAFT, TARGET
+from tests.runtime.test_sizing import DRAFT, TARGET
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

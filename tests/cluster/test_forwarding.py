@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -12,12 +13,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.cluster import forwarding
+from adaserve_jax.cluster.forwarding import EventBuffer, RouterMetrics
 from adaserve_jax.cluster.router import UNROUTED_PATHS
 from adaserve_jax.cluster.router_client import NoAnswer, request_json
+from adaserve_jax.cluster.targets import TargetSet
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
 from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
+from tests.conftest import ROOT
+from tests.documents import rows
 from tests.server.conftest import running
 
 GENERATION = "/v1/completions"
@@ -347,6 +356,40 @@ def test_a_body_above_the_limit_is_refused_before_it_is_passed_on():
     with FakeServer(target(lambda _: whole())) as server, routed(server.url, max_body_bytes=100) as router:
         assert router.post(prompt="x" * 200).status_code == 413
         assert not [asked for asked in server.asked if asked.route == GENERATION]
+
+
+@given(st.lists(st.sampled_from([b"data: a\n\n", b"data: [DONE]\n\n", b"data: ", b"\n", b"x", b"\n\n"])), st.data())
+def test_only_whole_events_pass_however_they_come(pieces, data):
+    text = b"".join(pieces)
+    gate, passed, at = EventBuffer(), b"", 0
+    while at < len(text):
+        size = data.draw(st.integers(1, len(text) - at))
+        passed += gate.feed(text[at : at + size])
+        at += size
+        assert passed == b"" or passed.endswith(b"\n\n")
+    done, rest = gate.done, gate.rest()
+    assert passed + rest == text and b"\n\n" not in rest and done == passed.endswith(b"data: [DONE]\n\n")
+
+
+def test_every_metric_and_code_is_documented():
+    text = (ROOT / "docs" / "cluster.md").read_text()
+
+    async def exposed() -> dict[str, Metric]:
+        metrics = RouterMetrics(TargetSet(["http://127.0.0.1:9"]))
+        metrics.answers.labels("200").inc()
+        metrics.retries.labels("lost").inc()
+        families = text_string_to_metric_families(metrics.text().decode())
+        return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
+
+    found = {name: family for name, family in asyncio.run(exposed()).items() if not name.endswith("_created")}
+    documented = [row.names[0] for row in rows(text) if row.names[0].startswith("adaserve_router_")]
+    labels = {name: {label for s in family.samples for label in s.labels} - {"le"} for name, family in found.items()}
+    assert sorted(documented) == sorted(
+        name + (f"{{{','.join(sorted(labels[name]))}}}" if labels[name] else "") for name in found
+    )
+    sources = "".join(file.read_text() for file in (ROOT / "adaserve_jax" / "cluster").glob("*.py"))
+    for code in ("no_target", "target_lost", "queue_full", "shutting_down", "not_routed"):
+        assert f'"{code}"' in sources and f"| `{code}` |" in text
 
 
 def _token_file() -> str:

@@ -202,9 +202,11 @@ def test_the_state_of_a_cluster_that_was_killed_is_not_shown(tmp_path):
     folder.open()
     folder.write({"phase": "ready"})
     assert folder.read() == {"phase": "ready"}
-    os.close(folder._lock)
+    killed = ClusterFolder(tmp_path / "killed")  # nobody holds its lock
+    killed.make()
+    killed.write({"phase": "ready"})
     with pytest.raises(ConfigError, match="no cluster runs in"):
-        folder.read()
+        killed.read()
 
 
 def test_the_usual_folder_outlives_a_login(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.constraints.bad_words import BadWords, spellings
-from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.constraints import ConstrainedSequence, Constraints
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
 from adaserve_jax.errors import RequestError
 from adaserve_jax.types import DraftTrees, RowSampling, SamplingParams, Sequence, StepPlan
@@ -134,11 +134,11 @@ def test_words_are_spelled_and_prompts_read_once_per_request() -> None:
     constraints = Constraints(VOCAB, tokenizer)
     asked = {"bad_words": ("b", "cd"), "presence_penalty": 1.0, "logit_bias": {3: 0.5, 7: 1.0}, "max_tokens": 4}
     shared = constraints.check(SamplingParams(**asked), PROMPT.tolist())  # type: ignore[arg-type]
-    for choice in range(3):
-        constraints.add(request(f"a/{choice}", **asked), shared)
+    assert shared is not None
+    sequences = [ConstrainedSequence(request(f"a/{index}", **asked), shared, VOCAB) for index in range(3)]
     assert tokenizer.spelled == 4
-    constraints.push("a/1", [5, 3])
-    columns = [constraints._choices[f"a/{choice}"].touched.columns() for choice in range(3)]  # type: ignore[union-attr]
+    sequences[1].push([5, 3])
+    columns = [sequence.columns.columns() for sequence in sequences if sequence.columns is not None]
     assert [column.tolist() for column in columns[0]] == [[3, 7, 2], [0, 0, 0], [True, False, True], [0.5, 1.0, 0.0]]
     assert [column.tolist() for column in columns[1]][:2] == [[3, 7, 2, 5], [1, 0, 0, 1]]
     assert [column.tolist() for column in columns[2]] == [column.tolist() for column in columns[0]]

@@ -34,7 +34,7 @@ def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypat
     grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
     for value in (1, 2, 1, 3, 1, 2):
         grammars.prepare(constant(value)).result()
-        assert len(grammars._cache) <= 2
+        assert grammars.num_prepared <= 2
     assert compiled == [constant(value) for value in (1, 2, 3, 2)]
     grammars.add("old", grammars.prepare(constant(1)).result())
     for value in (4, 5):
@@ -54,7 +54,7 @@ def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer
         while allowed := writer.allowed():
             grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))])
             written += 1
-        assert 3 < written < 200 and len(grammars._cache) == 0
+        assert 3 < written < 200 and grammars.num_prepared == 0
         assert writer.why is not None and "states" in writer.why
 
 
@@ -100,7 +100,7 @@ def test_what_comes_too_late_is_refused_once_and_then_there(
             grammars.prepare(constant(1)).result(30)
     assert gated.count == 1
     gated.open.set()
-    wait_until(lambda: len(grammars._cache))
+    wait_until(lambda: grammars.num_prepared)
     assert grammars.prepare(constant(1)).result(0).schema == constant(1) and gated.count == 1
 
 
@@ -130,7 +130,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(tokenizer: Tokenizer,
     monkeypatch.setattr(Vocabulary, "mask", panic)
     with pytest.raises(PanicException):
         writer.allowed()
-    assert len(grammars._cache) == 0  # texts of a schema share what may be broken now
+    assert grammars.num_prepared == 0  # texts of a schema share what may be broken now
     with pytest.raises(AdaServeError, match="failed on this request's response_format") as caught:
         grammars.prepare(constant(1)).result(30)
     assert caught.value.code == "engine_error"

@@ -69,7 +69,7 @@ class Clients(RuleBasedStateMachine):
             assert self.core.num_open == before
             return
         self.submitted += 1
-        (seed,) = {self.core.scheduler._requests[f"{name}/{choice}"].request.seed for choice in range(sampling.n)}
+        (seed,) = {self.core.scheduler._states[f"{name}/{choice}"].sequence.seed for choice in range(sampling.n)}
         assert sampling.seed in (None, seed)
         for choice in range(sampling.n):
             self.expected[name, choice] = expected(request, choice, seed, self.core.executor.limits.max_context)

@@ -251,7 +251,7 @@ def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecut
     executor.contract()
     elastic.wait()
     assert live_bytes() == before
-    for name, held in elastic._host_copies[0]._held.items():
+    for name, held in elastic.host_copies[0].arrays.items():
         assert not np.shares_memory(np.asarray(draft.params[name]), np.asarray(held))
 
 

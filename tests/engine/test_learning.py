@@ -311,8 +311,8 @@ def test_a_loaded_machine_neither_asks_nor_trains(llm: LLM, monkeypatch: pytest.
     for _ in range(2):
         serve(llm)
     before = rested(llm)
-    monkeypatch.setattr(llm._engine._core.scheduler._spare, "_loaded_s", math.inf)
-    monkeypatch.setattr(llm._engine._core.scheduler, "spare_s", lambda now: 0.0)
+    monkeypatch.setattr(llm._engine._core.scheduler._slack, "_loaded_s", math.inf)
+    monkeypatch.setattr(llm._engine._core.scheduler, "slack_s", lambda now: 0.0)
     for _ in range(3):
         serve(llm)
     stats = rested(llm)

@@ -18,7 +18,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.llm import Completion
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.tree.sampling import Sampler, draw, gumbel_noise
+from adaserve_jax.tree.sampling import DeviceSampling, draw, gumbel_noise
 from tests.oracles.llama import oracle_logits
 
 SPECULATIVE = ("spec:4", "adaserve")
@@ -87,7 +87,7 @@ def has_near_tie(sampling: SamplingParams, start: int, choice: int, token_ids: l
     others[:, :count] += scores
     rows = 4 * PLAIN.max_tokens  # always as many, so that drawing compiles once
     assert sampling.seed is not None
-    sampler = Sampler(
+    sampler = DeviceSampling(
         np.tile(np.array([sampling.seed, 0], np.uint32), (rows, 1)), np.full(rows, choice, np.int32),
         np.full(rows, sampling.temperature, np.float32), np.full(rows, sampling.top_k, np.int32),
         np.full(rows, sampling.top_p, np.float32), np.full(rows, sampling.min_p, np.float32),

@@ -76,7 +76,7 @@ def test_double_free_and_foreign_pages_are_refused():
 
 
 class Nobody:
-    """A keeper that knows nothing of what it is told."""
+    """A cache that knows nothing of what it is told."""
 
     def evicted(self, pages: list[int]) -> None:
         pass
@@ -88,7 +88,7 @@ class Nobody:
 def kept_pool() -> PagePool:
     """Of 4 pages and 4 more, in force: 3 of the first held, one of these known, another cached."""
     pool = PagePool(4, 16, 4)
-    pool.keep_for(Nobody())
+    pool.attach_cache(Nobody())
     pool.extend()
     pages = pool.alloc(4)
     for page in (int(pages[0]), int(pages[3])):
@@ -129,8 +129,8 @@ def free_beyond_what_is_in_force(pool: PagePool) -> None:
         (hold_no_page, "neither free nor held"),
         (free_a_page_twice, "a KV page is free twice"),
         (free_a_held_page, "a free KV page has holders"),
-        (know_a_free_page, "a KV page is free and known to a keeper"),
-        (forget_a_cached_page, "a KV page is cached and not known to a keeper"),
+        (know_a_free_page, "a KV page is free and known to the cache"),
+        (forget_a_cached_page, "a KV page is cached and not known to the cache"),
         (free_beyond_what_is_in_force, "a KV page that is not in force is free or held"),
     ],
 )
@@ -143,9 +143,9 @@ def test_check_integrity_sees_damage(damage: Callable[[PagePool], None], message
 
 def test_what_must_not_be_done_is_refused_and_changes_nothing():
     pool = kept_pool()
-    with pytest.raises(IntegrityError, match="a page pool has one keeper"):
-        pool.keep_for(Nobody())
-    with pytest.raises(IntegrityError, match="KV page 7 cannot be kept: it has no keeper or no holder"):
+    with pytest.raises(IntegrityError, match="a page pool has one cache"):
+        pool.attach_cache(Nobody())
+    with pytest.raises(IntegrityError, match="KV page 7 cannot be kept: there is no cache, or it has no holder"):
         pool.remember(7)
     with pytest.raises(IntegrityError, match=r"KV pages \[1, 7\] are not all in use or cached"):
         pool.retain(np.array([1, 7]))
@@ -162,7 +162,7 @@ def test_what_must_not_be_done_is_refused_and_changes_nothing():
     pool.trim()
     with pytest.raises(IntegrityError, match="planned once, while extended"):
         pool.plan_contraction()
-    with pytest.raises(IntegrityError, match="it has no keeper or no holder"):
+    with pytest.raises(IntegrityError, match="there is no cache, or it has no holder"):
         PagePool(4, 16).remember(0)
 
 

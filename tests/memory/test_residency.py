@@ -3,13 +3,13 @@
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import LONGEST_WAIT, ElasticRule, Pressure, Residency
+from adaserve_jax.memory.residency import LONGEST_WAIT, ElasticRule, PagePressure, Residency
 
 RULE = ElasticRule(tau_low=0.1, persist_steps=4, min_stay_steps=6)
-PLENTY = Pressure(spare=1000, turned_away=False, waiting=0, running=3)
-ENOUGH = Pressure(spare=10, turned_away=False, waiting=0, running=3)
-SHORT = Pressure(spare=9, turned_away=False, waiting=0, running=3)
-TURNED_AWAY = Pressure(spare=50, turned_away=True, waiting=2, running=3)
+PLENTY = PagePressure(free_pages=1000, blocked_on_pages=False, waiting=0, running=3)
+ENOUGH = PagePressure(free_pages=10, blocked_on_pages=False, waiting=0, running=3)
+SHORT = PagePressure(free_pages=9, blocked_on_pages=False, waiting=0, running=3)
+TURNED_AWAY = PagePressure(free_pages=50, blocked_on_pages=True, waiting=2, running=3)
 
 
 def residency(rule: ElasticRule = RULE, **pages) -> Residency:
@@ -23,7 +23,7 @@ def expanded() -> Residency:
     return each
 
 
-def swaps(each: Residency, steps: list[tuple[Pressure, bool | None]]) -> list[str | None]:
+def swaps(each: Residency, steps: list[tuple[PagePressure, bool | None]]) -> list[str | None]:
     return [each.due(pressure, speculates) for pressure, speculates in steps]
 
 
@@ -61,21 +61,21 @@ class TestContract:
     def test_when_nobody_waits_for_pages_and_the_draft_and_tau_low_fit_what_is_spare(self) -> None:
         """20 pages go and 10 must be left: more than 30. The minimum stay of 6 steps is over at the sixth. Who
         waits for a slot, or for a pace that the draft could keep, must not keep the draft away."""
-        for spare, turned_away, due in [(31, False, "contract"), (30, False, None), (31, True, None)]:
-            pressure = Pressure(spare, turned_away, waiting=1, running=3)
+        for spare, blocked_on_pages, due in [(31, False, "contract"), (30, False, None), (31, True, None)]:
+            pressure = PagePressure(spare, blocked_on_pages, waiting=1, running=3)
             assert swaps(expanded(), [(pressure, False)] * 6) == [None] * 5 + [due]
 
     def test_at_once_when_nothing_runs_or_waits(self) -> None:
-        idle = Pressure(spare=120, turned_away=False, waiting=0, running=0)
+        idle = PagePressure(free_pages=120, blocked_on_pages=False, waiting=0, running=0)
         assert expanded().due(idle, False) == "contract"
 
     def test_what_is_left_then_is_not_short(self) -> None:
         """The least spare at which it contracts, and the same after that."""
         each = expanded()
-        assert swaps(each, [(Pressure(31, False, 0, 3), False)] * 6)[-1] == "contract"
+        assert swaps(each, [(PagePressure(31, False, 0, 3), False)] * 6)[-1] == "contract"
         each.succeeded("contract")
         each.succeeded("reload")
-        assert swaps(each, [(Pressure(31 - 20, False, 0, 3), False)] * 40) == [None] * 40
+        assert swaps(each, [(PagePressure(31 - 20, False, 0, 3), False)] * 40) == [None] * 40
 
     def test_is_not_asked_for_where_the_draft_is(self) -> None:
         assert swaps(residency(), [(PLENTY, False)] * 9) == [None] * 9

@@ -1,4 +1,4 @@
-"""config.json is read in both spellings of transformers, and what the decoder lacks is refused by name."""
+"""Configuration files of a checkpoint: every family, setting and error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import GenerationDefaults, ModelConfig, resolve_folder
 from adaserve_jax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from adaserve_jax.types import SamplingParams
 from tests.models.checkpoints import CONFIG
 
 
@@ -199,8 +200,51 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 
 def test_host_side_modules_import_no_jax() -> None:
-    modules = ", ".join(
-        f"adaserve_jax.models.{name}" for name in ("config", "tokenizer", "detokenizer", "stops", "generation_defaults")
-    )
+    modules = ", ".join(f"adaserve_jax.models.{name}" for name in ("config", "tokenizer", "detokenizer", "grow"))
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20}', GenerationDefaults(0.6, 0.9, 20)),
+        ('{"eos_token_id": 3}', GenerationDefaults()),
+        ('{"top_k": -1, "min_p": 0.1}', GenerationDefaults(top_k=0, min_p=0.1)),
+        ('{"do_sample": false, "temperature": 0.6}', GenerationDefaults(temperature=0.0)),
+    ],
+)
+def test_values_are_read(tmp_path: Path, text: str, expected: GenerationDefaults) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    assert GenerationDefaults.from_folder(tmp_path) == expected
+
+
+def test_without_a_file_requests_keep_their_own_defaults(tmp_path: Path) -> None:
+    assert GenerationDefaults.from_folder(tmp_path).sampling_params() == SamplingParams()
+    assert GenerationDefaults(0.6, top_k=20).sampling_params() == SamplingParams(temperature=0.6, top_k=20)
+
+
+@pytest.mark.parametrize("text", ['{"temperature": "warm"}', '{"top_p": 1.5}', '{"top_k": 2.5}'])
+def test_malformed_values_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: (temperature|top_p|top_k) must be"):
+        GenerationDefaults.from_folder(tmp_path)
+
+
+def test_names_resolve_to_folders(tmp_path: Path) -> None:
+    assert resolve_folder(str(tmp_path), "target") == tmp_path
+    with pytest.raises(CheckpointError, match=r"draft checkpoint '.*nowhere': expected a folder at .*, found nothing"):
+        resolve_folder(tmp_path / "nowhere", "draft")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="found a file; give the path of a Hugging Face checkpoint folder"):
+        resolve_folder(tmp_path / "file", "target")
+
+
+def test_the_embedded_pair_has_a_name_and_finding_it_needs_no_jax() -> None:
+    program = (
+        "import sys; from adaserve_jax.models.config import resolve_folder\n"
+        "print(resolve_folder('demo', 'target')); assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parts[-3:] == ("models", "demo", "target")

@@ -9,7 +9,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.grow import Shape, grow
+from adaserve_jax.models.grow import GrownShape, grow
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -19,14 +19,14 @@ TOKENS = [3, 250, 17, 17, 300, 9, 41, 8]
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(layers=2, hidden=48, heads=4, kv_heads=2, mlp=48),
-        Shape(layers=4, hidden=32, heads=4, kv_heads=2, mlp=80),
-        Shape(layers=3, hidden=64, heads=12, kv_heads=3, mlp=96),
+        GrownShape(layers=2, hidden=48, heads=4, kv_heads=2, mlp=48),
+        GrownShape(layers=4, hidden=32, heads=4, kv_heads=2, mlp=80),
+        GrownShape(layers=3, hidden=64, heads=12, kv_heads=3, mlp=96),
     ],
     ids=["hidden", "layers-mlp", "everything"],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_preserved(tmp_path: Path, shape: Shape, tied: bool) -> None:
+def test_logits_are_preserved(tmp_path: Path, shape: GrownShape, tied: bool) -> None:
     source = write_checkpoint(tmp_path / "source", tie_word_embeddings=tied)
     config = grow(source, tmp_path / "grown", shape)
     assert ModelConfig.from_folder(tmp_path / "grown") == config
@@ -36,7 +36,7 @@ def test_logits_are_preserved(tmp_path: Path, shape: Shape, tied: bool) -> None:
 
 
 def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path: Path) -> None:
-    shape = Shape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48)
+    shape = GrownShape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48)
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4}
     source = write_checkpoint(tmp_path / "mistral", **mistral)
     config = grow(source, tmp_path / "grown", shape)
@@ -51,7 +51,7 @@ def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("adaserve_jax.models.writing.SHARD_BYTES", 20_000)
     source = write_checkpoint(tmp_path / "source", shards=2, dtype="bf16")
     seen = []
-    shape = Shape(layers=3, hidden=64, heads=8, kv_heads=2, mlp=96)
+    shape = GrownShape(layers=3, hidden=64, heads=8, kv_heads=2, mlp=96)
     grow(source, tmp_path / "grown", shape, dtype="bf16", progress=lambda *step: seen.append(step))
     assert len(list((tmp_path / "grown").glob("model-*.safetensors"))) > 2
     assert seen[-1] == ("growing", 9 * 3 + 3, 9 * 3 + 3)
@@ -72,11 +72,11 @@ def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.Mon
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:
     values = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 2, "mlp": 64} | change
     with pytest.raises(ConfigError, match=message):
-        grow(write_checkpoint(tmp_path / "source"), tmp_path / "grown", Shape(**values))
+        grow(write_checkpoint(tmp_path / "source"), tmp_path / "grown", GrownShape(**values))
     assert not (tmp_path / "grown").exists()
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     with pytest.raises(ConfigError, match="must be an empty or a new folder"):
-        grow(source, source, Shape(layers=2, hidden=64, heads=8, kv_heads=2, mlp=64))
+        grow(source, source, GrownShape(layers=2, hidden=64, heads=8, kv_heads=2, mlp=64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from adaserve_jax.models.perplexity import held_out_code, is_held_out, library_files
+from adaserve_jax.models.held_out import held_out_code, is_held_out, library_files
 
 
 def test_the_hash_decides() -> None:

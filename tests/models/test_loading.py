@@ -14,8 +14,8 @@ import pytest
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
+from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.writing import convert
 from tests.conftest import ROOT
 from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
 

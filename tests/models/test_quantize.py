@@ -14,9 +14,9 @@ from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models import tensors as tensor_files
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import decode, init_params, logits, param_specs
+from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.quantize import SCALE, int8_product, quantize_rows
-from adaserve_jax.models.writing import convert
 from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
 from tests.oracles.int8 import dequantized_checkpoint, rounded
 from tests.oracles.llama import oracle_logits

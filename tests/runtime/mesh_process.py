@@ -17,7 +17,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models import loading as converted
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.writing import convert
+from adaserve_jax.models.export import convert
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
 from tests.conftest import optimised

@@ -137,8 +137,8 @@ def test_what_cannot_be_captured_is_refused(executor: ModelExecutor) -> None:
     for wrong in ([1], [-1], [0, 1]):
         with pytest.raises(IntegrityError, match="positions must be from 0 to 0, got"):
             executor.capture(np.array(wrong))
-    assert executor._capture is not None
-    executor._capture.forget()
+    assert executor.logit_capture is not None
+    executor.logit_capture.drop_logits()
     with pytest.raises(IntegrityError, match="logits are gone; capture between a verification and the next step"):
         executor.capture(np.array([0]))
 
@@ -161,18 +161,18 @@ def test_without_learning_nothing_is_there_to_capture(executor: ModelExecutor, c
 
 def test_one_step_at_most_leaves_its_logits(executor: ModelExecutor) -> None:
     """Also where no draft speculates between two verifications; what is planned for memory counts one."""
-    capture = executor._capture
+    capture = executor.logit_capture
     assert capture is not None
     executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
-    first = capture._logits
+    first = capture.logits
     assert first is not None
     run, seen = executor.target.run, []
     try:
-        executor.target.run = lambda *args: (seen.append(capture._logits), run(*args))[1]  # type: ignore[method-assign]
+        executor.target.run = lambda *args: (seen.append(capture.logits), run(*args))[1]  # type: ignore[method-assign]
         executor.verify(plan_of([5], [], []), trees_of(TREES[:1]))
     finally:
         executor.target.run = run  # type: ignore[method-assign]
-    assert seen == [None] and capture._logits is not None and capture._logits is not first
+    assert seen == [None] and capture.logits is not None and capture.logits is not first
 
 
 def test_what_is_planned_is_what_is_there(executor: ModelExecutor, config: EngineConfig) -> None:

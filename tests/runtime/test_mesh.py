@@ -79,7 +79,7 @@ def test_texts_do_not_depend_on_the_number_of_devices(mesh: Mesh, deterministic:
 
 @pytest.mark.slow
 def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LLM) -> None:
-    """In one process; test_hosts.py has one device in each of two."""
+    """In one process; test_multihost.py has one device in each of two."""
     on_devices(tmp_path, 2)
     assert json.loads((tmp_path / "texts.json").read_text()) == {"2": texts_of(deterministic)}
 

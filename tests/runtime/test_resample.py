@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from adaserve_jax.constraints.constraints import Constraints, edited_rows, without_dead_ends
+from adaserve_jax.constraints.constraints import Constraints, drop_disallowed, edited_rows
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.pools import NO_PAGE, InFlight
-from adaserve_jax.runtime.programs import Sampled, outcome_size
-from adaserve_jax.runtime.resample import Resampler, logprobs_of
+from adaserve_jax.runtime.programs import VerifyResult, outcome_sizes
+from adaserve_jax.runtime.resample import Resampler, step_logprobs
 from adaserve_jax.runtime.step_layout import pack_verify
-from adaserve_jax.tree.sampling import Sampler, draw
+from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.types import (
     DraftTrees,
     Limits,
@@ -144,13 +144,13 @@ def run(target: Any, plan: StepPlan, trees: DraftTrees, edits: Any, logits: np.n
     bucket = target.buckets.all()[0]
     step = pack_verify(bucket, MAX_PAGES, plan, trees)
     drawn = jnp.asarray(logits.argmax(axis=1), jnp.int32)
-    first = Sampled(jnp.zeros(sum(outcome_size(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
+    first = VerifyResult(jnp.zeros(sum(outcome_sizes(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
     nothing = jnp.zeros(TOKENS, jnp.int32)
-    amend = prepared(target).amendment(step, edits)
+    amend = prepared(target).redraw(step, edits)
     again, in_flight = amend(first, InFlight(nothing, nothing, nothing, nothing))
-    parts = np.split(np.asarray(again.outcome), np.cumsum(outcome_size(bucket, DEPTH)))
+    parts = np.split(np.asarray(again.outcome), np.cumsum(outcome_sizes(bucket, DEPTH)))
     accepted = parts[2][: trees.num_nodes] != 0
-    told = logprobs_of(parts[3], bucket, plan, trees, accepted, edits, DEPTH)
+    told = step_logprobs(parts[3], bucket, plan, trees, accepted, edits, DEPTH)
     tokens = parts[0].reshape(ROWS, DEPTH + 1)
     return StepOutcome(tokens, parts[1], accepted, 0.0, 0.0, 0.0, TOKENS, told), in_flight
 
@@ -164,14 +164,14 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
         constraints = Constraints(VOCAB, Letters())
         for row in rows:
             constraints.add(row.request)
-            constraints.push(row.request.request_id, row.output)
+            constraints.push(row.request.sequence_id, row.output)
         plan, trees = step_of(rows)
         logits = rng.normal(0, 3, (SAMPLED, VOCAB)).astype(np.float32)
         # what a tree proposes is likely, so that walks are long
         for node in range(trees.num_nodes):
             if trees.parent[node] >= 0:
                 logits[trees.parent[node], trees.token[node]] += 8
-        edits = constraints.edits(plan, trees, [row.request.request_id for row in rows])
+        edits = constraints.edits(plan, trees, [row.request.sequence_id for row in rows])
         if edits is None:
             continue
         outcome, in_flight = run(target, plan, trees, edits, logits)
@@ -230,8 +230,8 @@ def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any)
     step = pack_verify(bucket, MAX_PAGES, plan, trees)
     drawn = jnp.full(SAMPLED, 9, jnp.int32)
     nothing = jnp.zeros(TOKENS, jnp.int32)
-    first = Sampled(jnp.zeros(sum(outcome_size(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
-    again, _ = prepared(target).amendment(step, edits)(first, InFlight(nothing, nothing, nothing, nothing))
+    first = VerifyResult(jnp.zeros(sum(outcome_sizes(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
+    again, _ = prepared(target).redraw(step, edits)(first, InFlight(nothing, nothing, nothing, nothing))
     assert np.asarray(again.outcome)[: 2 * (DEPTH + 1) : DEPTH + 1].tolist() == [7, 9]
 
 
@@ -249,7 +249,9 @@ def test_with_noise_the_draw_is_that_of_the_edited_logits(target: Any) -> None:
     )  # fmt: skip
     plan = replace(plan, sampling=sampler)
     edits = constraints.edits(plan, trees, ["a"])
-    one = Sampler(np.array([[7, 0]], np.uint32), *(getattr(sampler, name) for name in Sampler._fields[1:]))
+    one = DeviceSampling(
+        np.array([[7, 0]], np.uint32), *(getattr(sampler, name) for name in DeviceSampling._fields[1:])
+    )
     drawn = jax.jit(draw)
     for _ in range(20):
         logits = rng.normal(0, 3, (SAMPLED, VOCAB)).astype(np.float32)
@@ -278,7 +280,7 @@ def test_a_position_without_a_token_is_cut(target: Any) -> None:
     logits[0, b] = logits[1, b + 5] = 5.0
     outcome, _ = run(target, plan, trees, edits, logits)
     assert outcome.counts[0] >= 2
-    cut, stuck = without_dead_ends(outcome, edits, plan, trees, ["a"])
+    cut, stuck = drop_disallowed(outcome, edits, plan, trees, ["a"])
     assert (cut.counts[0], stuck) == (1, ["a"])
     assert cut.tokens[0, 0] == b
 

@@ -10,10 +10,10 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import Calibrator
-from adaserve_jax.scheduler.elastic import expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
+from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence, SequenceUpdate
+from adaserve_jax.types import CostSamples, DraftSessions, Limits, SamplingParams, Sequence, SequenceUpdate
 
 VOCAB = 1000
 
@@ -92,10 +92,11 @@ class Run:
     @classmethod
     def of(
         cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, elastic_rule: ElasticRule | None = None,
-        executor: type[SimExecutor] = SimExecutor, calibrator: Calibrator | None = None, **config,
+        executor: type[SimExecutor] = SimExecutor, calibrator: Calibrator | None = None,
+        draft_sessions: DraftSessions | None = None, **config,
     ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)
-        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, elastic_rule)
+        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, elastic_rule, draft_sessions)
         return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
     def add(self, request: Sequence) -> None:
@@ -111,23 +112,23 @@ class Run:
                 self.last[update.sequence_id] = update
 
     def step(self, in_flight: Callable[[], None] | None = None):
-        """One step; `in_flight` runs between speculation and selection. Returns the plan and the trees."""
-        plan = self.scheduler.plan(self.clock.now())
-        if plan is None:
+        """Run one step; `in_flight` is called between selection and verification. Returns the plan and the trees."""
+
+        def edit(*_) -> None:
+            if in_flight is not None:
+                in_flight()
+
+        step = begin_step(self.scheduler, self.executor, self.clock.now, edit)
+        if step is None:
             return None, None
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = self.executor.speculate(plan)
-        if in_flight is not None:
-            in_flight()
-        trees = self.scheduler.select(plan, candidates, self.clock.now())
-        outcome = self.executor.verify(plan, trees)
-        self.take(self.scheduler.commit(plan, trees, candidates, outcome, self.clock.now()))
-        self.scheduler.check_integrity()
-        expand_or_contract(self.scheduler, self.executor, self.clock.now)
+        end_step(self.scheduler, self.executor, self.clock.now, step, observe=self._observe)
         self.scheduler.check_integrity()
         self.steps += 1
-        return plan, trees
+        return step.plan, step.trees
+
+    def _observe(self, result: StepResult) -> None:
+        self.take(result.updates)
+        self.scheduler.check_integrity()
 
     def serve(self, load: list[Sequence], before_step: Callable[[int], None] | None = None) -> None:
         """Run `load`, in order of arrival, to its end."""

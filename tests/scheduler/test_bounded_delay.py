@@ -65,7 +65,7 @@ class Watched:
     def take(self, state: SequenceState) -> None:
         """Note an admission, in place of the queue's own method."""
         self._take(state)
-        seen = self.seen.get(state.request.sequence_id)
+        seen = self.seen.get(state.sequence.sequence_id)
         if seen is not None and seen.admitted_step is None:
             seen.admitted_step = self.run.steps
             seen.admissions = self.run.scheduler._batch.queue._admissions - seen.admissions_before
@@ -88,7 +88,7 @@ class Watched:
             assert first is None or first.is_running, "the running request of lowest rank was preempted"
             assert _lowest(batch).slot in slots, "the running request of lowest rank was left out"
             assert {state.slot for state in decode} <= slots, "a row that decodes was left out"
-            decoding.extend(state.request.sequence_id for state in decode)
+            decoding.extend(state.sequence.sequence_id for state in decode)
 
         plan, _ = run.step(in_flight=planned)
         if plan is None:
@@ -121,7 +121,7 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
     while waiting or run.scheduler.has_work:
         while waiting and waiting[0].arrival_s <= run.clock.now():
             watched.add(waiting.pop(0))
-            ranks |= {name: state.rank for name, state in run.scheduler._requests.items()}
+            ranks |= {name: state.rank for name, state in run.scheduler._states.items()}
         watched.step()
         if not run.scheduler.has_work and waiting:
             run.clock.advance(max(waiting[0].arrival_s - run.clock.now(), 1e-3))
@@ -167,7 +167,7 @@ def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None
     batch = Batch(limits_of(), "deadline")
 
     def state_of(name: str, sequence: int) -> SequenceState:
-        return SequenceState(request_of(name, tpot_slo_s=0.02), max_total=30, order_key=0.0, sequence=sequence)
+        return SequenceState(request_of(name, tpot_slo_s=0.02), max_total=30, order_key=0.0, number=sequence)
 
     first, second, new = (state_of(name, index) for index, name in enumerate(("first", "second", "new")))
     for state in (first, second):

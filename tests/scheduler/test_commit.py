@@ -96,7 +96,7 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
     states, plain, times, ended = {}, {}, TokenTimes(), set()
     for request in load:
         scheduler.add(request)
-        states[request.sequence_id] = scheduler._requests[request.sequence_id]
+        states[request.sequence_id] = scheduler._states[request.sequence_id]
         plain[request.sequence_id] = (Plain.of(states[request.sequence_id]), request)
     sequence = {request.sequence_id: index for index, request in enumerate(load)}
     aborted = 0
@@ -122,7 +122,7 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
         expected = replay(plain, rows, plan, trees, candidates, outcome, clock.now(), stop_check)
         updates = scheduler.commit(plan, trees, candidates, outcome, clock.now(), stop_check)
         assert [(u.sequence_id, u.token_ids, u.finish_reason) for u in updates] == expected
-        assert [int(s) for s in updates.sequence] == [sequence[name] for name, _, _ in expected]
+        assert [int(s) for s in updates.numbers] == [sequence[name] for name, _, _ in expected]
         assert updates.counts.tolist() == [len(tokens) for _, tokens, _ in expected]
         assert list(updates.ended.values()) == [u for u in updates if u.finish_reason is not None]
         times.take(updates, clock.now())

@@ -13,7 +13,7 @@ from adaserve_jax.scheduler.controllers.corrected import (
     MEAN_SHARE,
     MIN_DWELL,
     CorrectedController,
-    Ratios,
+    OptionRatios,
     neighbours,
 )
 from adaserve_jax.scheduler.controllers.joint import JointController, Shapes
@@ -21,9 +21,10 @@ from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence, scaled_samples
+from adaserve_jax.types import CostSamples, Limits, SamplingParams, Sequence, scaled_samples
 from tests.conftest import ROOT
 from tests.scheduler.harness import Run, limits_of, random_load
 from tests.scheduler.test_controllers import load_of
@@ -83,7 +84,7 @@ class Truth:
 class TestRatios:
     def test_by_hand(self):
         """Ratios 1.5 and 1.3 of weight 1 each, prior 1, no noise: mean 1.4, moving average 1.5 - 0.2 / 2 = 1.4."""
-        ratios = Ratios(2, noise=0.0, prior=1.0, lately=1.0, memory=10.0)
+        ratios = OptionRatios(2, noise=0.0, prior=1.0, lately=1.0, memory=10.0)
         ratios.learn(1, 1.5, 1.0)
         np.testing.assert_allclose(ratios.factor, [1.0, 1.25])
         ratios.learn(1, 1.3, 1.0)
@@ -93,16 +94,16 @@ class TestRatios:
         np.testing.assert_allclose(ratios.factor, [1.0, 1.2])
 
     def test_mean_and_moving_average_part_after_a_change(self):
-        ratios = Ratios(1, noise=0.0, prior=0.0, lately=3.0, memory=1e9)
+        ratios = OptionRatios(1, noise=0.0, prior=0.0, lately=3.0, memory=1e9)
         for _ in range(100):
             ratios.learn(0, 1.0, 1.0)
         ratios.learn(0, 2.0, 1.0)
         assert ratios.factor[0] == pytest.approx(1 + MEAN_SHARE / 101 + (1 - MEAN_SHARE) / 4)
 
     def test_noise_corrects_nothing_and_outliers_little(self):
-        ratios = Ratios(1, noise=0.1, prior=0.0, lately=1.0, memory=10.0)
+        ratios = OptionRatios(1, noise=0.1, prior=0.0, lately=1.0, memory=10.0)
         for ratio, factor in [(1.08, 1.0), (0.93, 1.0)]:
-            fresh = Ratios(1, noise=0.1, prior=0.0, lately=1.0, memory=10.0)
+            fresh = OptionRatios(1, noise=0.1, prior=0.0, lately=1.0, memory=10.0)
             fresh.learn(0, ratio, 1.0)
             assert fresh.factor[0] == factor
         ratios.learn(0, 100.0, 1.0)
@@ -303,14 +304,10 @@ def tokens_per_s(policy: str, rows: int, tokens: int, wrong: int | None = None, 
             prompt = np.zeros(int(rng.integers(20, 90)), np.int32)
             scheduler.add(Sequence(str(added), prompt, length, seed=int(rng.integers(2**62)), arrival_s=clock.now()))
             added += 1
-        plan = scheduler.plan(clock.now())
-        assert plan is not None
-        candidates = CandidateTrees.empty(plan.num_decode) if plan.draft is None else executor.speculate(plan)
-        trees = scheduler.select(plan, candidates, clock.now())
-        outcome = executor.verify(plan, trees)
-        scheduler.commit(plan, trees, candidates, outcome, clock.now())
+        result = run_step(scheduler, executor, clock.now)
+        assert result is not None
         open_ = scheduler.stats.running + scheduler.stats.waiting
-        emitted += int(outcome.counts.sum())
+        emitted += int(result.step.outcome.counts.sum())
         if not before and emitted > tokens / 4:
             begin_s, before = clock.now(), emitted
     return (emitted - before) / (clock.now() - begin_s)

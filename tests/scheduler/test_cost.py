@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, Served, ServingFactors, errors_of
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
 from adaserve_jax.types import (
     CostSamples,
     DraftPlan,
@@ -209,14 +209,14 @@ def test_errors_are_relative_to_what_was_measured():
 
 
 def test_what_serving_adds_is_the_sum_of_what_steps_took_over_their_samples():
-    costs = Served(
+    costs = ServedTimes(
         steps=2, verify_s=0.03, verify_sampled_s=0.02, draft_s=0.004, draft_sampled_s=0.005, overhead_s=0.001
     )
-    factors = (costs + Served(2, 0.01, 0.02, 0.0, 0.0, 0.003)).factors()
+    factors = (costs + ServedTimes(2, 0.01, 0.02, 0.0, 0.0, 0.003)).factors()
     assert factors is not None
     assert (factors.verify, factors.draft, factors.overhead_s) == pytest.approx((1.0, 0.8, 0.001))
-    assert Served().factors() is None
-    assert Served(1, 0.01, 0.01).factors() == ServingFactors(1.0, 1.0, 0.0)
+    assert ServedTimes().factors() is None
+    assert ServedTimes(1, 0.01, 0.01).factors() == ServingFactors(1.0, 1.0, 0.0)
     samples = CostSamples({(1, 1): 0.01}, {4: 0.002}, {(1, 1): 0.003}, 64, 8, {(1, 1): 1e-6}, {4: 2e-6}, {(1, 1): 3e-6})
     scaled = scaled_samples(samples, verify=1.5, draft=2.0)
     assert (scaled.verify_s[1, 1], scaled.catchup_s[4], scaled.draft_level_s[1, 1]) == pytest.approx(

@@ -6,10 +6,10 @@ import pytest
 from tests.scheduler.harness import Run, limits_of, request_of
 
 
-def pursued(run: Run) -> dict[str, float]:
+def without_infeasible(run: Run) -> dict[str, float]:
     """TPOT target of each running request, as it is planned for."""
     table = run.scheduler._batch.table
-    return {state.request.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
+    return {state.sequence.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
 
 
 @pytest.mark.parametrize(("policy", "after"), [("adaserve", np.inf), ("adaserve-paper", 0.05)])
@@ -19,10 +19,10 @@ def test_a_late_first_token_ends_the_pursuit(policy, after):
     run.scheduler.add(request_of("in time", prompt=4, tokens=60, tpot_slo_s=0.05, ttft_slo_s=5.0))
     run.clock.advance(0.1)
     run.step()
-    assert pursued(run)["late"] == 0.05, "nothing is lost yet"
+    assert without_infeasible(run)["late"] == 0.05, "nothing is lost yet"
     while len(run.text) < 2:
         run.step()
-    assert pursued(run) == {"late": after, "in time": 0.05}
+    assert without_infeasible(run) == {"late": after, "in time": 0.05}
     while run.scheduler.has_work:
         run.step()
     metrics = run.last["late"].metrics
@@ -38,7 +38,7 @@ def test_it_stays_given_up_through_preemption():
     batch = run.scheduler._batch
     batch._preempt(batch.running[0])
     run.step()
-    assert pursued(run) == {"late": np.inf}
+    assert without_infeasible(run) == {"late": np.inf}
 
 
 def test_a_prompt_that_is_late_already_holds_nobody_back():

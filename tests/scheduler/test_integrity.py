@@ -45,20 +45,20 @@ def compute_beyond_the_pages(run: Run) -> None:
 
 
 def forget_who_asked(run: Run) -> None:
-    run.scheduler._requests.popitem()
+    run.scheduler._states.popitem()
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (hold_a_page_less, "counts other holders of pages than the requests that run"),
+        (hold_a_page_less, "counts other holders of pages than the running sequences"),
         (lose_a_slot, "a slot is held twice or lost"),
-        (swap_two_requests, "name each other differently"),
-        (name_a_page_beyond, "request 'a' has page ids beyond its pages"),
-        (count_apart, "request 'a' looks at counts or tokens of its own while it runs"),
-        (compute_more_than_there_is, "request 'a' counts more computed tokens than it has"),
-        (compute_beyond_the_pages, "request 'a' has KV beyond its pages"),
-        (forget_who_asked, "a request is neither running nor waiting, or both"),
+        (swap_two_requests, "do not refer to each other"),
+        (name_a_page_beyond, "sequence 'a' has page ids beyond its pages"),
+        (count_apart, "sequence 'a' runs on counts or tokens outside the slot table"),
+        (compute_more_than_there_is, "sequence 'a' counts more computed tokens than it has"),
+        (compute_beyond_the_pages, "sequence 'a' has KV beyond its pages"),
+        (forget_who_asked, "a sequence is neither running nor waiting, or both"),
     ],
 )
 def test_damage_is_told(damage: Callable[[Run], None], message: str) -> None:
@@ -79,7 +79,7 @@ def test_a_whole_page_that_was_not_entered_is_told() -> None:
     batch = run.scheduler._batch
     assert batch.prefixes is not None
     batch.prefixes._due[0, batch.running[0].slot] = 8
-    with pytest.raises(IntegrityError, match="whole pages of request 'a' were not entered"):
+    with pytest.raises(IntegrityError, match="full pages of sequence 'a' were not entered"):
         run.scheduler.check_integrity()
 
 
@@ -93,23 +93,11 @@ def test_rows_of_a_step_in_flight_keep_their_places_when_one_is_aborted() -> Non
     assert run.scheduler.sequence_ids(plan) == ["a", "", "c"]
 
 
-def test_slots_that_were_given_back_are_told_once() -> None:
-    run = Run.of(limits_of(), policy="ar")
-    for name in "abc":
-        run.add(request_of(name))
-    run.step()
-    slots = {state.request.sequence_id: state.slot for state in run.scheduler._batch.running}
-    run.scheduler.abort("c")
-    run.scheduler.abort("a")
-    np.testing.assert_array_equal(run.scheduler.take_released(), sorted([slots["a"], slots["c"]]))
-    assert run.scheduler.take_released().size == 0
-
-
-class TestSpareSeconds:
+class TestSlack:
     def test_without_requests_there_is_all_the_time(self) -> None:
-        assert Run.of(limits_of(), policy="ar").scheduler.spare_s(0.0) == np.inf
+        assert Run.of(limits_of(), policy="ar").scheduler.slack_s(0.0) == np.inf
 
     def test_while_anybody_waits_there_is_none(self) -> None:
         run = Run.of(limits_of(), policy="ar")
         run.add(request_of("a"))
-        assert run.scheduler.spare_s(0.0) == 0.0
+        assert run.scheduler.slack_s(0.0) == 0.0

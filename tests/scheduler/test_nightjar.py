@@ -18,10 +18,10 @@ from adaserve_jax.scheduler.controllers.nightjar import (
     TRIAL_STEPS,
     V1,
     V2,
-    Bucket,
+    ArmBucket,
+    ExplorationSchedule,
     NightjarController,
     Rule,
-    Schedule,
     SwitchTable,
     doubling,
 )
@@ -119,7 +119,7 @@ class TestChainCosts:
 
 class TestSchedule:
     def test_blocks_last_as_long_as_they_should(self):
-        schedule = Schedule()
+        schedule = ExplorationSchedule()
         ends = [step for step in range(1, 493) if schedule.advance()]
         assert np.diff([0, *ends]).tolist() == [1, 1, 4, 4, 16, 25, 64, 121, 256]
 
@@ -163,20 +163,20 @@ class TestBucket:
     def test_an_arm_on_trial_is_given_up_once_it_was_seen_enough_and_is_worse(self, rows, given_up_at):
         """The best arm takes 20 ms a token; 30 ms are worse, 10 ms are not. Enough are 4 steps and 16 rows of them."""
         for step_s, gives_up in ((0.03, True), (0.01, False)):
-            bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), rows)
+            bucket = ArmBucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), rows)
             bucket.begin_trial(1)
             told = [bucket.on_trial(rows, step_s, rows) for _ in range(20)]
             assert told == [gives_up and step >= given_up_at for step in range(1, 21)]
 
     def test_a_trial_is_judged_by_its_own_steps(self):
-        bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), 8)
+        bucket = ArmBucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), 8)
         for _ in range(TRIAL_STEPS):
             bucket.on_trial(8, 0.03, 8)
         bucket.begin_trial(1)
         assert not any(bucket.on_trial(8, 0.03, 8) for _ in range(TRIAL_STEPS - 1))
 
     def test_what_is_not_seen_again_gives_way_to_the_prediction(self):
-        bucket = Bucket(np.array([0.1, 0.1]), np.array([1.0, 2.0]), rows=4)
+        bucket = ArmBucket(np.array([0.1, 0.1]), np.array([1.0, 2.0]), rows=4)
         predicted = bucket.latency_s.copy()
         bucket.learn(0, 4, 0.3, 4)
         assert bucket.latency_s[0] == pytest.approx((0.4 + 1.2) / 8)
@@ -189,7 +189,7 @@ class TestBucket:
 
     def test_it_begins_with_the_prediction_and_adds_sums(self):
         """Sums, not means of ratios: 40 ms for 2 rows' 2 tokens and then 30 ms for their 6 are 140 ms for 8."""
-        bucket = Bucket(np.array([0.02, 0.03]), np.array([1.0, 1.5]), rows=2)
+        bucket = ArmBucket(np.array([0.02, 0.03]), np.array([1.0, 1.5]), rows=2)
         np.testing.assert_allclose(bucket.latency_s, [0.02, 0.02])
         bucket.learn(1, 2, 0.040, 2)
         bucket.learn(1, 2, 0.030, 6)
@@ -197,12 +197,12 @@ class TestBucket:
         np.testing.assert_allclose(bucket.row_steps, [2, 6])
 
     def test_one_step_that_hung_counts_as_four(self):
-        bucket = Bucket(np.array([0.02]), np.array([1.0]), rows=1)
+        bucket = ArmBucket(np.array([0.02]), np.array([1.0]), rows=1)
         bucket.learn(0, 1, 5.0, 1)
         assert bucket.latency_s[0] == pytest.approx((0.02 + 0.08) / 2)
 
     def test_it_forgets_what_is_older_than_its_memory(self):
-        bucket = Bucket(np.array([0.02]), np.array([1.0]), rows=3)
+        bucket = ArmBucket(np.array([0.02]), np.array([1.0]), rows=3)
         for _ in range(3 * MEMORY_STEPS):
             bucket.learn(0, 3, 0.02, 3)
         for _ in range(MEMORY_STEPS):
@@ -213,7 +213,7 @@ class TestBucket:
 
 
 class TestNightjar:
-    bucket = Bucket(np.array([0.020, 0.030, 0.036]), np.array([1.0, 1.5, 2.0]), rows=1)
+    bucket = ArmBucket(np.array([0.020, 0.030, 0.036]), np.array([1.0, 1.5, 2.0]), rows=1)
 
     def test_loss_while_speculating_favours_to_go_on(self):
         controller = nightjar(max_depth=2)
@@ -270,7 +270,7 @@ class TestNightjar:
     def test_arms_that_seem_bad_are_explored_less(self, rule, expected):
         """At twice the latency 2 ** 8 times less, and the best is known; uniformly in the first version."""
         controller = nightjar(rule, max_depth=2)
-        bucket = Bucket(np.array([0.01, 0.02, 0.08]), np.array([1.0, 1.0, 2.0]), rows=1)
+        bucket = ArmBucket(np.array([0.01, 0.02, 0.08]), np.array([1.0, 1.0, 2.0]), rows=1)
         bucket.explores, bucket.schedule.step = True, 2
         drawn = [controller._choose(bucket, load_of(1)) for _ in range(6000)]
         np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 6000, expected, atol=0.02)

@@ -18,7 +18,7 @@ def batch_of(limits: Limits, running: int, waiting: int, **request) -> Batch:
     batch = Batch(limits, "arrival")
     for index in range(running + waiting):
         asked = request_of(f"r{index}", **request)
-        batch.queue.add(SequenceState(asked, max_total=30, order_key=0.0, sequence=index))
+        batch.queue.add(SequenceState(asked, max_total=30, order_key=0.0, number=index))
         if index < running:
             batch.admit(0.0, None)
     return batch

@@ -257,7 +257,7 @@ class TestPriority:
         run.step()
         run.scheduler.add(request_of("urgent", tokens=3, arrival_s=run.clock.now(), priority=0))
         run.step()
-        running = {state.request.sequence_id for state in run.scheduler._batch.running}
+        running = {state.sequence.sequence_id for state in run.scheduler._batch.running}
         assert running == {"middling", "urgent"}
         while run.scheduler.has_work:
             run.step()

@@ -85,7 +85,7 @@ def test_the_draft_finds_its_pages_too(policy):
     run.add(ask("b", prompt, 20))
     plan, _ = run.step()
     assert plan.draft is None or plan.draft.draft_ctx[0] == 48
-    assert run.scheduler._requests["b"].draft_computed >= 48
+    assert run.scheduler._states["b"].draft_computed >= 48
 
 
 def test_a_draft_that_was_away_is_fed_what_the_target_still_has():
@@ -108,7 +108,7 @@ def test_a_draft_that_was_away_is_fed_what_the_target_still_has():
 def state_of(run: Run, prompt: list[int]):
     """The state of a request that only waits."""
     run.scheduler.add(ask("asks", prompt))
-    state = run.scheduler._requests["asks"]
+    state = run.scheduler._states["asks"]
     run.scheduler.abort("asks")
     return state
 
@@ -149,7 +149,7 @@ def test_a_preempted_request_finds_its_own_pages():
     run.add(ask("a", prompt, 40))
     while len(run.text.get("a", [])) < 15:
         run.step()
-    state = run.scheduler._requests["a"]
+    state = run.scheduler._states["a"]
     run.scheduler._batch._preempt(state)
     run.scheduler.check_integrity()
     plan, _ = run.step()
@@ -183,7 +183,7 @@ def test_a_wrong_hit_is_seen_by_the_simulated_machine():
     known = state_of(run, tokens_of(0, 30))
     assert len(run.scheduler._batch.prefixes.find(known)) == 3
     run.add(ask("b", tokens_of(1, 30)))
-    run.scheduler._requests["b"].page_keys = known.page_keys
+    run.scheduler._states["b"].page_keys = known.page_keys
     with pytest.raises(IntegrityError, match="not its own"):
         run.step()
 

@@ -16,14 +16,14 @@ def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="
         ttft_slo_s=ttft_slo_s,
         priority=priority,
     )
-    return SequenceState(request, max_total=20, order_key=order_key(request, ordering), sequence=sequence)
+    return SequenceState(request, max_total=20, order_key=order_key(request, ordering), number=sequence)
 
 
 def drain(queue, now=0.0):
     names = []
     while (state := queue.peek(now)) is not None:
         queue.take(state)
-        names.append(state.sequence)
+        names.append(state.number)
     return names
 
 
@@ -77,7 +77,7 @@ def test_low_priority_is_overtaken_for_a_bounded_time():
         queue.add(state_of(1 + step, arrival_s=float(step), ordering="arrival"))
         state = queue.peek(float(step))
         queue.take(state)
-        if state.sequence == 0:
+        if state.number == 0:
             break
         overtaken += 1
     assert overtaken == 2 * AGEING_S  # one arrival a second; on a tie the earlier request goes first

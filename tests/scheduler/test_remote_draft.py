@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +10,28 @@ import numpy as np
 import pytest
 
 from adaserve_jax.drafter_config import DrafterConfig
+from adaserve_jax.scheduler.commit import rows_with_drafts
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.scheduler import rows_with_drafts
 from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CandidateTrees, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
 DRAFTER = DrafterConfig(("grpc://host:1",))
 SERVICE_S = 0.004
+
+
+class Sessions:
+    """Sessions that note the slots whose end they were told of."""
+
+    def __init__(self) -> None:
+        self.available = True
+        self.told: list[list[int]] = []
+        self.forget: Callable[[int], object] = lambda slot: None
+
+    def ended(self, slots: np.ndarray) -> None:
+        self.told.append(slots.tolist())
+        for slot in slots.tolist():
+            self.forget(slot)
 
 
 class Service(SimExecutor):
@@ -29,6 +44,7 @@ class Service(SimExecutor):
         self.answers = lambda row: True
         self.took_s = SERVICE_S
         self.plans: list[StepPlan] = []
+        self.sessions = Sessions()
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         draft = plan.draft
@@ -57,14 +73,15 @@ class Service(SimExecutor):
         log_f[silent] = -np.inf
         return replace(found, log_f=log_f)
 
-    def ended(self, slots: np.ndarray) -> None:
-        for slot in slots.tolist():
-            self.texts.pop(slot, None)
-
 
 def run_of(**changes: Any) -> Run:
     limits = limits_of(**changes.pop("limits", {}))
-    return Run.of(limits, executor=Service, drafter=DRAFTER, **{"policy": "spec:3", **changes})
+    sessions = Sessions()
+    options = {"policy": "spec:3", **changes}
+    run = Run.of(limits, executor=Service, drafter=DRAFTER, draft_sessions=sessions, **options)
+    service = service_of(run)
+    service.sessions, sessions.forget = sessions, lambda slot: service.texts.pop(slot, None)
+    return run
 
 
 def service_of(run: Run) -> Service:
@@ -130,8 +147,8 @@ def test_who_is_due_when() -> None:
             state, due_s = states.get(slot), plan.draft.due_s[row]
             if state is None or state.first_token_s is None:
                 continue
-            slo = state.request.tpot_slo_s
-            decoded = int(plan.ctx_len[row]) + 1 - len(state.request.prompt_ids) - 1
+            slo = state.sequence.tpot_slo_s
+            decoded = int(plan.ctx_len[row]) + 1 - len(state.sequence.prompt_ids) - 1
             expected = np.inf if slo is None else max(state.first_token_s + (decoded + 1) * slo - now, 0.0)
             assert due_s == pytest.approx(expected)
             seen += 1
@@ -147,7 +164,6 @@ def test_texts_are_the_target_s_whatever_comes_back(policy: str) -> None:
     load = random_load(5, 25, rate=40.0)
 
     def before_step(step: int) -> None:
-        service.ended(run.scheduler.take_released())
         mood = rng.integers(0, 3)
         service.answers = [lambda row: True, lambda row: row % 2 == 0, lambda row: False][mood]
         service.took_s = float(rng.choice([0.0, SERVICE_S, 0.1]))
@@ -165,14 +181,14 @@ def test_slots_that_are_given_back_are_named_once() -> None:
     run.add(request_of("a", tokens=4))
     run.add(request_of("b", tokens=40))
     run.step()
-    slots = {state.request.sequence_id: state.slot for state in run.scheduler._batch.running}
-    assert run.scheduler.take_released().tolist() == []
+    slots = {state.sequence.sequence_id: state.slot for state in run.scheduler._batch.running}
+    told = service_of(run).sessions.told
+    assert told == []
     while "a" not in run.last:
         run.step()
-    assert run.scheduler.take_released().tolist() == [slots["a"]]
+    assert told == [[slots["a"]]]
     run.scheduler.abort("b")
-    assert run.scheduler.take_released().tolist() == [slots["b"]]
-    assert run.scheduler.take_released().tolist() == []
+    assert told == [[slots["a"]], [slots["b"]]]
 
 
 def drafted(run: Run, count: int) -> None:
@@ -237,12 +253,12 @@ def test_while_no_service_can_be_asked_plans_have_no_draft(policy: str) -> None:
     run.add(request_of("a", tokens=300))
     drafted(run, 3)
     service.plans.clear()
-    run.scheduler.draft_is_away = True
+    service.sessions.available = False
     for _ in range(90):
         plan, trees = run.step()
         assert plan.draft is None and trees.num_nodes == 1
     assert not service.plans
-    run.scheduler.draft_is_away = False
+    service.sessions.available = True
     drafted(run, 3)
     fed = service.plans[0].draft
     assert fed is not None and fed.depth == 0 and len(fed.catchup_tokens) > 80

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import ConfigError, IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import CandidateTrees, SamplingParams, StepOutcome
@@ -222,7 +223,7 @@ def test_nodes_beyond_the_last_token_are_not_verified():
     run = Run.of(limits_of(), policy="spec:4")
     run.scheduler.add(request_of("a", prompt=4, tokens=9))
     while run.scheduler.has_work:
-        state = run.scheduler._requests["a"]
+        state = run.scheduler._states["a"]
         remaining = state.max_total - state.num_tokens
         _, trees = run.step()
         if trees.num_nodes:
@@ -249,26 +250,30 @@ def test_lower_priority_is_preempted_first():
 
 
 @pytest.mark.parametrize(
-    ("request_", "param", "code", "text"),
+    ("prompt", "tokens", "param", "code", "text"),
     [
-        (request_of("a", prompt=0), "prompt", "empty_prompt", "at least one token, got none"),
-        (request_of("a", prompt=256), "prompt", "context_length_exceeded", "in a context of 256, got 256"),
-        (
-            request_of("a", prompt=200, tokens=57),
-            "max_tokens",
-            "context_length_exceeded",
-            r"cache of 240 tokens, got 200 \+",
-        ),
-        (request_of("taken"), "request_id", "invalid_request", "request id 'taken' is in use; choose another"),
+        (0, 20, "prompt", "empty_prompt", "at least one token, got none"),
+        (256, 20, "prompt", "context_length_exceeded", "in a context of 256, got 256"),
+        (200, 57, "max_tokens", "context_length_exceeded", r"cache of 240 tokens, got 200 \+"),
     ],
 )
-def test_requests_that_can_never_be_served(request_, param, code, text):
-    scheduler = scheduler_of(limits_of(num_pages=30))
-    scheduler.add(request_of("taken"))
+def test_prompts_that_can_never_be_served(prompt, tokens, param, code, text):
+    limits = limits_of(num_pages=30)
+    scheduler = scheduler_of(limits)
     with pytest.raises(RequestError, match=text) as caught:
-        scheduler.add(request_)
+        check_prompt(prompt, limits.max_context, max_tokens=tokens, kv_tokens=limits.kv_tokens)
     assert (caught.value.param, caught.value.code) == (param, code)
-    assert scheduler.stats.waiting == 1
+    with pytest.raises(IntegrityError, match=f"sequence 'a' of {prompt} prompt tokens can never run"):
+        scheduler.add(request_of("a", prompt=prompt, tokens=tokens))
+    assert scheduler.stats.waiting == 0
+
+
+def test_an_id_in_use_is_refused():
+    scheduler = scheduler_of(limits_of())
+    scheduler.add(request_of("taken"))
+    with pytest.raises(RequestError, match="request id 'taken' is in use; choose another") as caught:
+        scheduler.add(request_of("taken"))
+    assert (caught.value.param, caught.value.code) == ("request_id", "invalid_request")
 
 
 def test_max_tokens_is_clipped_to_the_context():

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.drafter import unpack_candidates
 from adaserve_jax.star.client.trees import CandidateBuilder, TreeRequest
 from adaserve_jax.star.messages import Tree, along_paths, cells_hash, log_f_of
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.tree.beam import AcceptanceTable, beam_search
-from adaserve_jax.tree.sampling import Sampler
+from adaserve_jax.tree.sampling import DeviceSampling
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.star.scripted import DEPTHS, RANKS, VOCABULARY, Row, plan_of, table
 
@@ -37,7 +36,7 @@ def searched(plan: StepPlan, by: ChanceTable) -> CandidateTrees:
     draft, rows = plan.draft, plan.sampling
     assert draft is not None
     seed = np.stack([rows.seed & 0xFFFFFFFF, rows.seed >> np.uint64(32)], axis=1).astype(np.uint32)
-    sampler = Sampler(
+    sampler = DeviceSampling(
         jnp.asarray(seed), *map(jnp.asarray, (rows.choice, rows.temperature, rows.top_k, rows.top_p, rows.min_p))
     )
     beam = SEARCH(
@@ -47,7 +46,7 @@ def searched(plan: StepPlan, by: ChanceTable) -> CandidateTrees:
     )  # fmt: skip
     bits = [np.asarray(part) for part in (beam.token, beam.parent, beam.cell, beam.log_f, beam.log_q)]
     packed = np.stack([part.view(np.int32) for part in bits])
-    return LocalDrafter._unpack(SimpleNamespace(wait_s=0.0), packed, plan)  # type: ignore[arg-type]
+    return unpack_candidates(packed, plan)
 
 
 def sent(found: CandidateTrees, plan: StepPlan) -> list[tuple[TreeRequest, Tree]]:

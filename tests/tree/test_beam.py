@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
-from adaserve_jax.tree.sampling import Sampler, gumbel_noise
+from adaserve_jax.tree.sampling import DeviceSampling, gumbel_noise
 
 VOCAB, DEPTH, ROWS = 6, 3, 2
 ROOT = 10
@@ -100,7 +100,7 @@ def test_equals_the_enumeration(width: int, limit: int) -> None:
         partial(beam_search, forward=partial(table_forward, model_logits()), max_depth=DEPTH, width=width),
     )
     seeds, temperatures = np.array([11, 12]), np.array([0.0, 0.9], np.float32)
-    sampler = Sampler(
+    sampler = DeviceSampling(
         jnp.asarray(np.stack([seeds, 0 * seeds], -1), jnp.uint32), jnp.zeros(2, jnp.int32), jnp.asarray(temperatures),
         jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def test_equals_the_enumeration(width: int, limit: int) -> None:
 
 def test_rows_that_do_not_speculate_get_no_candidates() -> None:
     search = jax.jit(partial(beam_search, forward=partial(table_forward, model_logits()), max_depth=2, width=2))
-    sampler = Sampler(
+    sampler = DeviceSampling(
         jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2),
         jnp.zeros(2),
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The one way to move KV pages, whoever implements it: between two pools, or inside one.
+"""Interface of page moves, for every implementation: between two pools, or inside one.
 
 Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper GPUs and for
-TPUs); importing this module imports none of the kernels. All of them may do the moves in any order and side by side,
+TPUs); importing this module imports none of the kernels. All of them may do the moves in any order and in parallel,
 with no copy of what they overwrite. So no page is written twice, and inside one pool no page is both read and
-written: `moves.check_moves` says so on the host. What an implementation does to other moves is not defined.
+written: `moves.check_moves` checks this on the host. The result of other moves is undefined.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
 def check_supported(implementation: Implementation, *, page_size: int, head_dim: int, dtype: jnp.dtype) -> None:
-    """Raises ConfigError, naming what is unsupported, when the implementation cannot move pages [K, S, D] of these
-    sizes. page_size: S, in slots; head_dim: D; dtype: of the pools."""
+    """Raise ConfigError unless the implementation can move pages [K, S, D] of these sizes.
+
+    page_size: S, in slots; head_dim: D; dtype: of the pools.
+    """
     if implementation not in IMPLEMENTATIONS:
         raise ConfigError(f"unknown implementation of page moves {implementation!r}; expected one of {IMPLEMENTATIONS}")
     if implementation == "xla":
@@ -72,7 +74,7 @@ def move_pages_within(
 
 
 def _mover(implementation: Implementation, pool: jax.Array, from_pages: jax.Array, to_pages: jax.Array) -> Any:
-    """The module that implements both, for pages of this pool."""
+    """Return the module that moves pages of this pool."""
     if pool.ndim != 5 or from_pages.ndim != 1 or from_pages.shape != to_pages.shape:
         raise ValueError(
             f"expected a pool [L, P, K, S, D] and two lists of as many page ids: {pool.shape}, {from_pages.shape}, "

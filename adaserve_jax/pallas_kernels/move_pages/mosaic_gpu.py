@@ -30,19 +30,19 @@ GMEM_ALIGNMENT = 16
 def move_pages(
     target: jax.Array, source: jax.Array, from_pages: jax.Array, to_pages: jax.Array, *, interpret: Any = False
 ) -> jax.Array:
-    """`api.move_pages`."""
+    """Implement `api.move_pages`."""
     return _run(target, (source,), from_pages, to_pages, interpret)
 
 
 def move_pages_within(
     pool: jax.Array, from_pages: jax.Array, to_pages: jax.Array, *, interpret: Any = False
 ) -> jax.Array:
-    """`api.move_pages_within`."""
+    """Implement `api.move_pages_within`."""
     return _run(pool, (), from_pages, to_pages, interpret)
 
 
 def unsupported(*, page_size: int, head_dim: int, dtype: jnp.dtype) -> str:
-    """Why pages of these shapes cannot be moved, or ""."""
+    """Say why pages of these shapes cannot be moved; "" if they can."""
     row_bytes, head_bytes = head_dim * dtype.itemsize, page_size * head_dim * dtype.itemsize
     if max(page_size, head_dim) > LARGEST_BOX:
         return f"takes page sizes and head dims up to {LARGEST_BOX}, not {page_size} and {head_dim}"
@@ -59,7 +59,7 @@ def unsupported(*, page_size: int, head_dim: int, dtype: jnp.dtype) -> str:
 def _run(
     target: jax.Array, source: tuple[jax.Array, ...], from_pages: jax.Array, to_pages: jax.Array, interpret: Any
 ) -> jax.Array:
-    """source: the pool to read, or nothing: the target."""
+    """Run the kernel. source: the pool to read; empty to read the target."""
     layers, _, kv_heads, page_size, head_dim = target.shape
     buffers = min(BUFFERS, kv_heads)
     scratch = (plgpu.SMEM((buffers, page_size, head_dim), target.dtype), plgpu.Barrier(num_barriers=buffers))
@@ -76,7 +76,7 @@ def _run(
 
 
 def _move(from_ref: Any, to_ref: Any, *refs: Any) -> None:
-    """One page of one layer. refs: the source where there is one, the target, the buffers and their barriers."""
+    """Move one page of one layer. refs: the source where there is one, the target, the buffers and their barriers."""
     *pools, buffers, loaded = refs
     source, target = pools[0], pools[-1]
     _, num_pages, kv_heads, _, _ = target.shape

@@ -24,19 +24,19 @@ lay out by pages, and would copy them whole before the kernel and after it."""
 def move_pages(
     target: jax.Array, source: jax.Array, from_pages: jax.Array, to_pages: jax.Array, *, interpret: Any = False
 ) -> jax.Array:
-    """`api.move_pages`."""
+    """Implement `api.move_pages`."""
     return _run(target, (source,), from_pages, to_pages, interpret)
 
 
 def move_pages_within(
     pool: jax.Array, from_pages: jax.Array, to_pages: jax.Array, *, interpret: Any = False
 ) -> jax.Array:
-    """`api.move_pages_within`."""
+    """Implement `api.move_pages_within`."""
     return _run(pool, (), from_pages, to_pages, interpret)
 
 
 def unsupported(*, page_size: int, head_dim: int, dtype: jnp.dtype) -> str:
-    """Why pages of these shapes cannot be moved, or ""."""
+    """Say why pages of these shapes cannot be moved; "" if they can."""
     if head_dim % LANES:
         return f"needs head dims of a multiple of {LANES}, not {head_dim}"
     return ""
@@ -45,7 +45,7 @@ def unsupported(*, page_size: int, head_dim: int, dtype: jnp.dtype) -> str:
 def _run(
     target: jax.Array, source: tuple[jax.Array, ...], from_pages: jax.Array, to_pages: jax.Array, interpret: Any
 ) -> jax.Array:
-    """source: the pool to read, or nothing: the target."""
+    """Run the kernel. source: the pool to read; empty to read the target."""
     operands = (from_pages, to_pages, *source, target)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
@@ -65,7 +65,7 @@ def _run(
 
 
 def _move(from_ref: Any, to_ref: Any, *refs: Any) -> None:
-    """All moves, layer by layer. refs: the source where there is one, the target as operand and again as result, and
+    """Run all moves by layer. refs: the source where there is one, the target as operand and again as result, and
     the semaphores."""
     *sources, _, target, done = refs
     source = sources[0] if sources else target

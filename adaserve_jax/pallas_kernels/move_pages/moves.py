@@ -1,4 +1,4 @@
-"""What a list of page moves must satisfy, checked on the host. NumPy only: the scheduler's side may import it."""
+"""Checks of a list of page moves, on the host. NumPy only, since the scheduler's side imports it."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def check_moves(
 
 
 def _some(pages: np.ndarray, most: int = 8) -> str:
-    """The first few pages, for a message."""
+    """List the first few pages, for a message."""
     return ", ".join(map(str, pages[:most].tolist())) + (", ..." if len(pages) > most else "")

@@ -1,8 +1,8 @@
 """The XLA implementation, everywhere: page after page, a slice of all layers at a time.
 
-A loop and not one gather and scatter: it needs room for one page and not for N, it makes as many rounds as there are
-moves, whatever the padding, and XLA updates a donated pool in place that a loop only slices and updates, also where
-it is the pool that is read. A scatter would hold all N pages first.
+A loop instead of one gather and scatter: it needs memory for one page and not for N, it runs one iteration per move,
+whatever the padding, and XLA updates a donated pool in place that a loop only slices and updates, also if it is the
+pool that is read. A scatter would hold all N pages first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from jax import lax
 
 
 def move_pages(target: jax.Array, source: jax.Array, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:
-    """`api.move_pages`."""
+    """Implement `api.move_pages`."""
     return _by_platform(target, source, from_pages, to_pages)
 
 
 def move_pages_within(pool: jax.Array, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:
-    """`api.move_pages_within`. Pages are read as the moves before left them: hence no page both read and written."""
+    """Implement `api.move_pages_within`. No page is both read and written: earlier moves change later reads."""
     return _by_platform(pool, None, from_pages, to_pages)
 
 
 def _by_platform(target: jax.Array, source: jax.Array | None, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:
-    """XLA of jax 0.10 emulates floats below 32 bits on a CPU: a round of the loop would convert the whole pool to
-    float32 and back. There such pools are moved as integers, at the price of a copy of each per call and one back."""
+    """Move pools of small floats as integers on a CPU, for a copy of each pool per call and one back.
+
+    XLA of jax 0.10 emulates floats below 32 bits there: each iteration would convert the whole pool to f32 and back.
+    """
     operands = (target, source, from_pages, to_pages)
     if target.dtype.itemsize >= 4 or not jnp.issubdtype(target.dtype, jnp.floating):
         return _page_by_page(*operands)
@@ -39,7 +41,7 @@ def _as_integers(target: jax.Array, source: jax.Array | None, from_pages: jax.Ar
 
 
 def _page_by_page(target: jax.Array, source: jax.Array | None, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:
-    """source None: read the target."""
+    """Move pages. source: the pool to read; None for the target."""
     live = (to_pages >= 0) & (to_pages < target.shape[1])
     live_first = jnp.argsort(~live)
     from_pages, to_pages = from_pages[live_first], to_pages[live_first]

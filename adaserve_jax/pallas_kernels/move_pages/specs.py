@@ -1,6 +1,6 @@
-"""Named shapes of page moves, and inputs for them: what tests and benchmarks share.
+"""Named shapes of page moves and their inputs, shared by tests and benchmarks.
 
-`TINY` is for interpreters, `FULL` for devices. Knows no implementation.
+`TINY` is for interpreters, `FULL` for devices.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class MoveSpec:
 
     @property
     def target_shape(self) -> tuple[int, int, int, int, int]:
-        """[L, P, K, S, D]."""
+        """Return [L, P, K, S, D] of the pool written."""
         return (self.layers, self.target_pages, self.kv_heads, self.page_size, self.head_dim)
 
     @property
     def source_shape(self) -> tuple[int, int, int, int, int]:
-        """[L, P, K, S, D] of the pool read."""
+        """Return [L, P, K, S, D] of the pool read."""
         return self.target_shape if self.within else (self.layers, self.source_pages, *self.target_shape[2:])
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all layers of one pool (K or V)."""
+        """Return the bytes of one page in all layers of one pool (K or V)."""
         return self.layers * self.kv_heads * self.page_size * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes read and bytes written by the moves, together."""
+        """Return the bytes that the moves read and write together."""
         return 2 * self.moves * self.page_bytes
 
 
@@ -65,8 +65,10 @@ class MoveCase(NamedTuple):
 
 
 def make_case(spec: MoveSpec, seed: int) -> MoveCase:
-    """Random bits in every page, so NaNs of all kinds among them, and random moves that no page clashes in. Padding
-    writes to page -1 or P or beyond, and reads from pages that do not exist."""
+    """Make pools of random bits, NaNs of all kinds among them, and random moves without clashes.
+
+    Padding writes to page -1 or P or beyond, and reads from pages that do not exist.
+    """
     rng = np.random.default_rng(seed)
     target = _random_bits(spec.target_shape, DTYPES[spec.dtype], rng)
     source = None if spec.within else _random_bits(spec.source_shape, DTYPES[spec.dtype], rng)
@@ -110,7 +112,7 @@ TINY = {
 
 
 def _full(name: str, layers: int, head_dim: int, moves: int, dtype: str, within: bool) -> MoveSpec:
-    """8 KV heads and pages of 64 slots, in pools twice as large as the moves need."""
+    """Build a spec of 8 KV heads and pages of 64 slots, in pools twice as large as the moves need."""
     pages = max(2 * moves, 128)
     return MoveSpec(name, layers, 8, 64, head_dim, moves, 0, pages, 0 if within else pages, dtype)
 

@@ -1,6 +1,6 @@
-"""The one way to call paged tree attention, whoever implements it: packed tokens of a step, or the rows of a beam.
+"""Interface of paged tree attention, for every implementation: packed tokens of a step, or the rows of a beam.
 
-Knows no model. Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
+Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
 GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). All but `xla` are given
 `Operands`; importing this module imports none of them.
 """
@@ -35,8 +35,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 def check_supported(
     implementation: Implementation, *, head_dim: int, page_size: int, group: int, dtype: jnp.dtype
 ) -> None:
-    """Raises ConfigError, naming what is unsupported, when the implementation cannot run these shapes. group: query
-    heads per KV head; dtype: of queries and pools."""
+    """Raise ConfigError unless the implementation can run these shapes.
+
+    group: query heads per KV head; dtype: of queries and pools.
+    """
     if implementation == "xla":
         return
     reason = _module(implementation).unsupported(head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
@@ -45,7 +47,7 @@ def check_supported(
 
 
 def reads_slabs(implementation: Implementation) -> bool:
-    """Whether the implementation reads pools in two slabs."""
+    """Return True if the implementation reads pools in two slabs."""
     return implementation == "xla"
 
 
@@ -61,7 +63,7 @@ def paged_tree_attention(
     *,
     implementation: Implementation = "xla",
 ) -> jax.Array:
-    """Attention of packed tokens over their committed context and in-flight ancestors.
+    """Attend from packed tokens to their committed context and in-flight ancestors.
 
     q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D], in one slab or two. window: a token
     sees only keys at positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype.
@@ -105,7 +107,7 @@ def beam_attention(
     *,
     implementation: Implementation = "xla",
 ) -> jax.Array:
-    """Attention of W queries of each row over the row's context and its own in-flight keys.
+    """Attend from W queries of each row to the row's context and its own in-flight keys.
 
     q: [R, K, G, W, D]; k, v: [R, K, N, D], in flight; page_table: i32[R, pages]; ctx_len: i32[R]; visible: bool[R, W,
     N]; first: i32[R, W], first context position that a query sees, None: 0. Returns f32[R, K, G, W, D].
@@ -144,7 +146,7 @@ def _module(implementation: Implementation):
 
 
 def _attend(implementation: Implementation, operands: Operands) -> jax.Array:
-    """f32[B, K, M, D], by the implementation's kernel."""
+    """Run the implementation's kernel; returns f32[B, K, M, D]."""
     check_supported(
         implementation, head_dim=operands.q.shape[3], page_size=operands.page_size, group=operands.group,
         dtype=operands.k_pool.dtype,

@@ -1,6 +1,13 @@
-"""Paged tree attention for Hopper GPUs: what the kernel of mosaic_gpu_kernel.py is given, and what becomes of its sums.
+"""Paged tree attention for Hopper GPUs, in Mosaic: TMA copies, wgmma products, a running softmax over a share of keys.
 
-A tile of up to 64 query rows is shared by splits, each with a run of its keys; their partial results are merged here.
+One thread block of one warpgroup runs per split, KV head, block of queries and tile of up to 64 query rows. The splits
+of a tile take equal runs of its keys, and their partial results are merged afterwards. A block's keys are slots of 64:
+those of its pages, then its in-flight tiles; one step takes one slot. `DEPTH` slots of keys and of values are in shared
+memory or on their way. The warpgroup that uses a slot starts the copy of the next, so it only ever waits for copies.
+
+`Warpgroup` has a stand-in that GPU interpret mode runs. That mode has no register layouts, no products with an operand
+in registers and no aliased shared memory; copies, barriers, loops and masks run there as they are written. Rows are
+query rows, columns are keys or features.
 """
 
 from __future__ import annotations
@@ -17,13 +24,8 @@ from jax import lax
 from adaserve_jax.pallas_kernels.compat import gpu_interpret, gpu_load, pl, plgpu
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
 
-# Where the keys and values of one thread block are, and their way into shared memory; static sizes and inputs.
-#
-# A block's keys are slots of 64: those of its pages, then its in-flight tiles. One step takes one slot, and a
-# split takes an equal run of steps. Knows no attention.
 
-
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Static sizes of one call. num_tiles: in-flight tiles in all; chunk: keys of one copy, a page or 64 of its keys;
     rows: query rows of a tile that are loaded and stored, a multiple of 8; row_tiles: tiles per block and KV head."""
 
@@ -40,7 +42,7 @@ class Sizes(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Copies of keys, or of values, that fill a slot."""
+        """Return the copies of keys, or of values, that fill a slot."""
         return TILE // self.chunk
 
 
@@ -75,7 +77,7 @@ class Block(NamedTuple):
 class Share:
     """The steps [start, end) of a thread block: page slots from `first_slot` on until `first_tile_step`, then tiles."""
 
-    sizes: Sizes
+    sizes: KernelSizes
     inputs: Inputs
     block: Block
     layer: Any
@@ -86,7 +88,7 @@ class Share:
     end: Any
 
     @classmethod
-    def of(cls, sizes: Sizes, inputs: Inputs, block: Block, head: Any, split: Any) -> Share:
+    def of(cls, sizes: KernelSizes, inputs: Inputs, block: Block, head: Any, split: Any) -> Share:
         first_slot = lax.div(block.floor, TILE)
         num_slots = jnp.maximum(lax.div(block.ctx_len + TILE - 1, TILE) - first_slot, 0)
         steps = num_slots + block.num_tiles
@@ -98,16 +100,16 @@ class Share:
         return jnp.clip(self.num_slots, self.start, self.end)
 
     def position(self, step: Any) -> Any:
-        """Context position of a page slot's first key."""
+        """Return the context position of a page slot's first key."""
         return (self.first_slot + step) * TILE
 
     def live(self, position: jax.Array) -> jax.Array:
-        """bool: positions that hold a key which some query of the block sees."""
+        """Return bool: positions whose key some query of the block sees."""
         return (position >= self.block.floor) & (position < self.block.ctx_len)
 
     def page_chunk(self, step: Any, copy: int) -> Any:
-        """Index in a pool of chunk `copy` of a page slot. A chunk without a live key is replaced by one that has, for
-        its page may be no page at all."""
+        """Return the index in a pool of chunk `copy` of a page slot. A chunk without a live key is replaced by one with
+        a live key, since its page may not exist."""
         sizes = self.sizes
         position = self.position(step) + copy * sizes.chunk
         position = jnp.minimum(jnp.maximum(position, self.block.floor), self.block.ctx_len - 1)
@@ -117,7 +119,7 @@ class Share:
         return ((self.layer * sizes.num_pages + page) * sizes.kv_heads + self.head) * per_page + within
 
     def tile_chunk(self, step: Any, copy: int) -> Any:
-        """Index of chunk `copy` of an in-flight tile."""
+        """Return the index of chunk `copy` of an in-flight tile."""
         tile = self.head * self.sizes.num_tiles + self.block.tile + step - self.num_slots
         return tile * self.sizes.copies + copy
 
@@ -136,7 +138,7 @@ class Pipeline:
         return lax.rem(step - self.share.start, self.slots.shape[0])
 
     def fetch(self, step: Any) -> None:
-        """Ask for a step's slot, if the share has that step. All reads of the slot's last content must be over."""
+        """Start the copy of a step's slot, if the share has that step. Its last content must have been read."""
         share, slot = self.share, self._slot(step)
 
         def copy_all(source: Any, chunk_of: Any) -> None:
@@ -151,21 +153,15 @@ class Pipeline:
         pl.when((step >= first_tile_step) & (step < share.end))(lambda: copy_all(self.tiles, share.tile_chunk))
 
     def fetch_next(self, step: Any) -> None:
-        """Ask for the step that takes the slot of this one, which is done with."""
+        """Start the copy of the step that reuses the slot of this one, whose reads are over."""
         self.fetch(step + self.slots.shape[0])
 
     def wait(self, step: Any) -> Any:
-        """The step's slot, bf16[64, D], once it has come."""
+        """Wait for the step's slot, bf16[64, D]."""
         slot = self._slot(step)
         plgpu.barrier_wait(self.came.at[slot])
         return self.slots.at[slot]
 
-
-# What the Hopper kernel asks of a warpgroup, and a stand-in for each that GPU interpret mode can run.
-#
-# Interpret mode has no register layouts, no products with an operand in registers and no aliased shared memory;
-# all else (copies, barriers, loops, masks) runs there as it is written. Rows are query rows, columns are keys
-# or features.
 
 ROWS = 64
 """Rows of a warpgroup's matrix product."""
@@ -183,21 +179,21 @@ class Warpgroup:
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1))
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
-        """f32 of that shape, all `value`."""
+        """Return f32 of that shape, all `value`."""
         return self._place(jnp.full(shape, value, jnp.float32))
 
     def index(self, columns: int, axis: int) -> jax.Array:
-        """i32[ROWS, columns], each element its own row (axis 0) or column (axis 1)."""
+        """Return i32[ROWS, columns], each element its own row (axis 0) or column (axis 1)."""
         return self._place(lax.broadcasted_iota(jnp.int32, (ROWS, columns), axis))
 
     def load_rows(self, ref: Any) -> jax.Array:
-        """[ROWS] from global memory."""
+        """Load [ROWS] from global memory."""
         if self.interpret:
             return ref[...]
         return gpu_load(ref, plgpu.Layout.WGMMA.reduce(1))
 
     def product(self, a: Any, b: Any) -> jax.Array:
-        """f32[ROWS, N]: a @ b.T. a: bf16[ROWS, D] and b: bf16[N, D], both in shared memory. Returns when done."""
+        """Return a @ b.T, f32[ROWS, N]. a: bf16[ROWS, D], b: bf16[N, D], both in shared memory. Waits."""
         if self.interpret:
             return a[...].astype(jnp.float32) @ b[...].astype(jnp.float32).T
 
@@ -208,8 +204,7 @@ class Warpgroup:
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, b.shape[0]), jnp.float32))
 
     def accumulate(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-        """f32[ROWS, N]: total + a @ b. a: bf16[ROWS, S], in registers; b: bf16[S, N], in shared memory. Returns when
-        done."""
+        """Return total + a @ b, f32[ROWS, N]. a: bf16[ROWS, S], in registers; b: bf16[S, N], shared memory. Waits."""
         if self.interpret:
             return total + a.astype(jnp.float32) @ b[...].astype(jnp.float32)
 
@@ -220,27 +215,20 @@ class Warpgroup:
 
 
 def across(rows: jax.Array, columns: int) -> jax.Array:
-    """[ROWS, columns] from [ROWS]: each row's value in all its columns."""
+    """Broadcast [ROWS] to [ROWS, columns]."""
     return lax.broadcast_in_dim(rows, (ROWS, columns), (0,))
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory of that shape in tiles of 8 rows by 128 bytes, swizzled, as matrix products and copies want it."""
+    """Describe shared memory in swizzled tiles of 8 rows by 128 bytes, as products and copies need it."""
     tile = 128 // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(128)))
 
 
 def aliased(*groups: Any, interpret: bool) -> Any:
-    """Groups of shared memory of which one is in use at a time: they take the room of the largest."""
+    """Describe groups of shared memory that share one place; only one of them is in use at a time."""
     return groups if interpret else plgpu.RefUnion(*groups)
 
-
-# The Hopper kernel of paged tree attention: TMA copies, wgmma products, a running softmax over a share of the
-# keys.
-#
-# One thread block of one warpgroup per split, KV head, block of queries and tile of 64 query rows. `DEPTH`
-# slots of keys and of values are in shared memory or on their way. The warpgroup that uses a slot is the one
-# that asks for the next, so the only thing ever waited for is that bytes which were asked for have come.
 
 DEPTH = {64: 4, 128: 3}
 """Slots in shared memory, by head dimension: few enough that two thread blocks share a multiprocessor."""
@@ -250,7 +238,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys of a step each query row sees, and which values of a page slot no row may touch.
+    """Visibility of the keys of a step to each query row, and values of a page slot that no row may read.
 
     words: i32[W, ROWS], in global memory; first: i32[ROWS], first context position that each row sees, or None.
     """
@@ -261,13 +249,13 @@ class Visibility:
     first: jax.Array | None
 
     def in_pages(self, step: Any) -> jax.Array:
-        """bool[ROWS, TILE]."""
+        """Return bool[ROWS, TILE]."""
         position = self.share.position(step) + self.group.index(TILE, 1)
         live = self.share.live(position)
         return live if self.first is None else live & (position >= across(self.first, TILE))
 
     def in_tiles(self, step: Any) -> jax.Array:
-        """bool[ROWS, TILE]."""
+        """Return bool[ROWS, TILE]."""
         word = (step - self.share.num_slots) * (TILE // 32)
         low, high = (across(self.group.load_rows(self.words.at[word + i]), TILE) for i in (0, 1))
         column = self.group.index(TILE, 1)
@@ -284,7 +272,7 @@ class Visibility:
             plgpu.commit_smem()
 
 
-def kernel(*refs: Any, sizes: Sizes, group: Warpgroup) -> None:
+def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup) -> None:
     """Attend to one share of the keys and leave its sums, which merge_splits describes, at its place in the outputs.
 
     refs: the inputs that there are; weighted f32[cells, rows, D], peak and mass f32[cells, ROWS]; shared memory of
@@ -323,7 +311,7 @@ def kernel(*refs: Any, sizes: Sizes, group: Warpgroup) -> None:
 def _attend_share(
     share: Share, keys: Pipeline, values: Pipeline, visibility: Visibility, group: Warpgroup, q: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weighted sum f32[ROWS, D], peak f32[ROWS] in powers of two, mass f32[ROWS]. q: bf16[ROWS, D], shared memory."""
+    """Return weighted sum f32[ROWS, D], peak (powers of two) and mass f32[ROWS]. q: bf16[ROWS, D], shared memory."""
     head_dim = share.sizes.head_dim
     to_powers_of_two = head_dim**-0.5 * math.log2(math.e)
 
@@ -360,8 +348,6 @@ def _attend_share(
     return lax.fori_loop(share.first_tile_step, share.end, tile_step, state)
 
 
-# How many splits share the keys of one tile of query rows on a GPU, and how their partial results are merged.
-
 NUM_SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200."""
 CTAS_PER_SM = 4
@@ -371,14 +357,14 @@ MIN_SLOTS = 4
 
 
 def choose_splits(*, row_tiles: int, max_slots: int) -> int:
-    """Splits of each tile of query rows, at least 1. row_tiles: tiles of query rows over all blocks and KV heads;
+    """Return the splits per tile of query rows, at least 1. row_tiles: tiles over all blocks and KV heads;
     max_slots: slots of 64 keys of the largest context, by the page table's width, and of in-flight keys."""
     wanted = NUM_SMS * CTAS_PER_SM // row_tiles
     return max(1, min(wanted, max_slots // MIN_SLOTS))
 
 
 def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array) -> jax.Array:
-    """f32[..., D], rows that saw nothing 0, from partial results over axis 0.
+    """Merge partial results over axis 0 to f32[..., D]; rows that saw nothing are 0.
 
     weighted: f32[splits, ..., D], sums of values by 2 ** (score - peak); peak, mass: f32[splits, ...], the largest
     score and the sum of weights, scores in powers of two.
@@ -389,7 +375,7 @@ def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array) -> jax.A
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
-    """Why these shapes cannot run, as the end of a sentence, or ""."""
+    """Say why these shapes cannot run, as the end of a sentence; "" if they can."""
     if dtype != jnp.bfloat16:
         return f"supports bfloat16 queries and pools, not {jnp.dtype(dtype).name}"
     if head_dim not in DEPTH:
@@ -400,7 +386,7 @@ def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) 
 
 
 def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
-    """f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulated, on the CPU."""
+    """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulate on a CPU."""
     sizes = _sizes(operands)
     num_blocks, kv_heads, num_rows, head_dim = operands.q.shape
     cells = (sizes.num_splits, num_blocks, kv_heads, sizes.row_tiles)
@@ -427,12 +413,12 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
     return out.reshape(num_blocks, kv_heads, -1, head_dim)[:, :, :num_rows]
 
 
-def _sizes(operands: Operands) -> Sizes:
+def _sizes(operands: Operands) -> KernelSizes:
     num_blocks, kv_heads, num_rows, head_dim = operands.q.shape
     row_tiles = -(-num_rows // ROWS)
     num_pages, page_size = operands.page_table.shape[1], operands.page_size
     max_slots = -(-num_pages * page_size // TILE) + operands.bits.shape[2] * 32 // TILE
-    return Sizes(
+    return KernelSizes(
         num_blocks=num_blocks,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -446,8 +432,8 @@ def _sizes(operands: Operands) -> Sizes:
     )
 
 
-def _scratch(sizes: Sizes, interpret: bool) -> list[Any]:
-    """Shared memory: queries; slots of keys and of values, whose room the results take at the end; barriers."""
+def _scratch(sizes: KernelSizes, interpret: bool) -> list[Any]:
+    """Return the shared memory: queries; slots of keys and values, reused for the results; barriers."""
     depth = DEPTH[sizes.head_dim]
     slots = shared((depth, TILE, sizes.head_dim), jnp.bfloat16)
     results = (shared((ROWS, sizes.head_dim), jnp.float32), *[plgpu.SMEM((ROWS,), jnp.float32)] * 2)
@@ -456,8 +442,8 @@ def _scratch(sizes: Sizes, interpret: bool) -> list[Any]:
     return [q, aliased((slots, slots), results, interpret=interpret), plgpu.Barrier(), came, came]
 
 
-def _inputs(operands: Operands, sizes: Sizes) -> Inputs:
-    """The kernel's inputs: every array that is copied has one leading index, and behind it what one copy takes."""
+def _inputs(operands: Operands, sizes: KernelSizes) -> Inputs:
+    """Return the kernel's inputs. An array that is copied has one leading index, then the axes of one copy."""
     num_rows, head_dim = operands.q.shape[2:]
     padding = sizes.row_tiles * sizes.rows - num_rows
     q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(-1, sizes.rows, head_dim)
@@ -465,7 +451,7 @@ def _inputs(operands: Operands, sizes: Sizes) -> Inputs:
     block = Block(operands.row, operands.ctx_len, jnp.maximum(floor, 0), operands.tile, operands.num_tiles)
 
     def by_row(x: jax.Array) -> jax.Array:
-        """i32[B, row_tiles, ..., ROWS] from [B, ..., Q]: of each query row, what its query has."""
+        """Spread per-query values [B, ..., Q] over query rows, i32[B, row_tiles, ..., ROWS]."""
         rows = jnp.tile(lax.bitcast_convert_type(x, jnp.int32), operands.group)
         rows = jnp.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, sizes.row_tiles * ROWS - num_rows)])
         return jnp.moveaxis(rows.reshape(*x.shape[:-1], sizes.row_tiles, ROWS), -2, 1)

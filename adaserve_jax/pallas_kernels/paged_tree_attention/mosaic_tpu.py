@@ -48,12 +48,12 @@ slot i32[1] in SMEM, of the block's first step; pages_arrived, tile_arrived: a s
 
 
 def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
-    """f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: on a CPU, with a TPU simulated."""
+    """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulate on a CPU."""
     num_blocks, kv_heads, rows, head_dim = operands.q.shape
     padding = -rows % _sublanes(operands.q.dtype)
 
     def by_row(x: jax.Array) -> jax.Array:
-        """i32[B, M, ...] from i32[B, Q, ...], padded."""
+        """Spread i32[B, Q, ...] over query rows, i32[B, M, ...], padded."""
         return jnp.pad(jnp.tile(x, (1, operands.group, 1)), ((0, 0), (0, padding), (0, 0)))
 
     def by_tile(x: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
-    """Why these shapes cannot run, completing "paged tree attention by 'mosaic_tpu' ...", or ""."""
+    """Say why these shapes cannot run, completing "paged tree attention by 'mosaic_tpu' ...", or ""."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"supports float32 and bfloat16, not {jnp.dtype(dtype).name}"
     if head_dim % 64:
@@ -98,17 +98,17 @@ def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) 
 
 
 def _sublanes(dtype: jnp.dtype) -> int:
-    """Rows of one VMEM tile: 8 of float32, 16 of bfloat16."""
+    """Return the rows of one VMEM tile: 8 of float32, 16 of bfloat16."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 def _of_block(x: jax.Array) -> pl.BlockSpec:
-    """The part of an array [B, ...] that belongs to the program's block."""
+    """Return the part of an array [B, ...] that belongs to the program's block."""
     return pl.BlockSpec((1, *x.shape[1:]), lambda block, *_: (block, *[0] * (x.ndim - 1)))
 
 
 def _scratch(operands: Operands, rows: int) -> list[Any]:
-    """Shapes of _Refs' scratch. rows: M, padded."""
+    """Return the shapes of _Refs' scratch. rows: M, padded."""
     _, _, kv_heads, page_size, head_dim = operands.k_pool.shape
     dtype = operands.k_pool.dtype
     page_bytes = kv_heads * page_size * -(-head_dim // LANES) * LANES * dtype.itemsize
@@ -177,12 +177,12 @@ def _kernel(*all_refs: Any, table_pages: int, windowed: bool) -> None:
 
 
 def _ceil_div(number: jax.Array, size: int) -> jax.Array:
-    """Of numbers not negative. `//` would ask which TPU it is, and lowering must not need one."""
+    """Divide numbers >= 0, rounding up. `//` would ask for the kind of TPU, and lowering must not need one."""
     return lax.div(number + size - 1, size)
 
 
 def _page_range(refs: _Refs, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First page that the block reads and the one after its last, by index in its row of the table."""
+    """Return the block's first page and the one after its last, by index in its row of the table."""
     page_size = refs.k_pages.shape[3]
     end = _ceil_div(refs.ctx_len[block], page_size)
     return jnp.minimum(lax.div(refs.floor[block], page_size), end), end
@@ -218,7 +218,7 @@ def _attend_pages(refs: _Refs, block: jax.Array, page: jax.Array, slot: jax.Arra
     start = page * page_size
 
     def clear_page(index: jax.Array, _: None) -> None:
-        """Values that no query sees may be NaN, and 0 * NaN is NaN: make them 0."""
+        """Set values that no query sees to 0: they may be NaN, and 0 * NaN is NaN."""
         position = lax.broadcasted_iota(jnp.int32, (kv_heads, page_size, head_dim), 1) + start + index * page_size
         values = refs.v_pages[slot, index].astype(jnp.float32)
         values = jnp.where((position >= floor) & (position < ctx_len), values, 0.0)
@@ -250,7 +250,7 @@ def _attend_tile(refs: _Refs, index: jax.Array) -> None:
 
 
 def _absorb(refs: _Refs, head: int, keys: jax.Array, values: jax.Array, visible: jax.Array) -> None:
-    """One online-softmax step of one KV head. keys, values: f[n, D], values finite; visible: bool[M, n]."""
+    """Do one online-softmax step of one KV head. keys, values: f[n, D], values finite; visible: bool[M, n]."""
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     scores = dot(refs.q[0, head], keys, (((1,), (1,)), ((), ()))) * keys.shape[1] ** -0.5

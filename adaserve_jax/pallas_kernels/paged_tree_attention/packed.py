@@ -1,4 +1,9 @@
-"""Packed in-flight tokens of many requests, their grouping into query blocks, and the operands that come of them."""
+"""Packed in-flight tokens of many requests, their query blocks, and the operands of the kernels made of them.
+
+Kernels read query blocks over pages and over tiles of in-flight keys, whether these come from packed tokens or from a
+beam. Decode, chain, tree and prefill differ in numbers, not in code. Visibility among in-flight tokens is bits: bit
+c % 32 of word c // 32 says whether token c is seen.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-# What every kernel of paged tree attention is given: query blocks over pages and over tiles of in-flight keys.
-#
-# `api.py` makes it from packed tokens or from a beam; a kernel knows neither. Decode, chain, tree and prefill
-# differ in numbers here, not in code.
 
 TILE = 64
 """In-flight keys of one tile. A tile has TILE / 32 words of bits."""
@@ -47,12 +47,12 @@ class Operands(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        """Q."""
+        """Return Q."""
         return self.bits.shape[1]
 
     @property
     def group(self) -> int:
-        """G, query heads per KV head."""
+        """Return G, query heads per KV head."""
         return self.q.shape[2] // self.num_queries
 
     @property
@@ -61,21 +61,18 @@ class Operands(NamedTuple):
 
 
 def pad_to_tiles(x: jax.Array) -> jax.Array:
-    """f[..., N, D] with zeros after its last key, up to a whole number of tiles."""
+    """Pad f[..., N, D] with zero keys to a whole number of tiles."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % TILE), (0, 0)])
 
 
-# Visibility among in-flight tokens as bits: bit c % 32 of word c // 32 says whether token c is seen.
-
-
 def expand_bits(bits: jax.Array, num_tokens: int) -> jax.Array:
-    """bool[..., num_tokens] from u32[..., W]."""
+    """Unpack u32[..., W] to bool[..., num_tokens]."""
     index = jnp.arange(num_tokens)
     return (bits[..., index // 32] >> (index % 32).astype(jnp.uint32)) & 1 != 0
 
 
 def pack_bits(visible: jax.Array) -> jax.Array:
-    """u32[..., ceil(N / 32)] from bool[..., N]."""
+    """Pack bool[..., N] to u32[..., ceil(N / 32)]."""
     padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, -visible.shape[-1] % 32)])
     words = padded.reshape(*visible.shape[:-1], -1, 32).astype(jnp.uint32)
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
@@ -95,7 +92,7 @@ class QueryBlocks(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Where the packed tokens of a step stand. page_table: i32[R, pages]; ctx_len: i32[R]; row, position: i32[T];
+    """Layout of a step's packed tokens. page_table: i32[R, pages]; ctx_len: i32[R]; row, position: i32[T];
     bits: u32[T, ceil(T/32)], ancestors and self; blocks: query blocks, or None to attend in the canonical order; path:
     i32[T, T], ancestors in order, needed for the canonical order only."""
 
@@ -112,7 +109,7 @@ class PackedTokens(NamedTuple):
         return self.bits.shape[0]
 
     def visible(self, window: int | None) -> jax.Array:
-        """bool[T, T]: which in-flight tokens each one sees, of the last `window` positions only where there is one."""
+        """Return bool[T, T], the in-flight tokens that each one sees, within `window` positions if it is set."""
         mask = expand_bits(self.bits, self.num_tokens)
         if window is None:
             return mask
@@ -141,12 +138,12 @@ def query_blocks(counts: jax.Array, row: jax.Array, *, num_blocks: int, block_si
 
 
 def occupied(tokens: PackedTokens, blocks: QueryBlocks) -> jax.Array:
-    """bool[B]: blocks that have a query. A block's first query is there if any is."""
+    """Return bool[B], the blocks that have a query. A block's first query is there if any is."""
     return blocks.token[:, 0] < tokens.num_tokens
 
 
 def fold(q: jax.Array, blocks: QueryBlocks) -> jax.Array:
-    """Queries by block, f[B, K, G * Q, D], from f[T, K, G, D]. Absent queries repeat the last token's."""
+    """Group queries f[T, K, G, D] by block, f[B, K, G * Q, D]. Absent queries repeat the last token's."""
     num_tokens, kv_heads, group, head_dim = q.shape
     num_blocks, block_size = blocks.token.shape
     gathered = q[jnp.minimum(blocks.token, num_tokens - 1)]
@@ -154,7 +151,7 @@ def fold(q: jax.Array, blocks: QueryBlocks) -> jax.Array:
 
 
 def unfold(x: jax.Array, blocks: QueryBlocks, group: int) -> jax.Array:
-    """Back to tokens: [T, K, G, ...] from [B, K, G * Q, ...]."""
+    """Undo `fold`: [B, K, G * Q, ...] to [T, K, G, ...]."""
     num_blocks, block_size = blocks.token.shape
     split = x.reshape(num_blocks, x.shape[1], group, block_size, *x.shape[3:])
     flat = jnp.moveaxis(split, 3, 1).reshape(num_blocks * block_size, x.shape[1], group, *x.shape[3:])
@@ -162,7 +159,7 @@ def unfold(x: jax.Array, blocks: QueryBlocks, group: int) -> jax.Array:
 
 
 def first_visible(tokens: PackedTokens, blocks: QueryBlocks, window: int) -> jax.Array:
-    """First position that each query of each block sees, i32[B, Q]; absent queries repeat their block's first one."""
+    """Return the first position that each query sees, i32[B, Q]; absent queries repeat their block's first one."""
     first = jnp.minimum(blocks.token, tokens.num_tokens - 1)
     first = jnp.where(blocks.token < tokens.num_tokens, first, first[:, :1])
     return tokens.position[first] - window + 1
@@ -172,7 +169,7 @@ def packed_operands(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int,
     tokens: PackedTokens, blocks: QueryBlocks, window: int | None,
 ) -> Operands:  # fmt: skip
-    """q: f[T, K, G, D], not scaled; k, v: f[K, T, D]."""
+    """Build the operands of packed tokens. q: f[T, K, G, D], not scaled; k, v: f[K, T, D]."""
     num_tokens = tokens.num_tokens
     live = occupied(tokens, blocks)
     last = jnp.max(jnp.where(blocks.token < num_tokens, blocks.token, 0), axis=1)
@@ -195,7 +192,7 @@ def packed_operands(
 
 
 def _block_bits(tokens: PackedTokens, blocks: QueryBlocks, tile: jax.Array, window: int | None) -> jax.Array:
-    """u32[B, Q, W], from each block's own first tile on; absent queries see nothing."""
+    """Return visibility bits u32[B, Q, W], from each block's first tile on; absent queries see nothing."""
     bits = tokens.bits if window is None else pack_bits(tokens.visible(window))
     words = -(-tokens.num_tokens // TILE) * (TILE // 32)
     bits = jnp.pad(bits, ((0, 1), (0, words - bits.shape[1])))
@@ -204,14 +201,12 @@ def _block_bits(tokens: PackedTokens, blocks: QueryBlocks, tile: jax.Array, wind
     return jnp.where((at < words)[:, None, :], gathered, 0)
 
 
-# A page pool of one model's keys, or values: one array, or two whose page ids follow one another.
-#
-# The second is there only while a pool is extended. A program compiled for one array has nothing of this in it.
-
-
 class Slabs(NamedTuple):
-    """A pool in two arrays. base: [L, P, K, S, D], pages 0 <= id < P; extension: [L, X, K, S, D], the X pages after
-    them. shape and dtype are those of both as one pool."""
+    """A pool in two arrays, while it is extended; programs compiled for one array contain nothing of this.
+
+    base: [L, P, K, S, D], pages 0 <= id < P. extension: [L, X, K, S, D], the X pages after them. shape and dtype are
+    those of both as one pool.
+    """
 
     base: jax.Array
     extension: jax.Array
@@ -231,7 +226,7 @@ Pool = jax.Array | Slabs
 
 
 def read_pages(pool: Pool, layer: int, ids: jax.Array) -> jax.Array:
-    """Pages of a layer, [..., K, S, D] for ids i32[...]; of ids that no page has, anything.
+    """Read pages of a layer, [..., K, S, D] for ids i32[...]; ids without a page read arbitrary values.
 
     Of two slabs both are read and one result is chosen: a page of the other slab costs little, because it is always
     its first, which stays in the cache. Branches cost more (docs/architecture/device.md).

@@ -1,4 +1,4 @@
-"""The algorithm of the kernels in plain Pallas, for its interpreter: what the Mosaic kernels do, without a device.
+"""The algorithm of the Mosaic kernels in plain Pallas, for its interpreter, which needs no device.
 
 One program per block and KV head; pages one after another with a running maximum and sum, then tiles of in-flight
 keys behind their bits. It is there to check the algorithm and its operands, not to be fast.
@@ -20,7 +20,7 @@ LOWEST = -1e30
 
 
 def attend(operands: Operands) -> jax.Array:
-    """f32[B, K, M, D], normalised; query rows that see nothing are 0."""
+    """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0."""
     num_blocks, kv_heads, rows, head_dim = operands.q.shape
     whole = [x for x in operands if x is not None]
     return pl.pallas_call(
@@ -79,5 +79,5 @@ def _kernel(*refs: Any, windowed: bool, num_queries: int) -> None:
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
-    """Why these shapes cannot run, or "": the interpreter takes all."""
+    """Return "": the interpreter runs all shapes."""
     return ""

@@ -50,7 +50,7 @@ def _empty(shape: tuple[int, ...]) -> Partial:
 
 
 def _absorb(state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array) -> Partial:
-    """One online-softmax step. scores: f32[..., M, S]; visible broadcasts to it; values: [..., S, D]."""
+    """Do one online-softmax step. scores: f32[..., M, S]; visible broadcasts to it; values: [..., S, D]."""
     scores = jnp.where(visible, scores, LOWEST)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     weight = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
@@ -60,7 +60,7 @@ def _absorb(state: Partial, scores: jax.Array, visible: jax.Array, values: jax.A
 
 
 def merge(first: Partial, second: Partial) -> jax.Array:
-    """Normalised attention of two disjoint key sets, f32[..., M, D]; rows that see nothing are 0."""
+    """Return the normalised attention of two disjoint key sets, f32[..., M, D]; rows that see nothing are 0."""
     peak = jnp.maximum(first.peak, second.peak)
     scale_first, scale_second = jnp.exp(first.peak - peak), jnp.exp(second.peak - peak)
     mass = first.mass * scale_first + second.mass * scale_second
@@ -106,15 +106,17 @@ def _pages(
     k_pool: Pool, v_pool: Pool, layer: int, step_pages: int, q: jax.Array, page_table: jax.Array,
     ctx_len: jax.Array, first: jax.Array | None = None,
 ) -> Partial:  # fmt: skip
-    """`context_partial` of blocks that go through their pages together, step_pages at a time: as many steps as the
-    longest context needs, or the longest part of one from the page in which the block's window begins."""
+    """Attend for blocks that read their pages together, step_pages at a time.
+
+    The number of steps is that of the longest context, counted from the page in which the block's window begins.
+    """
     page_size = k_pool.shape[3]
     floor = jnp.zeros_like(ctx_len) if first is None else jnp.maximum(jnp.min(first, axis=1), 0)
     first_page = floor // page_size
     num_pages = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
 
     def gathered(pool: Pool, at_page: jax.Array) -> jax.Array:
-        """[B, K, n * S, D] of the pages i32[B, n] by index in the table."""
+        """Return [B, K, n * S, D] for pages i32[B, n], by index in the table."""
         ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1), axis=1)
         if step_pages == 1:
             return read_pages(pool, layer, ids[:, 0])
@@ -152,8 +154,10 @@ def packed_attention(
     blocks: QueryBlocks,
     window: int | None,
 ) -> jax.Array:
-    """Context per query block, tree over the packed array, merged. q: [T, K, G, D], scaled; k, v: [K, T, D]. Returns
-    f32[T, K, G, D]."""
+    """Attend to context per query block and to the tree over the packed array, and merge both.
+
+    q: [T, K, G, D], scaled; k, v: [K, T, D]. Returns f32[T, K, G, D].
+    """
     num_tokens, kv_heads, group, head_dim = q.shape
     ctx_len = jnp.where(occupied(tokens, blocks), tokens.ctx_len[blocks.row], 0)
     first = None if window is None else jnp.tile(first_visible(tokens, blocks, window), (1, group))
@@ -161,7 +165,7 @@ def packed_attention(
     context = context_partial(fold(q, blocks), k_pool, v_pool, layer, page_table, ctx_len, first)
 
     def to_tokens(x: jax.Array) -> jax.Array:
-        """[B, K, G*Q, ...] -> [1, K, G*T, ...]."""
+        """Reshape [B, K, G * Q, ...] to [1, K, G * T, ...]."""
         by_head = jnp.moveaxis(unfold(x, blocks, group), 0, 2)
         return by_head.reshape(1, kv_heads, group * num_tokens, *x.shape[3:])
 
@@ -186,12 +190,12 @@ def canonical_attention(
     path: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention whose result is bitwise the same whether a token's predecessors are committed or in flight.
+    """Attend with a result that is bitwise the same whether a token's predecessors are committed or in flight.
 
     Every token gathers its own keys in position order, page by page, from the pool below ctx_len and from its
     ancestors above, and reduces them with the same operations. Slow (each token reads its own context); it serves
     the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
-    i32[T]; path: i32[T, T] from `tree.ancestors.ancestor_paths`. Returns f32[T, K, G, D].
+    i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`. Returns f32[T, K, G, D].
     """
     page_size = k_pool.shape[3]
     num_chunks = jnp.max(position) // page_size + 1

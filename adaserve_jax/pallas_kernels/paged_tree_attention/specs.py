@@ -1,6 +1,6 @@
-"""Named shapes of paged tree attention, and inputs for them: what tests and benchmarks share.
+"""Named shapes of paged tree attention and their inputs, shared by tests and benchmarks.
 
-`TINY` is for interpreters, `FULL` for devices. Knows no implementation.
+`TINY` is for interpreters, `FULL` for devices.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class AttentionSpec:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that attention must read, each once: context and in-flight tokens."""
+        """Return the bytes of all keys and values that attention must read, each once."""
         context = [c if self.window is None else min(c, self.window) for c in self.contexts]
         per_token = 2 * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
         return (sum(context) + sum(self.counts)) * per_token
 
     @property
     def io_bytes(self) -> int:
-        """Bytes of queries read and results written."""
+        """Return the bytes of queries read and results written."""
         return 2 * sum(self.counts) * self.group * self.kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
     def flops(self) -> int:
-        """Operations of both products over the context; those among in-flight tokens are left out."""
+        """Return the operations of both products over the context, without those among in-flight tokens."""
         pairs = sum(
             count * (context if self.window is None else min(context, self.window))
             for count, context in zip(self.counts, self.contexts, strict=True)
@@ -62,8 +62,8 @@ class AttentionSpec:
 
     @property
     def tolerance(self) -> float:
-        """Largest error that rounding may cause: of float32 sums, growing with the keys, and of bf16 inputs and
-        weights."""
+        """Return the largest error that rounding may cause: in float32 sums, growing with the keys, and in bf16 inputs
+        and weights."""
         keys = max(context + count for context, count in zip(self.contexts, self.counts, strict=True))
         return 2e-6 * max(1.0, keys / 64) ** 0.5 + (2e-2 if self.dtype == "bf16" else 0.0)
 
@@ -88,7 +88,7 @@ LAYER = 1
 
 
 def make_case(spec: AttentionSpec, seed: int) -> AttentionCase:
-    """Random inputs, with NaN in every page and slot that no context uses or that lies before every window of its
+    """Make random inputs, with NaN in every page and slot that no context uses or that lies before every window of its
     request. Pages are shuffled over the pool."""
     rng = np.random.default_rng(seed)
     dtype, size = DTYPES[spec.dtype], spec.page_size
@@ -108,14 +108,14 @@ def make_case(spec: AttentionSpec, seed: int) -> AttentionCase:
 
 
 def page_table(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray:
-    """i32[R, pages]: pages of a pool that has three more, in random order."""
+    """Return i32[R, pages], pages in random order of a pool that has three more."""
     rows = len(spec.counts)
     pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
     return rng.permutation(rows * pages + 3)[: rows * pages].reshape(rows, pages).astype(np.int32)
 
 
 def trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """row, parent and position of the packed tokens: i32[T] each."""
+    """Return row, parent and position of the packed tokens, i32[T] each."""
     row = np.full(spec.num_tokens, len(spec.counts), np.int32)
     parent = np.full(spec.num_tokens, -1, np.int32)
     position = np.zeros(spec.num_tokens, np.int32)
@@ -166,7 +166,7 @@ def _full(name: str, count: int, chain: bool, **changes: Any) -> AttentionSpec:
 
 
 CPU = AttentionSpec("tree4_cpu", (4,) * 8, (512,) * 8, False, 3, 4, 64, 64, 4, "f32")
-"""The shape by which attention on a CPU is judged: of the demo target grown to 110M."""
+"""The shape that measures attention on a CPU: the demo target grown to 110M."""
 
 FULL = {
     spec.name: spec

@@ -1,4 +1,4 @@
-"""What a controller sees and what it decides. A controller knows no request, page or clock."""
+"""Interface of controllers: the load that a controller sees, the decision it makes, and the feedback it learns from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 
-# How fast one request could go on an empty machine, by the shape of its trees. Knows no policy and no target.
+ALL_SIZES = "all"
+"""Bucket of a controller that does not tell batch sizes apart."""
 
 
-class Alone:
-    """Reads the tables that learn while serving; holds no state of its own."""
+class SoloSpeed:
+    """Speed of one sequence alone on an empty machine, by the shape of its trees; reads the tables that learn while
+    serving.
+    """
 
     def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance):
         self._limits = limits
@@ -25,8 +28,11 @@ class Alone:
         self._acceptance = acceptance
 
     def rate(self, depth: int, width: int, nodes: int) -> float:
-        """Expected tokens per second when every step drafts `depth` levels of `width` and verifies the `nodes` best of
-        them beside the root; depth 0: one verified token per step."""
+        """Return expected tokens per second.
+
+        Every step drafts `depth` levels of `width` and verifies the `nodes` best of them beside the root; depth 0
+        verifies one token per step.
+        """
         verify_s = self._cost.verify_s(1)
         if not depth:
             return 1.0 / float(verify_s[self._edge(1)] + self._cost.overhead_s(False))
@@ -37,7 +43,7 @@ class Alone:
         return tokens / float(step_s)
 
     def fastest_chain(self, shortest: int) -> float:
-        """The best rate of all chains of `shortest` to max_depth tokens."""
+        """Return the best rate of all chains of `shortest` to max_depth tokens."""
         return max(self.rate(k, min(k, 1), k) for k in range(shortest, max(self._limits.max_depth, shortest) + 1))
 
     def _edge(self, tokens: int) -> int:
@@ -46,15 +52,15 @@ class Alone:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """The step before it is planned.
+    """Load of a step before it is planned.
 
-    need_rate: f64[num_decode], tokens per second that keep each decode row on pace (0: no target, inf: hopeless).
-    draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate: bool[num_decode], rows
-    for which a draft can still be of use, those included that need more than this step to catch up.
-    num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
-    most urgent waiting request over its TTFT target. context: i64[rows], committed tokens of the decode rows, then of
-    the rows with prompts; None where they are not known. can_draft: False while nobody drafts, whatever is decided: the
-    draft's memory is KV pages, or it is on its way back, or no draft service can be asked.
+    need_rate: f64[num_decode], tokens per second that keep each decode row on pace; 0 without a target, inf if
+    hopeless. draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate:
+    bool[num_decode], rows that can still use a draft, also if they need more than this step to catch up. num_prefill:
+    rows whose prompt is not computed. prefill_tokens: what they lack. wait_ratio: waiting time of the most urgent
+    waiting sequence over its TTFT target. context: i64[rows], committed tokens of decode rows, then prefill rows; None
+    if not known. can_draft: False while no draft can be asked, whatever is decided: its memory is KV pages, it is being
+    loaded, or no draft service is available.
     """
 
     need_rate: np.ndarray
@@ -68,18 +74,22 @@ class Load:
 
     @classmethod
     def of_one(cls) -> Load:
-        """One row that decodes and can draft, and nothing else."""
+        """Return the load of one decode row that can draft, and nothing else."""
         return cls(np.zeros(1), np.ones(1, np.int64), np.ones(1, bool), num_prefill=0, prefill_tokens=0, wait_ratio=0.0)
 
     @property
     def num_decode(self) -> int:
+        """Number of decode rows."""
         return len(self.need_rate)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """depth 0: no speculation. tree_token_cap: most tree tokens, roots included. prefill_tokens: of all chunks of the
-    step. feed_draft: whether the draft is given the prefill chunks too."""
+    """Decision for one step.
+
+    depth: levels of the beam search, 0 for no speculation. width: of each level. tree_token_cap: most tree tokens,
+    roots included. prefill_tokens: of all chunks of the step. feed_draft: the draft is fed the prefill chunks too.
+    """
 
     depth: int
     width: int
@@ -88,7 +98,9 @@ class Decision:
     feed_draft: bool
 
     def check(self, limits: Limits, load: Load) -> None:
-        """Raise ConfigError for what no step can run: a controller's own mistake, which nothing later would name."""
+        """Raise ConfigError for a decision that no step can run: a controller's mistake, which nothing later would
+        name.
+        """
         rows = load.num_decode
         least_prefill = 1 if load.num_prefill and not rows else 0
         decided = (self.depth, self.width, self.tree_token_cap, self.prefill_tokens)
@@ -110,11 +122,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a step with decode rows brought. rows: that speculated. drafted, accepted: nodes, roots left out. emitted:
-    tokens of the rows that speculated. decode_rows, decoded: all rows that decode, and their tokens. prefill_tokens: of
-    the prompts computed beside them. catchup_tokens: that the draft was fed for the decode rows. step_s: from the
-    step's plan to its commit. predicted_s: what the tables said of it, 0 where they said nothing. expected: accepted
-    nodes, as the tables said of those verified."""
+    """Result of a step with decode rows.
+
+    rows: decode rows that speculated. drafted, accepted: nodes, roots left out. emitted: tokens of the rows that
+    speculated. decode_rows, decoded: all decode rows, and their tokens. prefill_tokens: prompt tokens computed beside
+    them. catchup_tokens: tokens that the draft was fed for decode rows. step_s: seconds from the step's plan to its
+    commit. predicted_s: by the tables, 0 if they predicted nothing. expected: accepted nodes that the tables expected
+    of those verified.
+    """
 
     rows: int
     drafted: int
@@ -131,47 +146,57 @@ class Feedback:
 
 @dataclass(frozen=True)
 class ArmReport:
-    """arms: the arm thought best, by the most decode rows of a size of batch, ALL_SIZES where sizes are not told apart.
-    regret_s: seconds that the arms played are estimated to have cost beyond the best ones, by the controller's own
-    statistics."""
+    """Arms of a controller, for metrics.
+
+    arms: the arm thought best, by the largest number of decode rows of a size bucket, or ALL_SIZES. regret_s: seconds
+    that the arms played are estimated to have cost beyond the best ones, by the controller's own statistics.
+    """
 
     arms: dict[str, str] = field(default_factory=dict)
     regret_s: float = 0.0
 
 
-ALL_SIZES = "all"
-"""Bucket of a controller that does not tell sizes of batch apart."""
-
-
 def arm_name(depth: int, width: int = 1) -> str:
-    """For metrics: "off", or depth x width."""
+    """Return the name of an arm in metrics: "off", or depth x width."""
     return f"{depth}x{width}" if depth else "off"
 
 
 class Controller(Protocol):
-    """Explicit subclasses that learn nothing, choose among no arms, and admit whoever fits, inherit `learn`, `arms`,
-    `sustains` and `fastest_alone`."""
+    """Choice of depth, width, budget and prefill tokens for each step.
 
-    def decide(self, load: Load) -> Decision: ...
+    Explicit subclasses that learn nothing, have no arms and admit everything inherit `learn`, `arms`, `sustains` and
+    `fastest_alone`.
+    """
+
+    def decide(self, load: Load) -> Decision:
+        """Return the decision for the next step."""
+        ...
 
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
-        """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
-        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile; can_draft: as `Load`
-        has it."""
+        """Return whether steps could keep all these sequences on pace at once.
+
+        Args:
+            need_rate: f64[R], tokens per second, finite.
+            others: Rows beside them that need no pace.
+            prefill_tokens: Prompt tokens of a step meanwhile.
+            can_draft: As in `Load`.
+        """
         return True
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """Expected tokens per second of one request on an empty machine, by tables that learn. Unless overridden: what
-        `decide` gives one row, which must then change nothing."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return expected tokens per second of one sequence on an empty machine.
+
+        By default the rate of what `decide` gives one row; `decide` must then change nothing.
+        """
         decision = self.decide(Load.of_one())
         return alone.rate(decision.depth, decision.width, decision.tree_token_cap - 1)
 
     def learn(self, feedback: Feedback) -> None:
-        """Take in what the step brought that was decided last."""
+        """Take in the result of the step that was decided last."""
 
     def retimed(self, cost: CostTable) -> None:
-        """The table has other times of the draft than at the start."""
+        """Use new draft times of the cost table."""
 
     def arms(self) -> ArmReport:
-        """What is thought best, for metrics. Empty for a controller without arms."""
+        """Return the arms thought best, for metrics; empty for a controller without arms."""
         return ArmReport()

@@ -1,4 +1,6 @@
-"""Controllers without a model of cost: constant chains and trees, and AdaServe's eq. 8 and 9."""
+"""Controllers of published baselines: fixed chains and trees, AdaServe's eq. 8 and 9, BanditSpec, SmartSpec and
+linear bandits.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,15 @@ import numpy as np
 
 from adaserve_jax.scheduler.controllers.base import (
     ALL_SIZES,
-    Alone,
     ArmReport,
     Controller,
     Decision,
     Feedback,
     Load,
+    SoloSpeed,
     arm_name,
 )
-from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_its_chain
+from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, is_of_its_chain
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import CostSamples, Limits
 
@@ -25,11 +27,27 @@ PREFILL_SHARE = 4
 """While prompts wait, tree tokens leave at least one token in this many of the step to prefill."""
 PAPER_VERIFY_TOKENS, PAPER_DRAFT_TOKENS = 512, 96
 """B1 and B2 of AdaServe's artifact; a smaller machine keeps their ratio."""
+CONFIDENCE = 0.05
+"""delta of BanditSpec: probability that a bound of UCB does not hold."""
+FIRST_ACCEPTANCE = 0.7
+"""Acceptance that SmartSpec assumes at the start."""
+OLD_SHARE = 0.85
+"""Weight of the old acceptance in SmartSpec's moving average."""
+STEPS_PER_DECISION = 20
+"""Steps for which SmartSpec keeps its chain length."""
+OFF_FAVOUR = 1.1
+"""Factor on SmartSpec's goodput of k = 0."""
+REGULARISATION = 1.0
+"""lambda of the linear bandits."""
+UCB_WIDTH = 0.25
+"""alpha of LinUCB: standard errors that it adds, in rewards of 0 to 1."""
+SAMPLING_WIDTH = 0.1
+"""v of linear Thompson sampling: scale of the posterior that it draws from, in the same unit."""
 
 
 @dataclass(frozen=True)
 class FixedController(Controller):
-    """Every decode row drafts `depth` levels of `width` in every step; prefill takes the rest of the token budget.
+    """Constant shape: every decode row drafts `depth` levels of `width` in every step; prefill takes the rest.
 
     nodes: most nodes verified per row, its root left out; None: all that were drafted. step_tokens: most tokens of a
     step with prefill, tree and prefill together; None: what the buckets hold.
@@ -49,8 +67,10 @@ class FixedController(Controller):
         room = max(self.step_tokens - decision.tree_token_cap, 1)
         return replace(decision, prefill_tokens=min(decision.prefill_tokens, room))
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """Of a static tree, at its best size: where a level's parents were not drafted it is smaller than `nodes`."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best size of tree: a static tree is smaller than `nodes` where a level's parents
+        are missing.
+        """
         if self.nodes is None or self.width == 1:
             return super().fastest_alone(alone)
         sizes = range(self.decide(Load.of_one()).tree_token_cap)
@@ -77,6 +97,7 @@ class ClosedFormController(Controller):
     def for_limits(
         cls, limits: Limits, *, depth_offset: int = 0, width_offset: int = 0, rounds_up: bool = False
     ) -> ClosedFormController:
+        """Return the controller whose B1 is max_tree_tokens, with B2 in the paper's ratio."""
         tokens = limits.max_tree_tokens
         draft_tokens = max(1, tokens * PAPER_DRAFT_TOKENS // PAPER_VERIFY_TOKENS)
         return cls(limits, tokens, draft_tokens, depth_offset, width_offset, rounds_up=rounds_up)
@@ -92,7 +113,7 @@ class ClosedFormController(Controller):
 
 
 def fill(limits: Limits, load: Load, *, depth: int, width: int, nodes: int | None = None) -> Decision:
-    """Trees as large as fit, then prefill with what is left, no less than its share. nodes: most per row."""
+    """Return the largest trees that fit, then prefill with the rest, no less than its share. nodes: most per row."""
     reserved = min(load.prefill_tokens, max(1, limits.max_tokens // PREFILL_SHARE))
     most = min(limits.max_tree_tokens, limits.max_tokens - reserved)
     each = depth * width if nodes is None else min(nodes, depth * width)
@@ -101,18 +122,12 @@ def fill(limits: Limits, load: Load, *, depth: int, width: int, nodes: int | Non
     return Decision(depth, width, cap, prefill, feed_draft=depth > 0)
 
 
-# BanditSpec's controllers (policies `ucbspec` and `exp3spec`): which chain length, learned from emitted tokens
-# alone.
-#
-# They know no batch size, no cost and no target: one context, reward = tokens that a row emits in a step, in
-# [1, L + 1]. Source: BanditSpec (arXiv 2505.15141).
-
-CONFIDENCE = 0.05
-"""delta: chance that a bound of UCB does not hold."""
-
-
 class _ChainBandit(Controller):
-    """Arms are chains of 1 to max_depth tokens. Steps in which no row drafted teach nothing and try nothing."""
+    """BanditSpec (policies `ucbspec`, `exp3spec`; arXiv 2505.15141): arms are chains of 1 to max_depth tokens.
+
+    There is one context, whatever the size of the batch. The reward is the number of tokens that a row emits in a step,
+    in [1, L + 1], without regard to cost or targets. Steps in which no row drafted teach nothing and try nothing.
+    """
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -136,8 +151,8 @@ class _ChainBandit(Controller):
             self._arm = self._choose()
         return fill(self._limits, load, depth=self._arm + 1, width=1)
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """With the best arm, whichever that turns out to be."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best arm, whichever that turns out to be."""
         return alone.fastest_chain(1)
 
     def learn(self, feedback: Feedback) -> None:
@@ -151,7 +166,7 @@ class _ChainBandit(Controller):
             self._arm = None
 
     def arms(self) -> ArmReport:
-        """The chain of most emitted tokens; they are what regret is made of, too."""
+        """Return the chain of most emitted tokens; regret is measured in them too."""
         best = int((self._emitted / np.maximum(self._steps, 1)).argmax())
         return ArmReport({ALL_SIZES: arm_name(1 + best)} if self._steps.any() else {}, self._regret_s)
 
@@ -163,7 +178,9 @@ class _ChainBandit(Controller):
 
 
 class UcbSpec(_ChainBandit):
-    """Each arm once, then the largest mean + (L / 2) sqrt((1 + n) / n^2 (1 + 2 log(K t^2 sqrt(1 + n) / delta)))."""
+    """UCB: each arm once, then the largest mean + (L / 2) sqrt((1 + n) / n^2 (1 + 2 log(K t^2 sqrt(1 + n) /
+    delta))).
+    """
 
     def __init__(self, limits: Limits):
         super().__init__(limits)
@@ -175,7 +192,7 @@ class UcbSpec(_ChainBandit):
         return int(untried[0]) if len(untried) else int(np.argmax(self._mean + self.radius()))
 
     def radius(self) -> np.ndarray:
-        """f64[K], half the width of each arm's confidence interval, tokens."""
+        """Return f64[K], half the width of each arm's confidence interval, in tokens."""
         n, t = self._pulls, self._pulls.sum()
         inside = 1 + 2 * np.log(self.num_arms * t**2 * np.sqrt(1 + n) / CONFIDENCE)
         return self.longest / 2 * np.sqrt((1 + n) / n**2 * inside)
@@ -186,8 +203,10 @@ class UcbSpec(_ChainBandit):
 
 
 class Exp3Spec(_ChainBandit):
-    """Arm a with probability proportional to exp(-eta_t * losses[a]), eta_t = sqrt(log K / (t K)); the loss of the arm
-    taken is estimated as (L + 1 - emitted) / (L p)."""
+    """EXP3: arm a with probability proportional to exp(-eta_t * losses[a]), eta_t = sqrt(log K / (t K)).
+
+    The loss of the arm taken is estimated as (L + 1 - emitted) / (L p).
+    """
 
     def __init__(self, limits: Limits, seed: int):
         super().__init__(limits)
@@ -196,7 +215,7 @@ class Exp3Spec(_ChainBandit):
         self._rng = np.random.default_rng(seed)
 
     def chances(self) -> np.ndarray:
-        """f64[K], p."""
+        """Return f64[K], p."""
         rate = math.sqrt(math.log(self.num_arms) / (self._rounds * self.num_arms))
         weights = np.exp(-rate * (self._losses - self._losses.min()))
         return weights / weights.sum()
@@ -209,24 +228,13 @@ class Exp3Spec(_ChainBandit):
         self._rounds += 1
 
 
-# SmartSpec's controller (policy `dsd`): the chain length whose predicted goodput is highest, decided now and
-# then.
-#
-# Source: SmartSpec (arXiv 2406.14066). goodput(k) = n (1 - a^(k+1)) / (1 - a) / (T_draft(k) + T_target(k) +
-# T_overhead).
-
-FIRST_ACCEPTANCE = 0.7
-OLD_SHARE = 0.85
-"""Weight of the old acceptance in its moving average."""
-STEPS_PER_DECISION = 20
-OFF_FAVOUR = 1.1
-"""What the goodput of k = 0 is multiplied by."""
-
-
 class GoodputController(Controller):
-    """a: acceptance of a drafted token, whatever its depth. At k = 0 nothing is drafted and a stays as it is, so that
-    speculation once off stays off while the load does: SmartSpec's own behaviour. With `probe_steps`, one step in so
-    many drafts a chain of 1 all the same."""
+    """SmartSpec (policy `dsd`; arXiv 2406.14066): the chain length of highest predicted goodput, decided now and then.
+
+    goodput(k) = n (1 - a^(k+1)) / (1 - a) / (T_draft(k) + T_target(k) + T_overhead), with a the acceptance of a drafted
+    token at any depth. At k = 0 nothing is drafted and a stays as it is, so that speculation once off stays off while
+    the load does, as in SmartSpec itself. With `probe_steps`, one step in so many drafts a chain of 1 all the same.
+    """
 
     def __init__(self, limits: Limits, cost: CostTable, *, probe_steps: int = 0):
         self._limits = limits
@@ -245,15 +253,15 @@ class GoodputController(Controller):
             depth = min(1, self._limits.max_depth)
         return fill(self._limits, load, depth=depth, width=1 if depth else 0)
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """With the best chain, none included."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best chain, none included."""
         return alone.fastest_chain(0)
 
     def retimed(self, cost: CostTable) -> None:
         self._latency = LatencyModel(cost.samples)
 
     def arms(self) -> ArmReport:
-        """The chain that was decided last; it learns nothing of the others, so that there is no regret to tell."""
+        """Return the chain that was decided last; nothing is known of the others, so there is no regret."""
         return ArmReport({ALL_SIZES: arm_name(self._depth)})
 
     def learn(self, feedback: Feedback) -> None:
@@ -263,7 +271,7 @@ class GoodputController(Controller):
             self.acceptance = OLD_SHARE * self.acceptance + (1 - OLD_SHARE) * share
 
     def goodput(self, rows: int) -> np.ndarray:
-        """f64[max_depth + 1], emitted tokens per second by chain length, k = 0 favoured."""
+        """Return f64[max_depth + 1], emitted tokens per second by chain length, with k = 0 favoured."""
         k = np.arange(self._limits.max_depth + 1)
         seconds = self._latency.target_s(rows, rows * (k + 1)) + self._latency.draft_s(rows) * k
         seconds = seconds + np.where(k > 0, self._cost.overhead_s(True), self._cost.overhead_s(False))
@@ -273,15 +281,17 @@ class GoodputController(Controller):
 
 
 def emitted_per_row(acceptance: float, depth: np.ndarray) -> np.ndarray:
-    """f64, expected tokens of a chain: (1 - a^(k+1)) / (1 - a), k + 1 where a is 1."""
+    """Return the expected tokens of a chain, f64: (1 - a^(k+1)) / (1 - a), or k + 1 if a is 1."""
     if acceptance >= 1.0:
         return depth + 1.0
     return (1.0 - acceptance ** (depth + 1.0)) / (1.0 - acceptance)
 
 
 class LatencyModel:
-    """Seconds as a function of the batch and of the tokens verified, fitted to the warm-up's samples by least squares:
-    linear, or quadratic where that explains more than a hundredth of the variance that the line leaves."""
+    """Seconds by batch and verified tokens, fitted to the warm-up's samples by least squares.
+
+    Linear, or quadratic if that explains more than a hundredth of the variance beyond the line.
+    """
 
     def __init__(self, samples: CostSamples):
         at = np.array(list(samples.verify_s), np.float64).reshape(-1, 2)
@@ -294,45 +304,35 @@ class LatencyModel:
         self._draft_rows, self._draft_s = zip(*sorted(narrow.items()), strict=True) if narrow else ((1,), (0.0,))
 
     def target_s(self, rows: int, tokens: np.ndarray) -> np.ndarray:
-        """f64, seconds to verify; never less than the quickest program measured."""
+        """Return f64, seconds to verify; never less than the fastest program measured."""
         at = np.stack([np.asarray(tokens, np.float64), np.full(len(tokens), float(rows))], axis=1)
         return np.maximum(_features(at, self._power) @ self._weights, self._least_s)
 
     def draft_s(self, rows: int) -> float:
-        """Seconds of one drafted token of every row."""
+        """Return the seconds of one drafted token of every row."""
         return float(np.interp(rows, self._draft_rows, self._draft_s))
 
 
 def _features(at: np.ndarray, power: int) -> np.ndarray:
-    """[1, tokens, rows, their squares] of f64[N, 2]."""
+    """Return [1, tokens, rows, their squares] of f64[N, 2]."""
     columns = [np.ones(len(at)), *at.T]
     return np.stack(columns + ([*(at.T**2)] if power == 2 else []), axis=1)
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
-    """Weights, and R^2."""
+    """Return the weights and R^2."""
     weights = np.linalg.lstsq(features, seconds, rcond=None)[0]
     spread = ((seconds - seconds.mean()) ** 2).sum()
     return weights, 1.0 if spread == 0 else 1.0 - ((seconds - features @ weights) ** 2).sum() / spread
 
 
-# Contextual bandits that are linear in the size of the batch (policies `linucb` and `lints`): chain length by
-# reward.
-#
-# They know no target and no cost of switching. Nightjar compares itself with them. Sources: LinUCB (Li et al.,
-# 2010), linear Thompson sampling (Agrawal and Goyal, 2013).
-
-REGULARISATION = 1.0
-"""lambda."""
-UCB_WIDTH = 0.25
-"""alpha: standard errors that LinUCB adds, in rewards of 0 to 1."""
-SAMPLING_WIDTH = 0.1
-"""v: scale of the posterior that Thompson sampling draws from, in the same unit."""
-
-
 class _LinearBandit(Controller):
-    """K arms, arm a being a chain of a tokens. x = [1, B / B_max] of a step with B decode rows; its reward is what a
-    row emits per second over `ChainCosts.fastest_rate`. Steps in which few rows drafted teach nothing."""
+    """Contextual bandit that is linear in the size of the batch: K arms, arm a being a chain of a tokens.
+
+    x = [1, B / B_max] in a step with B decode rows; the reward is what a row emits per second over
+    `ChainCosts.fastest_rate`. Targets and switching costs are ignored. Steps in which few rows drafted teach nothing.
+    Nightjar compares itself with these bandits.
+    """
 
     def __init__(self, limits: Limits, costs: ChainCosts):
         self._limits = limits
@@ -352,12 +352,12 @@ class _LinearBandit(Controller):
         self._playing = arm, x
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """With the best chain, none included."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best chain, none included."""
         return alone.fastest_chain(0)
 
     def arms(self) -> ArmReport:
-        """The chain of most expected reward at the size of the last batch."""
+        """Return the chain of most expected reward at the size of the last batch."""
         return ArmReport({} if self._best is None else {ALL_SIZES: arm_name(self._best)}, self._regret_s)
 
     def learn(self, feedback: Feedback) -> None:
@@ -369,12 +369,12 @@ class _LinearBandit(Controller):
         self._best = int(scores.argmax())
         if scores[self._best] > 0:
             self._regret_s += feedback.step_s * float(1 - max(scores[arm], 0.0) / scores[self._best])
-        if feedback.step_s > 0 and tells_of_its_chain(feedback, arm):
+        if feedback.step_s > 0 and is_of_its_chain(feedback, arm):
             rate = feedback.decoded / feedback.decode_rows / feedback.step_s
             self.reward(arm, x, rate / self._costs.fastest_rate)
 
     def reward(self, arm: int, x: np.ndarray, reward: float) -> None:
-        """A += x x^T, b += reward x, of one arm."""
+        """Update one arm: A += x x^T, b += reward x."""
         design, rewarded = self._design[arm], self._rewarded[arm]
         design += np.outer(x, x)
         rewarded += reward * x
@@ -385,7 +385,7 @@ class _LinearBandit(Controller):
         self._weights[arm] = first * one + beside * size, beside * one + second * size
 
     def uncertainty(self, x: np.ndarray) -> np.ndarray:
-        """f64[K], sqrt(x^T A^-1 x)."""
+        """Return f64[K], sqrt(x^T A^-1 x)."""
         one, size = x.tolist()
         return np.sqrt(self._inverse @ np.array([one * one, size * size, 2 * one * size]))
 
@@ -394,15 +394,17 @@ class _LinearBandit(Controller):
 
 
 class LinUcb(_LinearBandit):
-    """argmax theta x + alpha sqrt(x^T A^-1 x), theta = A^-1 b."""
+    """LinUCB (policy `linucb`; Li et al., 2010): argmax theta x + alpha sqrt(x^T A^-1 x), theta = A^-1 b."""
 
     def _margin(self, uncertainty: np.ndarray) -> np.ndarray:
         return UCB_WIDTH * uncertainty
 
 
 class LinearSampling(_LinearBandit):
-    """argmax theta x, theta ~ N(A^-1 b, v^2 A^-1) for each arm: theta x is normal around its mean, with v times the
-    uncertainty."""
+    """Linear Thompson sampling (policy `lints`; Agrawal and Goyal, 2013): argmax theta x, theta ~ N(A^-1 b, v^2 A^-1).
+
+    theta x of each arm is normal around its mean, with v times the uncertainty.
+    """
 
     def __init__(self, limits: Limits, costs: ChainCosts, seed: int):
         super().__init__(limits, costs)

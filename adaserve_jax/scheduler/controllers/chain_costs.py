@@ -1,6 +1,5 @@
-"""What chains cost: predicted before any was tried, and what a step that mixes in other work says of its chain.
-
-Serves the controllers that learn from time; knows none of them.
+"""Cost of draft chains for controllers that learn from time: predictions, and the time of a step without its other
+work.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 
 LEAST_SHARE = 0.1
-"""Of a step's seconds that its chains answer for at least, however much else it did."""
-TELLING_SHARE = 0.85
-"""Of the rows that must have drafted for a step to say something of its chain."""
+"""Least share of a step's seconds that its chains account for, however much else the step did."""
+FULL_SHARE = 0.85
+"""Share of decode rows that must have drafted for a step to say something about its chain."""
 
 
 class ChainCosts:
-    """Reads the tables that learn while serving; holds no state of its own. K: chains of 0 to max_depth tokens."""
+    """Predictions for chains of 0 to max_depth tokens, K of them, from the tables that learn while serving."""
 
     def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance):
         self._limits = limits
@@ -46,9 +45,9 @@ class ChainCosts:
         return self.arms / self._cost.baseline_s
 
     def predicted(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a step and tokens emitted per row, f64[K] each, with `rows` rows that all draft.
+        """Return the seconds of a step and the tokens emitted per row, f64[K] each, with `rows` rows that all draft.
 
-        Where the tree budget cannot hold every chain whole, the rows share it.
+        If the tree budget cannot hold every chain whole, the rows share it.
         """
         limits, cost = self._limits, self._cost
         depth = np.arange(self.arms)
@@ -64,11 +63,10 @@ class ChainCosts:
         return seconds, emitted
 
     def decode_s(self, feedback: Feedback, depth: int) -> float:
-        """Seconds of the step without what prompts, and drafts that catch up on more than the last step emitted, take
-        whatever the chain.
+        """Return the seconds of a step without prompts and without catch-up beyond what the last step emitted.
 
-        Every prompt token is taken off at one price, so that a chain that makes room for them dear answers for it: all
-        chains meet as many prompt tokens per token that they emit.
+        Every prompt token is subtracted at one price, so that a chain that makes room for prompts expensive pays for
+        it: all chains meet as many prompt tokens per token that they emit.
         """
         seconds = feedback.step_s - self.prompt_token_s * feedback.prefill_tokens
         usual = feedback.decode_rows * (depth + 1)
@@ -77,7 +75,9 @@ class ChainCosts:
         return max(seconds, LEAST_SHARE * feedback.step_s)
 
 
-def tells_of_its_chain(feedback: Feedback, depth: int) -> bool:
-    """Whether the step was of the depth that was decided: no draft was asked for, or nearly all rows had one. Rows near
-    their end, or whose draft still catches up, decode plainly, and make a chain look cheap."""
-    return not depth or (feedback.drafted > 0 and feedback.rows >= TELLING_SHARE * feedback.decode_rows)
+def is_of_its_chain(feedback: Feedback, depth: int) -> bool:
+    """Return whether a step ran at the depth that was decided: no draft was asked for, or nearly all rows had one.
+
+    Rows near their end, or whose draft still catches up, decode plainly and make a chain look cheap.
+    """
+    return not depth or (feedback.drafted > 0 and feedback.rows >= FULL_SHARE * feedback.decode_rows)

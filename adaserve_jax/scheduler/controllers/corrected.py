@@ -1,7 +1,7 @@
-"""The controller of `adaserve`: the joint choice, corrected by what shapes of the draft were seen to take and bring.
+"""Controller of `adaserve`: the joint choice, corrected by the times and tokens that draft shapes have shown.
 
-Per size of batch it learns how far the tables are off for each shape, and now and then plays a shape beside the
-proposed one to find out, never at the price of a request on pace. Source: Nightjar's bandit, from chains to trees;
+For each size of batch it learns how far the tables are off for each shape. Now and then it tries a shape next to the
+best one, never at the price of a sequence on pace. Source: Nightjar's bandit, carried from chains to trees;
 docs/architecture/scheduler.md.
 """
 
@@ -12,32 +12,58 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.scheduler.controllers.base import Alone, ArmReport, Controller, Decision, Feedback, Load, arm_name
-from adaserve_jax.scheduler.controllers.chain_costs import tells_of_its_chain
+from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, SoloSpeed, arm_name
+from adaserve_jax.scheduler.controllers.chain_costs import is_of_its_chain
 from adaserve_jax.scheduler.controllers.joint import Correction, JointController, Pick, Shapes, Weighed
-from adaserve_jax.scheduler.controllers.nightjar import Schedule, SwitchTable, doubling
+from adaserve_jax.scheduler.controllers.nightjar import ExplorationSchedule, SwitchTable, doubling
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 
-# What options have shown at some sizes of batch, beside what was predicted of them: ratios that correct
-# predictions.
-#
-# Knows no option, clock or table.
-
 MEAN_SHARE = 0.35
-"""Of the plain mean in a blended ratio; the moving average, which follows changes, has the rest."""
+"""Weight of the plain mean in a blended ratio; the moving average, which follows changes, has the rest."""
 RATIO_LIMIT = 4.0
-"""A single ratio counts as no larger than this, and no smaller than its inverse."""
+"""A single ratio is clipped to this factor and its inverse."""
+EXPLORE_SHARE = 0.1
+"""Upper bound on the share of bins that begin with a trial; beyond it the probability falls with the bin's number in
+its block.
+"""
+NEAR = 0.08
+"""Share by which a shape may be worth less than the best, with corrections, to be tried."""
+UNSURE = 0.5
+"""Added to NEAR for a shape that has shown nothing: the tables may be off by a factor of two."""
+TRIAL_STEPS = 3
+"""Steps for which a shape that does better than predicted may become the best one."""
+MIN_DWELL = 8
+"""Fewest steps that speculation stays off if turning it on takes longer than a plain step, unless that keeps fewer
+sequences on pace. If drafts lag by little, on and off may alternate: chains are free beside prompts that fill the
+same bucket.
+"""
+STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
+"""Seconds of a shape: size of noise, and weights in steps. They hardly scatter."""
+TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
+"""Tokens of a shape: size of noise, and weights in expected accepted nodes. They do scatter."""
+HALF_LIFE = 256
+"""Steps of a size of batch after which the weight of its measurements halves."""
+LEAST_EXPECTED = 0.05
+"""Expected accepted nodes below which a step says nothing about tokens."""
 
 
-class Ratios:
-    """Measured over predicted of O options. factor: f64[O], 1 for an option that has shown nothing, kept up to date.
+class OptionRatios:
+    """Ratios of measured to predicted for O options, as factors that correct predictions.
 
-    noise: how far a factor may be from 1 and correct nothing. prior: weight of the prediction itself. lately: weight
-    over which the moving average forgets all but 1 / e; memory: most weight that the mean stands for.
+    factor: f64[O], kept up to date, 1 for an option without measurements.
     """
 
     def __init__(self, options: int, *, noise: float, prior: float, lately: float, memory: float):
+        """Start without measurements.
+
+        Args:
+            options: O.
+            noise: Distance from 1 up to which a factor corrects nothing.
+            prior: Weight of the prediction itself.
+            lately: Weight over which the moving average forgets all but 1 / e.
+            memory: Most weight that the mean stands for.
+        """
         self.factor = np.ones(options)
         self._noise = noise
         self._correcting: set[int] = set()
@@ -47,7 +73,7 @@ class Ratios:
         self._lately = [1.0] * options
 
     def learn(self, option: int, ratio: float, weight: float) -> None:
-        """One measurement of that weight."""
+        """Take in one measurement of that weight."""
         ratio = min(max(ratio, 1 / RATIO_LIMIT), RATIO_LIMIT)
         total = self._weight[option] + weight
         self._mean[option] += weight / total * (ratio - self._mean[option])
@@ -58,15 +84,15 @@ class Ratios:
 
     @property
     def corrects(self) -> bool:
-        """Whether any factor is not 1."""
+        """True if any factor is not 1."""
         return bool(self._correcting)
 
     def doubt(self, option: int) -> float:
-        """Share of the prediction in the factor: 1 for an option that has shown nothing."""
+        """Return the weight of the prediction in the factor: 1 for an option without measurements."""
         return self._prior / (self._prior + self._weight[option])
 
     def fade(self, share: float) -> None:
-        """Let all that was shown weigh `share` of what it did."""
+        """Multiply the weight of all measurements by `share`."""
         for option, weight in enumerate(self._weight):
             if weight:
                 self._weight[option] = weight * share
@@ -80,37 +106,19 @@ class Ratios:
         (self._correcting.add if corrects else self._correcting.discard)(option)
 
 
-EXPLORE_SHARE = 0.1
-"""Most of the bins that begin with a trial; the chance falls with the bin's number in its block beyond that."""
-NEAR = 0.08
-"""Share by which a shape may be worth less than the best, as corrected, to be tried."""
-UNSURE = 0.5
-"""More of it for a shape that has shown nothing: tables may be off by a factor of two."""
-TRIAL_STEPS = 3
-"""Steps that a shape is given to become the best one while it does better than believed."""
-MIN_DWELL = 8
-"""Steps that speculation stays off at least where coming back takes longer than a plain step, unless that would keep
-fewer requests on pace. Where drafts lag by little, on and off may alternate: chains are free beside prompts that fill
-the same bucket."""
-STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
-"""Of a shape's seconds: what is noise, and weights in steps. They hardly scatter."""
-TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
-"""Of its tokens, with weights in accepted nodes that were expected. They do scatter."""
-HALF_LIFE = 256
-"""Steps of a size of batch in which what its shapes have shown halves in weight."""
-LEAST_EXPECTED = 0.05
-"""Accepted nodes that must have been expected of a step for it to say something of tokens."""
+class ShapeBucket:
+    """Measurements of shapes at sizes of batch that share them.
 
-
-class Bucket:
-    """What shapes have shown at sizes of batch that share it. best: shape last thought best; trial: shape on trial in
-    this bin, None: none. undecided: whether the bin has yet to be begun."""
+    best: shape last thought best. trial: shape on trial in this bin, or None. undecided: the bin has yet to be begun.
+    """
 
     def __init__(self, shapes: int):
-        self.seconds = Ratios(shapes, noise=STEP_NOISE, prior=STEP_PRIOR, lately=STEP_LATELY, memory=STEP_MEMORY)
-        self.tokens = Ratios(shapes, noise=TOKEN_NOISE, prior=TOKEN_PRIOR, lately=TOKEN_LATELY, memory=TOKEN_MEMORY)
+        self.seconds = OptionRatios(shapes, noise=STEP_NOISE, prior=STEP_PRIOR, lately=STEP_LATELY, memory=STEP_MEMORY)
+        self.tokens = OptionRatios(
+            shapes, noise=TOKEN_NOISE, prior=TOKEN_PRIOR, lately=TOKEN_LATELY, memory=TOKEN_MEMORY
+        )
         self._correction = Correction(self.seconds.factor, self.tokens.factor)
-        self.schedule = Schedule()
+        self.schedule = ExplorationSchedule()
         self.best: int | None = None
         self.undecided = True
         self.trial: int | None = None
@@ -119,22 +127,22 @@ class Bucket:
 
     @property
     def correction(self) -> Correction | None:
-        """Of the tables; None where they are right but for noise."""
+        """Factors on the tables; None where the tables are right but for noise."""
         return self._correction if self.seconds.corrects or self.tokens.corrects else None
 
     def begin(self, trial: int | None) -> None:
-        """A bin, with the shape that it tries."""
+        """Begin a bin, with the shape that it tries."""
         self.undecided = False
         self.trial, self.trial_steps = trial, 0
         if trial is not None:
             self.believed = self.speed(trial)
 
     def speed(self, shape: int) -> float:
-        """How much more than predicted the shape brings per second."""
+        """Return how many times the predicted tokens per second the shape brings."""
         return self.tokens.factor.item(shape) / self.seconds.factor.item(shape)
 
     def advance(self) -> None:
-        """One step on."""
+        """Advance by one step."""
         steps = self.schedule.bin_steps
         self.schedule.advance()
         if self.schedule.step == 1:
@@ -146,27 +154,27 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Playing:
-    """best: what would have been played but for a trial or the dwell."""
+    """The pick of the step in flight. best: the pick without a trial or the dwell."""
 
-    bucket: Bucket
+    bucket: ShapeBucket
     pick: Pick
     best: Pick
 
 
 class CorrectedController(Controller):
-    """Arms of a size of batch: no speculation, and the shapes around the one that the corrected tables propose."""
+    """Bandit over shapes around the one that the corrected tables propose, for each size of batch."""
 
     def __init__(
         self, joint: JointController, limits: Limits, switch: SwitchTable, seed: int, *, plain_step_s: float
     ):  # fmt: skip
-        """plain_step_s: of one request, without speculation."""
+        """Set up around a joint controller. plain_step_s: seconds of one token of one sequence without speculation."""
         self._plain_step_s = plain_step_s
         self._joint = joint
         self._limits = limits
         self._switch = switch
         self._rng = np.random.default_rng(seed)
         self._sizes = doubling(limits.max_requests)
-        self._buckets: list[Bucket | None] = [None] * len(self._sizes)
+        self._buckets: list[ShapeBucket | None] = [None] * len(self._sizes)
         self._beside = neighbours(joint.shapes)
         self._on = True
         self._since_change = MIN_DWELL
@@ -201,7 +209,7 @@ class CorrectedController(Controller):
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
         return self._joint.sustains(need_rate, others, prefill_tokens, can_draft=can_draft)
 
-    def fastest_alone(self, alone: Alone) -> float:
+    def fastest_alone(self, alone: SoloSpeed) -> float:
         return self._joint.fastest_alone(alone)
 
     def learn(self, feedback: Feedback) -> None:
@@ -216,7 +224,7 @@ class CorrectedController(Controller):
         if pick.shape != bucket.best:
             self._regret_s += feedback.step_s * _lost(pick, playing.best)
         depth = pick.decision.depth
-        if tells_of_its_chain(feedback, depth) and feedback.predicted_s > 0:
+        if is_of_its_chain(feedback, depth) and feedback.predicted_s > 0:
             bucket.seconds.learn(pick.shape, feedback.step_s / feedback.predicted_s, 1.0)
             if feedback.expected > LEAST_EXPECTED:
                 bucket.tokens.learn(pick.shape, feedback.accepted / feedback.expected, feedback.expected)
@@ -225,21 +233,21 @@ class CorrectedController(Controller):
         bucket.advance()
 
     def arms(self) -> ArmReport:
-        """The shape last thought best at each size of batch that was met."""
+        """Return the shape last thought best at each size of batch that occurred."""
         shapes, met = self._joint.shapes, zip(self._sizes, self._buckets, strict=True)
         best = {str(size): bucket.best for size, bucket in met if bucket is not None and bucket.best is not None}
         named = {size: arm_name(int(shapes.depth[arm]), int(shapes.width[arm])) for size, arm in best.items()}
         return ArmReport(named, self._regret_s)
 
-    def _bucket(self, rows: int) -> Bucket:
+    def _bucket(self, rows: int) -> ShapeBucket:
         index = bisect_left(self._sizes, rows)
         bucket = self._buckets[index]
         if bucket is None:
-            bucket = self._buckets[index] = Bucket(len(self._joint.shapes.depth))
+            bucket = self._buckets[index] = ShapeBucket(len(self._joint.shapes.depth))
         return bucket
 
     def _switch_s(self, load: Load) -> float:
-        """Of the rows that lag by more than a step brings: the others catch up as ever."""
+        """Return the switching cost of rows that lag by more than a step brings; the others catch up as always."""
         late = load.draft_lag[load.can_speculate & (load.draft_lag > self._limits.max_depth + 1)]
         return self._switch.switch_s(int(late.max()), len(late)) if len(late) else 0.0
 
@@ -247,13 +255,13 @@ class CorrectedController(Controller):
         return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
 
     def _prompts_only(self, load: Load) -> Decision:
-        """The draft is fed them unless their number of requests was last served without it."""
+        """Decide a step of prompts; they are fed to the draft unless so many rows were last served without it."""
         decision = self._joint.weigh(load).pick().decision
         bucket = self._buckets[bisect_left(self._sizes, load.num_prefill)] if load.num_prefill else None
         return replace(decision, feed_draft=False) if bucket is not None and bucket.best == 0 else decision
 
-    def _draw(self, bucket: Bucket, weighed: Weighed, best: int) -> int | None:
-        """The shape to try in the bin that begins."""
+    def _draw(self, bucket: ShapeBucket, weighed: Weighed, best: int) -> int | None:
+        """Return the shape to try in the bin that begins, or None."""
         if self._rng.random() >= min(EXPLORE_SHARE, 1 / bucket.schedule.bin):
             return None
         value, on_pace = weighed.by_shape()
@@ -261,8 +269,10 @@ class CorrectedController(Controller):
         fit = [shape for shape in beside if _may_be_tried(bucket, value, on_pace, shape, best)]
         return fit[int(self._rng.integers(len(fit)))] if fit else None
 
-    def _try(self, bucket: Bucket, weighed: Weighed, best: Pick) -> Pick:
-        """The shape on trial, where nobody's pace is at stake; no more once it is seen to be worse."""
+    def _try(self, bucket: ShapeBucket, weighed: Weighed, best: Pick) -> Pick:
+        """Return the pick of the shape on trial, if no pace is at stake; end the trial once the shape is seen to be
+        worse.
+        """
         shape = bucket.trial
         assert shape is not None
         if bucket.trial_steps and (bucket.trial_steps >= TRIAL_STEPS or bucket.speed(shape) <= bucket.believed):
@@ -273,7 +283,7 @@ class CorrectedController(Controller):
 
 
 def neighbours(shapes: Shapes) -> list[list[int]]:
-    """By shape, those beside it: none; a level more or less; the next width up or down."""
+    """Return, by shape, the shapes beside it: none, a level more or less, the next width up or down."""
     index = {(depth, width): at for at, (depth, width) in enumerate(zip(shapes.depth, shapes.width, strict=True))}
     widths = sorted({width for depth, width in index if depth})
     beside: list[list[int]] = []
@@ -285,8 +295,8 @@ def neighbours(shapes: Shapes) -> list[list[int]]:
     return beside
 
 
-def _may_be_tried(bucket: Bucket, value: np.ndarray, on_pace: np.ndarray, shape: int, best: int) -> bool:
-    """Whether all that are on pace stay so, and the rates are near enough."""
+def _may_be_tried(bucket: ShapeBucket, value: np.ndarray, on_pace: np.ndarray, shape: int, best: int) -> bool:
+    """Return whether all sequences on pace stay so, and the rates are near enough."""
     if on_pace[shape] < on_pace[best]:
         return False
     margin = NEAR + UNSURE * bucket.seconds.doubt(shape)
@@ -294,6 +304,6 @@ def _may_be_tried(bucket: Bucket, value: np.ndarray, on_pace: np.ndarray, shape:
 
 
 def _lost(pick: Pick, best: Pick) -> float:
-    """Share of a step's time that the pick earns less than the best would."""
+    """Return the share of a step's time by which the pick earns less than the best."""
     rate = best.value - best.on_pace
     return max(0.0, 1 - (pick.value - pick.on_pace) / rate) if rate > 0 else 0.0

@@ -1,8 +1,8 @@
-"""The joint choice of `adaserve`: depth, width, verify budget and prefill chunk of one step, from predicted cost.
+"""Joint controller of `adaserve`: depth, width, verify budget and prefill chunk of a step, chosen by predicted value.
 
-Maximises requests on pace + a * emitted tokens per second + b * prefilled tokens per second. Token edges are searched
-coarsely for every shape of the draft, then finely around the best. Before drafting only average f's are known; the
-budget is chosen again, from the real ones, after it. Source: docs/equations.md, joint objective.
+It maximises sequences on pace + a * emitted tokens per second + b * prefilled tokens per second (docs/equations.md,
+joint objective). Token edges are searched coarsely for every shape of the draft, then finely around the best. Before
+drafting only average f are known, so the budget is chosen again after drafting, from the real ones.
 """
 
 from __future__ import annotations
@@ -13,25 +13,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.base import Alone, Controller, Decision, Load
+from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, SoloSpeed
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
 
-# What a beam search of a given depth and width is expected to bring, by the averages that were learned.
-#
-# Knows no time, cost or load.
-
 GRID = 16
 """Steps per token of the table that turns expected tokens into nodes."""
 OUT_OF_REACH = 1 << 24
-"""Nodes that no budget holds."""
+"""Number of nodes that no budget holds."""
+FINE_SHAPES = 3
+"""Shapes that are also tried with the edges between the coarse ones."""
+CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
+"""Shares of a step's tokens beside the roots that prefill may take."""
+MIN_CHUNK = 16
+"""Fewest prefill tokens of a step while prompts wait: prefill always progresses."""
+CATCHUP_STEPS = 32
+"""Steps over which the cost of a long catch-up is spread."""
+PACE_MARGIN = 0.6
+"""Share of the budget that keeping all sequences on pace may take when one more asks to start."""
+COARSE_EDGES = 12
+"""Token edges that are tried with every shape; those between are tried with the best shapes only."""
+REACH_STEPS = 4
+"""Updates of the acceptance averages for which the expected tokens of shapes are reused."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shapes:
-    """The options of the draft, O of them; the first is depth 0. depth, width, size (nodes): i64[O];
-    mask: bool[O, max nodes]."""
+    """Shapes of the beam search, O of them; the first is depth 0.
+
+    depth, width, size (nodes): i64[O]. mask: bool[O, max nodes].
+    """
 
     depth: np.ndarray
     width: np.ndarray
@@ -40,6 +52,7 @@ class Shapes:
 
     @classmethod
     def of(cls, limits: Limits, widths: tuple[int, ...]) -> Shapes:
+        """Return every depth with every width that was timed."""
         widths = tuple(width for width in widths if width <= limits.max_width)
         pairs = [(0, 0)] + [(depth, width) for depth in range(1, limits.max_depth + 1) for width in widths]
         depth = np.array([pair[0] for pair in pairs])
@@ -50,7 +63,7 @@ class Shapes:
         return cls(depth, width, depth * width, mask.reshape(len(pairs), -1))
 
     def reach(self, chance: np.ndarray) -> Reach:
-        """chance: f64[max_depth, max_width], that a node is accepted, by depth and rank."""
+        """Return the expected tokens of each shape; chance: f64[max_depth, max_width], f by depth and rank."""
         best_first = np.sort(np.where(self.mask, chance.ravel(), 0.0), axis=1)[:, ::-1]
         tokens = np.zeros((len(self.depth), best_first.shape[1] + 1))
         np.cumsum(best_first, axis=1, out=tokens[:, 1:])
@@ -59,8 +72,11 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """tokens: f64[O, 1 + K], expected beyond the root with the best 0, 1, ... nodes of each shape. nodes: i64[O * G],
-    the fewest nodes that bring each GRID-th of a token, shape after shape, OUT_OF_REACH in the last of each."""
+    """Expected tokens of each shape by number of nodes, and the inverse.
+
+    tokens: f64[O, 1 + K], expected tokens beyond the root with the best 0, 1, ... nodes. nodes: i64[O * grid_steps],
+    fewest nodes that bring each GRID-th of a token, shape after shape; OUT_OF_REACH in the last of each.
+    """
 
     tokens: np.ndarray
     nodes: np.ndarray
@@ -68,6 +84,7 @@ class Reach:
 
     @classmethod
     def of(cls, tokens: np.ndarray) -> Reach:
+        """Build the inverse table."""
         steps = int(tokens[:, -1].max() * GRID) + 2
         levels = np.arange(steps) / GRID
         nodes = np.stack([np.searchsorted(row, levels) for row in tokens])
@@ -75,8 +92,13 @@ class Reach:
         return cls(tokens, nodes.ravel(), steps)
 
     def nodes_for(self, need_rate: np.ndarray, step_s: np.ndarray, shapes: np.ndarray | None = None) -> np.ndarray:
-        """i64[O, E, R]: nodes that put each request on pace. need_rate: f64[R], tokens per second; step_s: f64[O, E];
-        shapes: indices of the O rows of step_s, None for all."""
+        """Return the nodes that put each sequence on pace, i64[O, E, R].
+
+        Args:
+            need_rate: f64[R], tokens per second.
+            step_s: f64[O, E].
+            shapes: Indices of the O rows of step_s; None for all shapes.
+        """
         first = np.arange(len(self.tokens)) if shapes is None else shapes
         gain = need_rate * (step_s * GRID)[:, :, None]
         gain -= GRID
@@ -86,7 +108,7 @@ class Reach:
         return self.nodes.take(gain.astype(np.intp))
 
     def gain(self, nodes: np.ndarray, shapes: np.ndarray | None) -> np.ndarray:
-        """f64[O, ...], expected tokens beyond the root of `nodes` best nodes, linear between whole ones."""
+        """Return f64[O, ...], expected tokens beyond the root of the `nodes` best nodes, linear between whole ones."""
         tokens = self.tokens if shapes is None else self.tokens[shapes]
         last = tokens.shape[1] - 1
         each = np.clip(nodes, 0, last)
@@ -95,18 +117,9 @@ class Reach:
         return tokens[:, whole] + (tokens[:, above] - tokens[:, whole]) * (each - whole)
 
 
-# The options of one step as they were weighed, and the best of all or of some of them.
-#
-# Between the joint choice, which values them, and who picks. Knows no table and no load.
-
-FINE_SHAPES = 3
-"""Shapes that are tried with the edges between the coarse ones."""
-
-
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """What a shape really takes and brings beside what the tables say, f64[shapes] each: factors of its step's seconds,
-    and of its expected tokens beyond the roots."""
+    """Factors on predictions, f64[shapes] each: of a step's seconds, and of its expected tokens beyond the roots."""
 
     seconds: np.ndarray
     tokens: np.ndarray
@@ -114,24 +127,28 @@ class Correction:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """O shapes x E edges x F shares of prefill. value, on_pace: f64[O, E, F], on_pace being the requests in it; chunk:
-    i64[E, F]."""
+    """Values of O shapes x E edges x F shares of prefill.
+
+    value, on_pace: f64[O, E, F]; on_pace is the number of sequences on pace within value. chunk: i64[E, F], prefill
+    tokens.
+    """
 
     value: np.ndarray
     on_pace: np.ndarray
     chunk: np.ndarray
 
     def best(self) -> tuple[int, int, int]:
+        """Return the indices of the most valuable choice."""
         shape, edge, share = np.unravel_index(int(self.value.argmax()), self.value.shape)
         return int(shape), int(edge), int(share)
 
     def of(self, shape: int) -> Choices:
-        """With one shape only."""
+        """Return the choices of one shape."""
         only = slice(shape, shape + 1)
         return Choices(self.value[only], self.on_pace[only], self.chunk)
 
     def neighbours(self, shapes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The best shapes, and all edges from those next to the best one of any of them."""
+        """Return the best shapes, and all edges around the best edge of any of them."""
         by_edge = self.value.max(axis=2)
         finest = np.argsort(-by_edge.max(axis=1), kind="stable")[:FINE_SHAPES]
         at = by_edge[finest].argmax(axis=1)
@@ -141,7 +158,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """shape: its index. value, on_pace: corrected, as all values are."""
+    """A chosen decision. shape: its index. value, on_pace: with corrections."""
 
     decision: Decision
     shape: int
@@ -151,8 +168,11 @@ class Pick:
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """choices: of `shapes` at the coarse `edges`, indices both. look: the choices of some shapes at some edges; None
-    where there are no edges between. decide: the decision for a shape and a prefill chunk."""
+    """All options of one step with their values.
+
+    choices: of `shapes` at the coarse `edges`, both indices. look: returns the choices of some shapes at some edges;
+    None if there are no edges between the coarse ones. decide: returns the decision for a shape and a prefill chunk.
+    """
 
     shapes: np.ndarray
     edges: np.ndarray
@@ -161,7 +181,7 @@ class Weighed:
     decide: Callable[[int, int], Decision]
 
     def pick(self, shape: int | None = None) -> Pick:
-        """The best option, of one shape or of all."""
+        """Return the best option, of one shape or of all."""
         shapes, edges, choices = self.shapes, self.edges, self.choices
         if shape is not None:
             shapes, choices = shapes[shape : shape + 1], choices.of(shape)
@@ -176,38 +196,31 @@ class Weighed:
         )  # fmt: skip
 
     def by_shape(self) -> tuple[np.ndarray, np.ndarray]:
-        """f64[O], the value of each shape at its best coarse edge, and the requests on pace in it."""
+        """Return f64[O], the value of each shape at its best coarse edge, and the sequences on pace in it."""
         value = self.choices.value.reshape(len(self.shapes), -1)
         at = value.argmax(axis=1)
         rows = np.arange(len(at))
         return value[rows, at], self.choices.on_pace.reshape(value.shape)[rows, at]
 
 
-CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
-"""Shares of a step's room beside the roots that prefill may take."""
-MIN_CHUNK = 16
-"""Fewest prefill tokens of a step while prompts wait: prefill always progresses."""
-CATCHUP_STEPS = 32
-"""Steps over which the cost of a long catch-up counts when it is weighed against its gain."""
-PACE_MARGIN = 0.6
-"""Share of the budget that keeping everyone on pace may take when one more request asks to start."""
-COARSE_EDGES = 12
-"""Token edges that are tried with every shape; those between are tried with the best shapes only (`weighing.py`)."""
-REACH_STEPS = 4
-"""Steps for which what a shape is expected to bring is taken from the averages once computed."""
-
-
 class JointController(Controller):
-    """Chooses by predicted value; holds no state but the tables that it reads.
-
-    prefill_tokens: of every step while prompts wait; None: chosen with the rest, so that it takes the slack that there
-    is. admits_by_pace: whether `sustains` ever refuses.
-    """
+    """Controller that picks the option of highest predicted value; its only state are the tables that it reads."""
 
     def __init__(
         self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective,
         *, prefill_tokens: int | None = None, admits_by_pace: bool = True,
     ):  # fmt: skip
+        """Set up over tables that learn elsewhere.
+
+        Args:
+            limits: Bounds of a step.
+            cost: Seconds of steps.
+            acceptance: Expected acceptance of draft tokens.
+            objective: Weights of the value.
+            prefill_tokens: Prefill tokens of every step while prompts wait; None: chosen with the rest, so that prefill
+                takes the slack.
+            admits_by_pace: `sustains` may refuse.
+        """
         self._limits = limits
         self._cost = cost
         self._acceptance = acceptance
@@ -223,15 +236,20 @@ class JointController(Controller):
 
     @property
     def shapes(self) -> Shapes:
-        """Of the draft, that are weighed; shape 0 is none."""
+        """Shapes that are weighed; shape 0 drafts nothing."""
         return self._shapes
 
     def decide(self, load: Load) -> Decision:
         return self.weigh(load).pick().decision
 
     def weigh(self, load: Load, correction: Correction | None = None, switch_s: float | None = None) -> Weighed:
-        """Every shape at some edges. correction: of what the tables say of shapes; None: they are right. switch_s:
-        seconds until drafts that lag have caught up; None: as the tables have it."""
+        """Value every shape at the coarse edges.
+
+        Args:
+            load: Load of the step.
+            correction: Factors on predictions; None for none.
+            switch_s: Seconds until drafts that lag have caught up; None: by the tables.
+        """
         shapes = np.arange(len(self._shapes.depth) if load.can_speculate.any() else 1)
         low, high = self._edge_range(load, len(shapes))
         all_rows, context = load.num_decode + load.num_prefill, self._cost.context_load(load.context)
@@ -255,9 +273,11 @@ class JointController(Controller):
         return Decision(depth, int(self._shapes.width[shape]), most if depth else rows, prefill, feed_draft)
 
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
-        """By the same tables as `decide`, with every request drafting where any can, at the best shape and
-        edge for them all. What not even an empty machine would reach counts among the others: it must not keep everyone
-        waiting."""
+        """Return whether every sequence can be on pace, by the tables of `decide`, if all draft at the best shape and
+        edge.
+
+        A rate that not even an empty machine reaches counts among the others: it must not keep everything waiting.
+        """
         if not self._admits_by_pace:
             return True
         reach = self._reach_now()
@@ -275,8 +295,10 @@ class JointController(Controller):
         self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray,
         correction: Correction | None,
     ) -> Choices:  # fmt: skip
-        """The objective of `shapes` (indices) at the edges `at` (indices), for every share of prefill. draft_s: f64[O],
-        of all shapes; verify_s: f64[E], of all edges."""
+        """Value `shapes` at the edges `at` (indices) for every share of prefill.
+
+        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges.
+        """
         rows, reach = load.num_decode, self._reach_now()
         step_s = draft_s[shapes, None] + verify_s[at]
         if correction is not None:
@@ -304,28 +326,28 @@ class JointController(Controller):
         return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
 
     def _reach_now(self) -> Reach:
-        """Computed anew when the averages have moved on by some steps."""
+        """Return the expected tokens of shapes, computed anew after some updates of the averages."""
         age = self._acceptance.updates // REACH_STEPS
         if self._reach is None or age != self._reach_age:
             self._reach, self._reach_age = self._shapes.reach(self._acceptance.expected()), age
         return self._reach
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """By its own tables, over all shapes."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the tokens per second of the best shape, by this controller's own tables."""
         return self._fastest_alone(self._reach_now())
 
     def _fastest_alone(self, reach: Reach, shapes: np.ndarray | slice = slice(None)) -> float:
-        """Expected tokens per second of one request on an empty machine, at the best of `shapes` and edges."""
+        """Return expected tokens per second of one sequence on an empty machine, at the best of `shapes` and edges."""
         nodes = np.minimum(self._edges[self._coarse], self._limits.max_tree_tokens) - 1
         return float(((1.0 + reach.gain(nodes, None)) / self._step_s(1))[shapes].max())
 
     def _step_s(self, rows: int) -> np.ndarray:
-        """f64[O, E] at the coarse edges, seconds of a step in which every row's draft is where it usually is."""
+        """Return f64[O, E], seconds of a step at the coarse edges, with drafts that lag by no more than usual."""
         draft_s = self._draft_s(rows, self._cost.catchup_s(2 * rows))
         return draft_s[:, None] + self._cost.verify_s(rows)[self._coarse]
 
     def _edge_range(self, load: Load, options: int) -> tuple[int, int]:
-        """The first and the last token edge worth considering, as indices."""
+        """Return the first and the last token edge worth considering, as indices."""
         rows = load.num_decode
         largest = int(self._shapes.size[:options].max())
         tree = min(rows * (1 + largest), self._limits.max_tree_tokens)
@@ -334,7 +356,7 @@ class JointController(Controller):
         return int(low), min(int(high), len(self._edges) - 1)
 
     def _draft_s(self, rows: int, catchup_s: float, context: float | None = None) -> np.ndarray:
-        """f64[O], seconds of a step outside verification, by shape."""
+        """Return f64[O], seconds of a step outside verification, by shape."""
         shapes, cost = self._shapes, self._cost
         draft_s = shapes.depth * cost.level_s(rows, context)[np.maximum(shapes.width, 1) - 1]
         draft_s += catchup_s + cost.overhead_s(True)
@@ -342,7 +364,7 @@ class JointController(Controller):
         return draft_s
 
     def _catchup_s(self, load: Load, most_tokens: int, context: float | None, switch_s: float | None) -> float:
-        """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
+        """Return the seconds of this step's catch-up; the cost of a long lag is spread over CATCHUP_STEPS."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         missing = int(lag.sum()) - usual
@@ -351,7 +373,7 @@ class JointController(Controller):
         return self._cost.catchup_s(usual, context) + rest_s / CATCHUP_STEPS
 
     def _chunks(self, load: Load, edges: np.ndarray) -> np.ndarray:
-        """i64[E, F], prefill tokens of every edge and share; one share while no prompt waits."""
+        """Return i64[E, F], prefill tokens of every edge and share; one share while no prompt waits."""
         room = (edges - load.num_decode)[:, None]
         if not load.prefill_tokens:
             return np.zeros_like(room)
@@ -362,5 +384,5 @@ class JointController(Controller):
 
 
 def _spread(low: int, high: int, most: int) -> np.ndarray:
-    """Indices from `low` to `high`, both included, at most `most` of them, evenly spread. i64[E]."""
+    """Return at most `most` indices from `low` to `high`, both included, evenly spread: i64[E]."""
     return np.unique(np.linspace(low, high, min(most, high - low + 1)).round().astype(np.int64))

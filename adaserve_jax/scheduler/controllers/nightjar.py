@@ -1,8 +1,7 @@
-"""Nightjar's controllers (policies `nightjar`, `nightjar-v1`, `bingreedy`): which chain length earns most at which size
-of batch, none included, learned from seconds per token.
+"""Nightjar's controllers (policies `nightjar`, `nightjar-v1`, `bingreedy`): chain length by measured seconds per token.
 
-They know no target. Sources: Nightjar, algorithm 1 of both versions, with the mends that docs/architecture/scheduler.md
-lists; ADA-BINGREEDY.
+For each size of batch they learn which chain, none included, earns most; targets are ignored. Sources: Nightjar,
+algorithm 1 of both versions, with the changes that docs/architecture/scheduler.md lists; ADA-BINGREEDY.
 """
 
 from __future__ import annotations
@@ -18,24 +17,53 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.controllers.base import (
     ALL_SIZES,
-    Alone,
     ArmReport,
     Controller,
     Decision,
     Feedback,
     Load,
+    SoloSpeed,
     arm_name,
 )
 from adaserve_jax.scheduler.controllers.baselines import fill
-from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_its_chain
+from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, is_of_its_chain
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 
-# When bandits explore: Nightjar's blocks and bins. Knows no arm. Source: Nightjar, algorithm 1.
+MIN_DWELL = 16
+"""Fewest steps that speculation stays on, or off, whatever the size of the batch becomes."""
+HYSTERESIS = 0.02
+"""Share of its loss by which speculation must be better than none, or none better than speculation, to change over."""
+PRIOR_STEPS = 1.0
+"""Weight, in steps, of the cost model's prediction of an arm."""
+OUTLIER = 4.0
+"""Factor of an arm's average time to which a longer step is clipped."""
+MEMORY_STEPS = 512
+"""Most steps that an arm's sums stand for; older ones fade as new ones come."""
+FADE = 0.5
+"""Share of every arm's sums that the end of a block keeps, so that an arm tried again is believed."""
+FOCUS = 8.0
+"""Exponent by which a worse arm is explored less often: at twice the latency of another, 2 ** FOCUS times less."""
+EXPLORE_MOST = 0.1
+"""Upper bound on the share of bins that explore."""
+NEAR = 0.25
+"""Share by which an arm may seem worse than the best one and still be tried before others, until it has had
+TRIAL_STEPS: predictions are off by that much.
+"""
+TRIAL_ROWS, TRIAL_STEPS = 16, 4
+"""Rows times steps, and steps, for which an arm is explored before it is given up as worse than the best one:
+prompts make single steps expensive.
+"""
+BELIEVED_ROWS = 256
+"""Rows times steps that older measurements of an arm count for at most when it is explored, so that the new ones are
+believed.
+"""
 
 
-class Schedule:
-    """When to explore: blocks of H = 1, 2, 4, ... of isqrt(H) bins of isqrt(H) steps each."""
+class ExplorationSchedule:
+    """Nightjar's blocks and bins (algorithm 1): blocks of H = 1, 2, 4, ... steps, of isqrt(H) bins of isqrt(H) steps
+    each.
+    """
 
     def __init__(self) -> None:
         self.block = 1
@@ -51,7 +79,7 @@ class Schedule:
         return isqrt(1 << (self.block - 1))
 
     def advance(self) -> bool:
-        """One step on; whether it ended a block."""
+        """Advance by one step; return whether it ended a block."""
         self.step += 1
         if self.step > self.bin_steps:
             self.bin, self.step = self.bin + 1, 1
@@ -61,20 +89,22 @@ class Schedule:
         return True
 
 
-# What turning speculation on again costs: seconds by the draft's longest lag and the number of rows, from a
-# table.
-#
-# Knows no policy and no step. Source: Nightjar (C_switch, table 3).
-
-
 class SwitchTable:
-    """C_switch(L_max, n) on a grid of lags and rows, made monotone, looked up rounding both up."""
+    """Cost of turning speculation on, C_switch(L_max, n): seconds by the draft's longest lag and the number of rows.
+
+    A grid made monotone and looked up rounding both up. Source: Nightjar, table 3.
+    """
 
     def __init__(self, lags: Sequence[int], rows: Sequence[int], seconds: np.ndarray):
-        """lags: tokens; rows: both rising. seconds: f64[len(lags), len(rows)]. More lag or more rows never cost less:
-        each entry becomes the largest of those that it holds.
+        """Build the table; each entry becomes the largest of those at no more lag and no more rows.
 
-        Raises ConfigError: the grid is not rising or not of that shape, or has a time below 0.
+        Args:
+            lags: Tokens, rising.
+            rows: Rising.
+            seconds: f64[len(lags), len(rows)].
+
+        Raises:
+            ConfigError: The grid is not rising or not of that shape, or has a time below 0.
         """
         seconds = np.asarray(seconds, np.float64)
         if seconds.shape != (len(lags), len(rows)) or not seconds.size:
@@ -92,8 +122,9 @@ class SwitchTable:
 
     @classmethod
     def of(cls, cost: CostTable, limits: Limits) -> SwitchTable:
-        """As it was profiled; else by the time that the draft takes to be fed what it lacks, every row as much as the
-        row that lacks most."""
+        """Return the table as profiled, else the time to feed the draft what it lacks, with every row lagging as far
+        as the furthest.
+        """
         profiled = cost.samples.switch_s
         if profiled:
             lags, rows = (sorted(set(sizes)) for sizes in zip(*profiled, strict=True))
@@ -102,51 +133,27 @@ class SwitchTable:
         return cls(lags, rows, np.array([[cost.catchup_s(lag * n) for n in rows] for lag in lags]))
 
     def switch_s(self, lag: int, rows: int) -> float:
-        """Seconds; beyond the grid, those of its edge."""
+        """Return the seconds; beyond the grid, those at its edge."""
         row = min(bisect_left(self._lags, lag), len(self._lags) - 1)
         column = min(bisect_left(self._rows, rows), len(self._rows) - 1)
         return self._seconds.item(row, column)
 
 
 def doubling(most: int) -> list[int]:
-    """1, 2, 4, ... below `most`, and `most`."""
+    """Return 1, 2, 4, ... below `most`, and `most`."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-
-MIN_DWELL = 16
-"""Steps that speculation stays on, or off, at least, whatever the size of the batch becomes."""
-HYSTERESIS = 0.02
-"""Share of its loss by which speculation must be better than none, or none better than it, to change from the other."""
-PRIOR_STEPS = 1.0
-"""Steps that the cost model's prediction of an arm counts for."""
-OUTLIER = 4.0
-"""A step longer than this factor times what its arm takes on average counts as so long."""
-MEMORY_STEPS = 512
-"""Most steps that an arm's sums stand for: what is older fades as new ones come."""
-FADE = 0.5
-"""What the end of a block leaves of every arm's sums, so that an arm tried again is believed."""
-
-FOCUS = 8.0
-"""How much less often an arm is explored the worse it seems: at twice the latency of another, 2 ** FOCUS times less."""
-EXPLORE_MOST = 0.1
-"""Most of the bins that explore."""
-NEAR = 0.25
-"""Share by which an arm may seem worse than the best one to be tried before others, until it has had TRIAL_STEPS:
-predictions are off by that much."""
-TRIAL_ROWS, TRIAL_STEPS = 16, 4
-"""Rows times steps, and steps, that an arm is explored for before it is given up as worse than the best one: prompts
-make single steps dear."""
-BELIEVED_ROWS = 256
-"""Rows times steps that what an arm showed before counts for at most when it is explored, so that it is believed."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """explore_power: bin k of a block explores with the chance k ** -explore_power, but no more than explore_most.
-    locks: the arm stays for the whole bin, unless it is on trial and seen to be worse, and speculation on or off for
-    MIN_DWELL steps; else the arm is drawn or solved for in each step. contextual:
-    every size of batch learns by itself. switching: what turning speculation on costs counts. focus: arms are explored
-    with chances proportional to latency ** -focus, 0: uniform."""
+    """Variant of the algorithm.
+
+    explore_power: bin k of a block explores with probability k ** -explore_power, at most explore_most. locks: the arm
+    stays for the whole bin, unless it is on trial and seen to be worse, and speculation stays on or off for MIN_DWELL
+    steps; otherwise the arm is chosen in each step. contextual: every size of batch learns by itself. switching: the
+    cost of turning speculation on counts. focus: arms are explored with probabilities proportional to latency **
+    -focus; 0: uniformly.
+    """
 
     explore_power: float
     locks: bool
@@ -162,8 +169,8 @@ BINGREEDY = Rule(explore_power=0.5, locks=False, contextual=False, switching=Fal
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What an arm brought in the bin that explores it."""
+class ArmTrial:
+    """Measurements of an arm in the bin that explores it."""
 
     steps: int
     row_steps: int
@@ -171,15 +178,14 @@ class Trial:
     tokens: int
 
 
-_NO_TRIAL = Trial(0, 0, 0.0, 0)
+_NO_TRIAL = ArmTrial(0, 0, 0.0, 0)
 
 
-class Bucket:
-    """What sizes of batch that share their statistics have shown. K arms, arm a being a chain of a tokens.
+class ArmBucket:
+    """Statistics of sizes of batch that share them. K arms, arm a being a chain of a tokens.
 
-    row_s: f64[K], seconds times rows; tokens, row_steps: f64[K], tokens that these rows emitted, and rows; they begin
-    with what is predicted. played: i64[K], steps of each arm. arm: played while its bin lasts, None where it is
-    to be chosen.
+    row_s: f64[K], seconds times rows; tokens, row_steps: f64[K], tokens that these rows emitted, and rows. They begin
+    with the prediction. played: i64[K], steps of each arm. arm: the arm of the current bin; None until it is chosen.
     """
 
     def __init__(self, predicted_s: np.ndarray, predicted_tokens: np.ndarray, rows: int):
@@ -187,18 +193,18 @@ class Bucket:
         self._predicted = (predicted_s * weight, predicted_tokens * weight, np.full(len(predicted_s), weight))
         self.row_s, self.tokens, self.row_steps = (sums.copy() for sums in self._predicted)
         self.played = np.zeros(len(predicted_s), np.int64)
-        self.schedule = Schedule()
+        self.schedule = ExplorationSchedule()
         self.arm: int | None = None
         self.explores = False
         self.trial = _NO_TRIAL
 
     @property
     def latency_s(self) -> np.ndarray:
-        """f64[K], seconds per token of one request: of sums, not a mean of ratios."""
+        """Seconds per token of one sequence, f64[K]: a ratio of sums, not a mean of ratios."""
         return self.row_s / self.tokens
 
     def learn(self, arm: int, rows: int, seconds: float, tokens: int) -> None:
-        """One step of `rows` decode rows."""
+        """Take in one step of `rows` decode rows."""
         self.played[arm] += 1
         usual_s = self.row_s.item(arm) / self.row_steps.item(arm)
         self.row_s[arm] += rows * min(seconds, OUTLIER * usual_s)
@@ -209,22 +215,22 @@ class Bucket:
             self._shrink(arm, excess)
 
     def begin_trial(self, arm: int) -> None:
-        """What the arm showed before counts for no more than so much."""
+        """Begin a trial: older measurements of the arm count for at most BELIEVED_ROWS."""
         self.trial = _NO_TRIAL
         excess = self.row_steps.item(arm) / BELIEVED_ROWS
         if excess > 1:
             self._shrink(arm, excess)
 
     def on_trial(self, rows: int, seconds: float, tokens: int) -> bool:
-        """Take in a step of the arm being explored; whether it is worse than the best one."""
+        """Take in a step of the arm on trial; return whether it is worse than the best one."""
         trial = self.trial
         row_s = trial.row_s + rows * seconds
-        self.trial = trial = Trial(trial.steps + 1, trial.row_steps + rows, row_s, trial.tokens + tokens)
+        self.trial = trial = ArmTrial(trial.steps + 1, trial.row_steps + rows, row_s, trial.tokens + tokens)
         enough = trial.steps >= TRIAL_STEPS and trial.row_steps >= TRIAL_ROWS
         return enough and trial.row_s / trial.tokens > self.latency_s.min()
 
     def best(self, speculating: bool) -> int:
-        """The arm of least latency with speculation, or the one without."""
+        """Return the arm of least latency with speculation, or the one without."""
         return 1 + int(self.latency_s[1:].argmin()) if speculating else 0
 
     def _shrink(self, arm: int, factor: float) -> None:
@@ -233,14 +239,15 @@ class Bucket:
         self.row_steps[arm] /= factor
 
     def fade(self) -> None:
-        """Let what comes count more than what was. What is not seen again gives way to the prediction, so that an arm
-        that looked bad by chance is tried again."""
+        """Move all sums towards the prediction, so that new measurements count more and an arm that looked bad by
+        chance is tried again.
+        """
         for sums, predicted in zip((self.row_s, self.tokens, self.row_steps), self._predicted, strict=True):
             sums += (1 - FADE) * (predicted - sums)
 
 
 class NightjarController(Controller):
-    """Explores and exploits chains of 0 to max_depth tokens by a `Rule`. Batches with prompts only teach nothing."""
+    """Bandit over chains of 0 to max_depth tokens by a `Rule`. Batches with prompts only teach nothing."""
 
     def __init__(self, limits: Limits, costs: ChainCosts, switch: SwitchTable, rule: Rule, seed: int):
         self._limits = limits
@@ -249,10 +256,10 @@ class NightjarController(Controller):
         self._rule = rule
         self._rng = np.random.default_rng(seed)
         self._sizes = doubling(limits.max_requests) if rule.contextual else [limits.max_requests]
-        self._buckets: list[Bucket | None] = [None] * len(self._sizes)
+        self._buckets: list[ArmBucket | None] = [None] * len(self._sizes)
         self._last = limits.max_depth  # prompts come first, and the draft is fed them unless speculation is off
         self._steps_since_change = MIN_DWELL
-        self._playing: tuple[Bucket, int] | None = None
+        self._playing: tuple[ArmBucket, int] | None = None
         self._regret_s = 0.0
 
     def retimed(self, cost: CostTable) -> None:
@@ -271,12 +278,12 @@ class NightjarController(Controller):
             self._playing = bucket, arm
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
 
-    def fastest_alone(self, alone: Alone) -> float:
-        """With the best chain, none included."""
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best chain, none included."""
         return alone.fastest_chain(0)
 
     def arms(self) -> ArmReport:
-        """The arm of least latency at each size of batch that was met."""
+        """Return the arm of least latency at each size of batch that occurred."""
         met = zip(self._sizes, self._buckets, strict=True)
         best = {size: bucket.latency_s.argmin() for size, bucket in met if bucket is not None}
         names = {str(size) if self._rule.contextual else ALL_SIZES: arm_name(int(arm)) for size, arm in best.items()}
@@ -294,7 +301,7 @@ class NightjarController(Controller):
             self._steps_since_change = MIN_DWELL if bucket.explores else 1  # what is only tried is not held to
         self._last = arm
         trial = arm == bucket.arm and bucket.explores and self._rule.locks
-        if tells_of_its_chain(feedback, arm):
+        if is_of_its_chain(feedback, arm):
             seconds = self._costs.decode_s(feedback, arm)
             bucket.learn(arm, feedback.decode_rows, seconds, feedback.decoded)
             if trial and bucket.on_trial(feedback.decode_rows, seconds, feedback.decoded):
@@ -310,15 +317,15 @@ class NightjarController(Controller):
         if bucket.schedule.step == 1 or not self._rule.locks:
             bucket.arm = None
 
-    def _bucket(self, rows: int) -> Bucket:
+    def _bucket(self, rows: int) -> ArmBucket:
         index = bisect_left(self._sizes, rows)
         bucket = self._buckets[index]
         if bucket is None:
             rows = min(self._sizes[index], self._limits.max_requests)
-            bucket = self._buckets[index] = Bucket(*self._costs.predicted(rows), rows)
+            bucket = self._buckets[index] = ArmBucket(*self._costs.predicted(rows), rows)
         return bucket
 
-    def _choose(self, bucket: Bucket, load: Load) -> int:
+    def _choose(self, bucket: ArmBucket, load: Load) -> int:
         schedule = bucket.schedule
         loss = self.loss(bucket, load)  # what turning speculation on costs keeps an arm from being tried, too
         best = int(loss.argmin())
@@ -343,12 +350,14 @@ class NightjarController(Controller):
         return arm
 
     def _waits(self, load: Load) -> bool:
-        """Whether a trial of speculation would have to wait for drafts that lag."""
+        """Return whether a trial of speculation would have to wait for drafts that lag."""
         return not self._last and int(load.draft_lag.sum()) > self._costs.max_catchup_tokens
 
-    def loss(self, bucket: Bucket, load: Load) -> np.ndarray:
-        """f64[K], seconds per token of one request, with what changing from the arm played last costs: over the
-        tokens that the request emits until speculation may be turned off again."""
+    def loss(self, bucket: ArmBucket, load: Load) -> np.ndarray:
+        """Return f64[K], seconds per token of one sequence, with the cost of changing from the arm played last.
+
+        The switching cost is spread over the tokens that the sequence emits until speculation may be turned off again.
+        """
         loss = bucket.latency_s
         if not self._rule.switching:
             return loss

@@ -12,7 +12,7 @@ from adaserve_jax.errors import ElasticError, IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.controllers.nightjar import NightjarController
-from adaserve_jax.scheduler.elastic import _contract, bring_back_draft, expand_or_contract, may_expand
+from adaserve_jax.scheduler.elastic import bring_back_draft, contract, expand_or_contract, may_expand
 from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import Limits, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
@@ -36,10 +36,10 @@ class Watched(SimExecutor):
         self.moved = 0
         self.failed: list[str] = []
 
-    def verify(self, plan: StepPlan, trees):
+    def verify(self, plan: StepPlan, trees, edits=None):
         self.deepest.append(plan.draft.depth if plan.draft is not None else 0)
         self.highest_page = max(self.highest_page, int(plan.page_table.max()))
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, edits)
 
     def expand(self) -> None:
         if self._fails("expand"):
@@ -103,7 +103,7 @@ def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy
     away: list[int] = []
     run.serve(load, lambda step: away.extend([] if run.scheduler.stats.draft_resident else [step]))
     check_texts(run, load)
-    bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
+    bring_back_draft(run.scheduler.elastic_memory, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
     stats = run.scheduler.stats
     assert stats.elastic_moves["expand"] == stats.elastic_moves["contract"] == stats.elastic_moves["reload"] >= 2
     assert run.executor.highest_page >= 40, "pages of the extension were used"
@@ -230,7 +230,7 @@ def test_a_contraction_needs_a_free_page_below_for_each_that_lives_above() -> No
     pool.alloc(pool.num_free)
     assert pool.extension_used > 0
     with pytest.raises(ElasticError, match="too few base pages are free to take in those of the extension"):
-        _contract(run.scheduler.elastic_memory.batch, run.executor)
+        contract(run.scheduler.elastic_memory.batch, run.executor)
     assert run.executor.moved == 0 and pool.extension_used > 0
 
 
@@ -244,7 +244,7 @@ class TestBringBackDraft:
             asked.append(run.clock.now())
             run.clock.advance(0.05)
 
-        bring_back_draft(run.scheduler, run.executor, run.clock.now, wait)
+        bring_back_draft(run.scheduler.elastic_memory, run.executor, run.clock.now, wait)
         assert len(asked) == 3, "0.125 s by 0.05"
         assert run.scheduler.stats.draft_resident and run.scheduler.stats.elastic_moves["reload"] == 1
 
@@ -261,14 +261,14 @@ class TestBringBackDraft:
             run.scheduler.abort(sequence_id)
         run.executor.failing = part
         with pytest.raises(ElasticError, match=message):
-            bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
+            bring_back_draft(run.scheduler.elastic_memory, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
         run.executor.failing = ""
-        bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
+        bring_back_draft(run.scheduler.elastic_memory, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
         assert run.scheduler.stats.draft_resident
 
     def test_has_nothing_to_do_where_the_draft_stays(self) -> None:
         run = watched(elastic="off")
-        bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: pytest.fail("waited"))
+        bring_back_draft(run.scheduler.elastic_memory, run.executor, run.clock.now, lambda: pytest.fail("waited"))
 
 
 def test_a_swap_while_a_step_is_in_flight_is_refused() -> None:
@@ -281,7 +281,7 @@ def test_a_swap_while_a_step_is_in_flight_is_refused() -> None:
     swapping.residency.succeeded("expand")
     swapping.residency.succeeded("contract")
     with pytest.raises(IntegrityError, match="while a step is in flight"):
-        expand_or_contract(run.scheduler, run.executor, run.clock.now)
+        expand_or_contract(run.scheduler.elastic_memory, run.executor, run.clock.now)
 
 
 def test_seconds_of_swaps_are_counted_by_kind() -> None:

@@ -74,11 +74,11 @@ def connected(config: EngineConfig, **own: str) -> tuple[hosts.Followers, hosts.
 def test_steps_arrive_in_order_and_the_end_is_told(host: str) -> None:
     config = replace(config_of(free_port()), coordinator=f"{host}:{free_port()}")
     followers, leader = connected(config, compile_cache="elsewhere")
-    followers.tell(replace(config, num_pages=77, token_edges=(4, 8)))
+    followers.send_config(replace(config, num_pages=77, token_edges=(4, 8)))
     told = leader.config()
     assert (told.num_pages, told.token_edges, told.process_id, told.compile_cache) == (77, (4, 8), 1, "elsewhere")
     for tokens in (4, 8):
-        followers.announce(step_of(tokens))
+        followers.send_step(step_of(tokens))
     for tokens in (4, 8):
         step = leader.next_step()
         assert step is not None
@@ -95,7 +95,7 @@ def test_a_process_that_is_gone_is_named() -> None:
     leader.close()
     with pytest.raises(EngineDeadError, match=r"process 1 is gone \(.*\); restart all processes"):
         for _ in range(100):
-            followers.announce(step_of(1024))
+            followers.send_step(step_of(1024))
     followers.close()
 
 

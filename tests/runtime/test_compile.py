@@ -1,12 +1,17 @@
-"""Every step that the limits allow has a bucket, and a bucket has blocks for every split of its tokens."""
+"""Buckets hold every step that the limits allow, and compilations of serving steps are counted."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.runtime.compile import BucketSet
+from adaserve_jax.runtime.compile import BucketSet, CompileCounter, use_compile_cache
 
 BUCKETS = BucketSet((1, 4, 8, 16, 32, 64), (1, 8, 32), max_sampled=32)
 
@@ -26,7 +31,7 @@ def test_pick_holds_the_step_and_is_declared_and_is_the_smallest() -> None:
 def test_what_fits_no_bucket_is_an_error() -> None:
     with pytest.raises(ValueError, match="no bucket holds 65 tokens in 1 rows"):
         BUCKETS.pick(65, 1)
-    with pytest.raises(ValueError, match="33 is above the largest edge 32"):
+    with pytest.raises(ValueError, match="no bucket holds 64 tokens in 33 rows"):
         BUCKETS.pick(64, 33)
 
 
@@ -51,3 +56,32 @@ def test_sampled_positions_are_capped_or_one_per_row() -> None:
     assert {bucket.sampled for bucket in BUCKETS.all()} == {1, 4, 8, 16, 32}
     per_row = BucketSet((16,), (1, 8), max_sampled=None)
     assert [(bucket.rows, bucket.sampled) for bucket in per_row.all()] == [(1, 1), (8, 8)]
+
+
+def compile_something(size: int) -> None:
+    jax.jit(lambda x: x * 2 + size)(jnp.zeros(size)).block_until_ready()
+
+
+def test_counts_inside_the_block_only_and_on_this_thread_only() -> None:
+    counter = CompileCounter()
+    compile_something(101)
+    assert counter.count == 0
+    with counter:
+        other = threading.Thread(target=compile_something, args=(102,))
+        other.start()
+        other.join()
+        assert counter.count == 0
+        compile_something(103)
+    assert counter.count > 0
+    seen = counter.count
+    counter.close()
+    with counter:
+        compile_something(104)
+    assert counter.count == seen
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    expected = r"cannot create folder .*/file/cache \(Not a directory\); choose another by compile_cache"
+    with pytest.raises(ConfigError, match=expected):
+        use_compile_cache(tmp_path / "file" / "cache")

@@ -7,18 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.models import loading as host_copy
-from adaserve_jax.models.loading import HostCopy
+from adaserve_jax.runtime.elastic import HostCopy
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_weights_come_back_as_they_were(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_come_back_as_they_were(pinned: bool) -> None:
     """pinned: as on a GPU or TPU; jax's CPU has such a memory too."""
-    monkeypatch.setattr(host_copy, "has_own_memory", lambda device: pinned)
     rng = np.random.default_rng(0)
     given = {"matrix": rng.random((30, 40), np.float32), "norm": rng.random(5).astype(jnp.bfloat16)}
     params = {name: jnp.asarray(array) for name, array in given.items()}
-    held = HostCopy(params)
+    held = HostCopy(params, pinned=pinned)
     assert held.nbytes == 30 * 40 * 4 + 5 * 2
     for weight in params.values():
         weight.delete()
@@ -32,6 +30,6 @@ def test_weights_come_back_as_they_were(pinned: bool, monkeypatch: pytest.Monkey
             places.add(loaded[name].unsafe_buffer_pointer())
     assert len(places) == 4
     if not pinned:
-        kept = [array for array in held._held.values() if isinstance(array, np.ndarray)]
+        kept = [array for array in held.arrays.values() if isinstance(array, np.ndarray)]
         assert len(kept) == 2
         assert not places & {array.ctypes.data for array in kept}

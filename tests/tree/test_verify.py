@@ -1,4 +1,4 @@
-"""The accept walk against a walk written for one tree at a time."""
+"""The accept walk and the ancestor masks against walks of one tree at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
-from adaserve_jax.tree.verify import PADDING, PREFILL, accept_walk
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import expand_bits
+from adaserve_jax.tree.verify import PADDING, PREFILL, accept_walk, ancestor_bits, ancestor_paths
 
 DEPTH = 3
 
@@ -63,3 +65,25 @@ def test_equals_the_walk_of_each_tree() -> None:
         assert set(np.flatnonzero(result.accepted)) == expected_nodes | {chunk + 2}
         assert set(np.flatnonzero(result.commit)) == expected_nodes | {chunk, chunk + 1, chunk + 2}
     assert seen_depths == {1, 2, 3, 4}
+
+
+def forest(rng: np.random.Generator, tokens: int, chain: bool) -> np.ndarray:
+    parent = np.full(tokens, -1, np.int32)
+    for token in range(1, tokens):
+        if chain or rng.random() < 0.9:
+            parent[token] = token - 1 if chain else rng.integers(0, token)
+    return parent
+
+
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("tokens", [1, 33, 64])
+def test_bits_and_paths_equal_the_walk(tokens: int, chain: bool) -> None:
+    parent = forest(np.random.default_rng(tokens), tokens, chain)
+    mask = np.asarray(jax.jit(lambda p: expand_bits(ancestor_bits(p), tokens))(parent))
+    paths = np.asarray(jax.jit(ancestor_paths)(mask))
+    for token in range(tokens):
+        walk = [token]
+        while parent[walk[-1]] >= 0:
+            walk.append(int(parent[walk[-1]]))
+        assert np.flatnonzero(mask[token]).tolist() == sorted(walk)
+        assert paths[token, : len(walk)].tolist() == walk[::-1]

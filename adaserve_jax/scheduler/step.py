@@ -1,0 +1,88 @@
+"""The step loop: plan, speculate, select, verify, commit, then expand or contract memory.
+
+The engine, the simulator and the tests all run this code. A step has two halves, because a simulated replica lets its
+clock pass the end of a step before anybody may see what the step brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adaserve_jax.scheduler.commit import StepUpdates
+from adaserve_jax.scheduler.elastic import expand_or_contract
+from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.types import CandidateTrees, DraftTrees, Executor, LogitEdits, StepOutcome, StepPlan, StopCheck
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedStep:
+    """A step that ran on the device and is not committed. edits: what was asked of the target's logits."""
+
+    plan: StepPlan
+    candidates: CandidateTrees
+    trees: DraftTrees
+    outcome: StepOutcome
+    edits: LogitEdits | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """A committed step. ended_s: when it was committed, on the clock of the step loop."""
+
+    step: VerifiedStep
+    updates: StepUpdates
+    ended_s: float
+
+
+def begin_step(
+    scheduler: Scheduler, executor: Executor, clock: Callable[[], float],
+    edit: Callable[[StepPlan, DraftTrees], LogitEdits | None] | None = None,
+) -> VerifiedStep | None:  # fmt: skip
+    """Plan, speculate, select and verify one step.
+
+    Args:
+        scheduler: Decides what runs.
+        executor: Runs it.
+        clock: Seconds; read for the plan, and again for the selection, so that the time that drafting took counts.
+        edit: Returns the edits of logits of a step, None for none; called between selection and verification.
+
+    Returns:
+        The step, in flight until `end_step`; None if nothing can run.
+    """
+    plan = scheduler.plan(clock())
+    if plan is None:
+        return None
+    candidates = CandidateTrees.empty(plan.num_decode) if plan.draft is None else executor.speculate(plan)
+    trees = scheduler.select(plan, candidates, clock())
+    edits = None if edit is None else edit(plan, trees)
+    return VerifiedStep(plan, candidates, trees, executor.verify(plan, trees, edits), edits)
+
+
+def end_step(
+    scheduler: Scheduler, executor: Executor, clock: Callable[[], float], step: VerifiedStep,
+    stop_check: StopCheck | None = None, observe: Callable[[StepResult], None] | None = None,
+) -> StepResult:  # fmt: skip
+    """Commit a step, then expand or contract memory where that is due.
+
+    Args:
+        scheduler: Takes in what the step brought.
+        executor: The executor that ran it.
+        clock: Seconds.
+        step: The step in flight.
+        stop_check: Finds the ends of texts in new tokens.
+        observe: Called with the committed step before memory changes; it may end sequences.
+    """
+    now = clock()
+    updates = scheduler.commit(step.plan, step.trees, step.candidates, step.outcome, now, stop_check)
+    result = StepResult(step, updates, now)
+    if observe is not None:
+        observe(result)
+    expand_or_contract(scheduler.elastic_memory, executor, clock)
+    return result
+
+
+def run_step(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> StepResult | None:
+    """Run one whole step without edits or stop checks; None if nothing can run."""
+    step = begin_step(scheduler, executor, clock)
+    return None if step is None else end_step(scheduler, executor, clock, step)

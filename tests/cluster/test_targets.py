@@ -1,0 +1,66 @@
+"""Targets of a router: how one is chosen, and what is known of its load."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from adaserve_jax.cluster.requests import SloClasses, parse_request
+from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, guessed_machine
+from adaserve_jax.routing.routers import Assigned, RoutingPolicy, find_router
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.sim.machines import Machine
+
+CLASSES = SloClasses({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
+
+
+def _router_over(machine: Machine, name: str) -> RoutingPolicy:
+    limits = machine.limits()
+    return find_router(name)(CostTable(machine.samples(limits), limits), limits)
+
+
+@pytest.mark.parametrize("name", ["slo-aware", "least-loaded", "round-robin"])
+def test_the_choice_is_the_simulators(name):
+    balancer = Balancer(name, None)
+    balancer.learn(0.01, 8)
+    busy = [Assigned("chat", 50, 0.0, 0.012, None, 10, 0.5) for _ in range(8)]
+    idle = [Assigned("chat", 50, 0.0, 0.5, None, 10, 0.5)]
+    request = Assigned("chat", 20, 1.0, 0.02, None)
+    router = _router_over(guessed_machine(0.01, 8), name)
+    for targets in ([busy, idle], [idle, busy], [[], idle], [busy, busy, []]):
+        assert balancer.choose(request, targets, 1.0) == router.choose(request, targets, 1.0)
+    best = {"round-robin": [0, 1, 0]}.get(name, [1, 1, 1])
+    balancer = Balancer(name, None)
+    assert [balancer.choose(request, [busy, idle], 1.0) for _ in range(3)] == best
+
+
+def test_the_policy_is_rebuilt_only_for_a_real_change():
+    balancer = Balancer("round-robin", None)  # its turn tells whether it is a new one
+    request = Assigned("chat", 20, 1.0, 0.02, None)
+    chosen = []
+    for baseline_s, requests in ((0.01, 8), (0.011, 8), (0.009, 8), (0.02, 8), (0.02, 16)):
+        balancer.learn(baseline_s, requests)
+        chosen.append(balancer.choose(request, [[], [], []], 1.0))
+    assert chosen == [0, 1, 2, 0, 0]
+
+
+def test_what_is_known_of_a_target_follows_its_streams():
+    async def go() -> None:
+        target = RouterTarget("http://127.0.0.1:9")
+        wanted = parse_request("/v1/completions", b'{"prompt": "x", "stream": true, "n": 2}', CLASSES, 1.0)
+        flight = InFlightRequest(wanted)
+        target.in_flight.add(flight)
+        target.other_choices = 3
+        assert [each.received for each in target.load(2.0)] == [0, 0, 1, 1, 1]
+        flight.count_events(4, target.tokens_per_event, 2.0)  # two tokens an event, over two choices
+        assert [(each.received, each.first_token_s) for each in target.load(2.5)][:2] == [(4, 2.0)] * 2
+        whole = InFlightRequest(parse_request("/v1/completions", b'{"prompt": "x", "slo_tpot_ms": 100}', CLASSES, 1.0))
+        target.in_flight = {whole}
+        assert target.load(2.0)[0].received == 11  # on pace
+        tail = b'{"choices":[],"metrics":{"speculative":{"verify_steps":10,"accepted_tokens":30,"mean_accepted":3.0}}}'
+        assert target.learn(10, tail) == 40 and target.tokens_per_event == pytest.approx(2.0 + 0.1 * 2.0)
+        assert target.learn(10, b"data: [DONE]\n\n") is None
+        await target.pool.close()
+
+    asyncio.run(go())
