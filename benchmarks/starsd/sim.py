@@ -106,7 +106,7 @@ def simulated_row(plan: StarPlan, service_s: ServiceTime) -> StarRow:
 
 
 class _NoEnd:
-    """KV room without an end."""
+    """Unlimited KV."""
 
     capacity = 2**31 - 1
 

@@ -11,14 +11,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.messages import Close, Refused, Resync, Tree
 from adaserve_jax.star.service.limits import Quotas
-from adaserve_jax.star.service.server import DraftServer, check_free
+from adaserve_jax.star.service.server import HEALTH_CALLS, DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.star.wire import MAX_FRAME_BYTES, Caps, target_frame
+from adaserve_jax.star.wire import MAX_FRAME_BYTES, SERVICE, Caps, target_frame
 from tests.star.streams import HANG_S, Target, toy_service, until
 from tests.star.toys import PLAIN, ToyDevice, columns_of, draft, hello, opened, toy_columns
 
@@ -346,3 +347,49 @@ def test_frames_of_one_step_are_one_batch():
         trees = [target.receive() for _ in sessions]
         assert all(is_right(tree, TEXT[:3]) for tree in trees)
         assert service.core.stats.batches == 1
+
+
+# ---- health ----
+
+
+def health(port: int, method: str = "Check", service: str = "") -> Any:
+    """The status, or the error's code."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        kind = channel.unary_stream if method == "Watch" else channel.unary_unary
+        call = kind(
+            f"/grpc.health.v1.Health/{method}", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+        )
+        try:
+            answer = call(HealthCheckRequest(service=service), timeout=HANG_S)
+            return next(answer).status if method == "Watch" else answer.status
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined]
+
+
+def test_health_is_answered_without_a_token_and_only_by_check(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("0123456789abcdef\n")
+    with toy_service(token_file=str(file)) as service:
+        assert health(service.port) == health(service.port, service=SERVICE) == HealthCheckResponse.SERVING
+        assert health(service.port, service="other") is grpc.StatusCode.NOT_FOUND
+        assert health(service.port, "Watch") is grpc.StatusCode.UNIMPLEMENTED
+        service.server.shut()
+        assert health(service.port) == HealthCheckResponse.NOT_SERVING
+
+
+def test_health_checks_that_ask_nothing_use_up_no_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("adaserve_jax.star.service.server.HEALTH_TIMEOUT_S", 1.0)
+    never = threading.Event()
+
+    def silent() -> Any:
+        never.wait(HANG_S)
+        yield b""
+
+    with toy_service() as service, grpc.insecure_channel(f"127.0.0.1:{service.port}") as channel:
+        held = [channel.stream_unary("/grpc.health.v1.Health/Check").future(silent()) for _ in range(HEALTH_CALLS)]
+        until(lambda: health(service.port) is grpc.StatusCode.RESOURCE_EXHAUSTED)
+        with service.target("good") as good:
+            rounds(good, 1)
+        until(lambda: health(service.port) == HealthCheckResponse.SERVING)
+        assert {call.code() for call in held} == {grpc.StatusCode.CANCELLED}
+        never.set()
