@@ -199,7 +199,7 @@ def test_only_where_the_target_overruled_the_draft(engine: Loaded, monkeypatch: 
         stepped(plan, trees, candidates, outcome, choice_ids, *rest, **how)
 
     def noted(choice: Sequence, **how: Any) -> None:
-        begun.append(choice.request_id)
+        begun.append(choice.sequence_id)
         added(choice, **how)
 
     monkeypatch.setattr(learner, "stepped", spied)
@@ -265,13 +265,13 @@ def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) 
         at = np.zeros(1, np.int32)
         watcher._promised = SampledRows(["again/0"], at, at, at + 1), Broken(rows)
         if finish_reason == "abort":
-            learner.dropped(choice.request_id, "abort")
+            learner.dropped(choice.sequence_id, "abort")
         else:
-            watcher._ended.append(_Ended(choice.request_id, finish_reason, np.array([9, 10], np.int32)))
+            watcher._ended.append(_Ended(choice.sequence_id, finish_reason, np.array([9, 10], np.int32)))
         other = replace(choice, prompt_ids=np.array([11, 12, 13], np.int32))
         learner.added(other)
         assert not learner.failed
-        watcher._ended.append(_Ended(choice.request_id, "length", np.array([14], np.int32)))
+        watcher._ended.append(_Ended(choice.sequence_id, "length", np.array([14], np.int32)))
         learner._take_in()
     records = list(learner._drafts[0].buffer)
     kept = [(record.tokens.tolist(), record.position.tolist()) for record in records]
