@@ -224,7 +224,7 @@ class Assembly:
             deterministic=config.deterministic,
             defaults=GenerationDefaults.from_folder(self.executor.target_folder),
             drafts=config.draft_names,
-            kv_tokens=self.executor.limits.num_pages * self.executor.limits.page_size,
+            kv_tokens=self.executor.limits.kv_tokens,
         )
 
     def new_draft_times(self) -> CostSamples | None:

@@ -148,7 +148,7 @@ class ModelExecutor:
         """Implement `types.Executor.speculate`. Raises ConfigError, IntegrityError: no draft is there to run."""
         if self.drafter is None:
             raise ConfigError("this engine has no drafter; plan steps with draft=None")
-        if not self.draft_resident:
+        if self.elastic is not None and not self.elastic.resident:
             raise IntegrityError(f"step {plan.step} has a draft, which is not on the device")
         if self.logit_capture is not None:
             self.logit_capture.drop_logits()

@@ -160,7 +160,7 @@ class Scheduler:
         return self._draft.is_resident
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose prompt `engine.client.check_prompt` has admitted.
+        """Queue a sequence whose lengths `engine.client.check_lengths` has admitted.
 
         Raises:
             RequestError: The id is in use, the draft is unknown, or the targets are infeasible and the configuration
