@@ -33,7 +33,7 @@ def test_drafts_learn_what_is_served(programs: TrainPrograms):
     assert updates.version == updates.updates == len(served.versions) > 10
     assert updates.refused == updates.rolled_back == 0
     assert updates.acceptance is not None and updates.acceptance > 0.6
-    assert set(done) == {"pack", "accumulate", "apply", "check", "copy", "swap"}
+    assert set(done) == {"pack", "accumulate", "apply", "check", "copy", "publish"}
     assert done.count("apply") == LEARN.learn_steps * updates.updates
     assert not same(served.versions[0], served.versions[-1])
 
@@ -44,7 +44,7 @@ def test_an_update_waits_for_new_records_and_for_one_to_be_checked_by(programs: 
     assert served.take([language.record(held_out=True)]) != []
     assert served.updates.version == 1
     assert served.take([language.record() for _ in range(LEARN.learn_every - 1)]) == []
-    assert "swap" in served.take([language.record()])
+    assert "publish" in served.take([language.record()])
     assert served.updates.version == 2
 
 
@@ -97,14 +97,14 @@ def test_a_version_that_turns_out_worse_is_taken_back(programs: TrainPrograms):
     worse, weights = updates.version, served.versions[-2]
     assert updates.good_version == version and updates.rolled_back == 0
     done = served.take([old.record(held_out=True) for _ in range(PROBATION_RECORDS)])
-    assert done[-2:] == ["copy", "swap"]
+    assert done[-2:] == ["copy", "publish"]
     assert (updates.version, updates.rolled_back) == (version, 1)
     assert same(served.versions[-1], weights)
     served.take(old.records(64))
     assert updates.version > worse
 
 
-@pytest.mark.parametrize("last", ["copy", "swap"])
+@pytest.mark.parametrize("last", ["copy", "publish"])
 def test_a_version_that_was_found_worse_is_not_kept_at_the_end(programs: TrainPrograms, last: str):
     served, old = Served(programs, SHORT), Language(1)
     updates, version = served.updates, on_probation(served, old)
@@ -129,7 +129,7 @@ def test_nothing_is_done_before_it_is_announced(programs: TrainPrograms, monkeyp
         (updates_module, "group_by_tenant"): "pack",
         (updates.trainer, "accumulate"): "accumulate", (updates.trainer, "apply"): "apply",
         (updates.trainer, "evaluate"): "check", (updates.trainer, "mark_good"): "copy",
-        (updates.trainer, "restore_good"): "copy", (updates.trainer, "weights"): "swap",
+        (updates.trainer, "restore_good"): "copy", (updates.trainer, "weights"): "publish",
     }  # fmt: skip
     for (owner, name), kind in parts.items():
         monkeypatch.setattr(owner, name, noted(getattr(owner, name), kind, done))

@@ -94,13 +94,14 @@ def llm(engine: Loaded) -> LLM:
     return engine[0]
 
 
-def learns(llm: LLM, weights: list[Params], programs: TrainPrograms, **options: Any) -> Learner:
-    """Let another learner take over."""
+def learns(
+    llm: LLM, weights: list[Params], programs: TrainPrograms, *, executor: Any = None, **options: Any
+) -> Learner:  # fmt: skip
+    """Let another learner take over. executor: for the learner, in place of the engine's."""
     local = llm._engine
-    executor = local.executor
     for index, params in enumerate(weights):
-        executor.set_draft(params, index)
-    learner = Learner(executor, LearnConfig(**LEARN | options), local.assembly.calibrator)
+        local.executor.set_draft(params, index)
+    learner = Learner(executor or local.executor, LearnConfig(**LEARN | options), local.assembly.calibrator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "choose_length", lambda *_, **__: programs)
         learner.prepare()
@@ -322,14 +323,26 @@ def test_a_loaded_machine_neither_asks_nor_trains(llm: LLM, monkeypatch: pytest.
     assert stats.drafted_tokens["default"] > before.drafted_tokens["default"]
 
 
-def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = learner_of(llm)
-    with monkeypatch.context() as away:
-        away.setattr(type(llm._engine.executor), "draft_resident", False)
-        for _ in range(3):
-            serve(llm)
+class DraftAway:
+    """An executor that tells the learner that its drafts have left the device."""
+
+    def __init__(self, executor: Any):
+        self._executor = executor
+        self.draft_resident = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+def test_nothing_is_trained_while_the_draft_is_away(engine: Loaded) -> None:
+    llm, away = engine.llm, DraftAway(engine.llm._engine.executor)
+    learner = learns(*engine, executor=away)
+    for _ in range(3):
+        serve(llm)
+    with llm._engine._lock:
         assert not learner.work(None) and not learner.is_idle
-        assert llm.stats().learning.micro_steps == 0
+    assert llm.stats().learning.micro_steps == 0
+    away.draft_resident = True
     assert rested(llm).version["default"] > 0
 
 
