@@ -13,12 +13,12 @@ from coverage import CoverageData
 
 from scripts import coverage_check
 
-SEEN = ROOT / "adaserve_jax" / "scheduler" / "fit.py"
+SEEN = ROOT / "adaserve_jax" / "scheduler" / "objective.py"
 
 
 def test_a_file_that_nothing_imported_counts_with_all_its_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of two files of a package one was run, by one of its branches."""
-    other = SEEN.with_name("prefixes.py")
+    other = SEEN.with_name("step.py")
     monkeypatch.setattr(coverage_check, "absent", lambda seen, patterns: [str(other)])
     monkeypatch.chdir(ROOT)
     data = CoverageData(basename=str(tmp_path / "data"))

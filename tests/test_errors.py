@@ -37,7 +37,7 @@ from tests.conftest import ROOT
 
 PACKAGE, TESTS = ROOT / "adaserve_jax", ROOT / "tests"
 TREE = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-OWN = {"MemberFailed", "NoAnswer", "WireError", "_NotThere"}
+OWN = {"MemberFailed", "NoAnswer", "WireError", "_RouteMissing"}
 """Branches that one package raises and catches itself, or shows as one of the tree."""
 OUTSIDE = {"ApiError", "RateLimited", "TargetLost", "_StoppedError", "EventTooLarge"}
 """Answers of the server, which FastAPI raises by their status, and signals that no caller sees."""

@@ -187,7 +187,7 @@ def test_token_times_of_many_requests() -> None:
         among = np.arange(step * 5, step * 5 + 90)
         sequence = among[rng.random(90) < 0.7]
         counts = rng.integers(1, 5, len(sequence))
-        times.take(SimpleNamespace(sequence=sequence, counts=counts), now=0.1 * step)  # type: ignore[arg-type]
+        times.take(SimpleNamespace(numbers=sequence, counts=counts), now=0.1 * step)  # type: ignore[arg-type]
         for number, count in zip(sequence.tolist(), counts.tolist(), strict=True):
             plain.setdefault(number, []).extend([0.1 * step] * count)
         for number in [number for number in plain if number < (step - 10) * 5]:

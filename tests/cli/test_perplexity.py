@@ -67,6 +67,6 @@ def test_mistakes_are_one_line(
 def test_a_python_without_sources_needs_a_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("adaserve_jax.models.perplexity.held_out_code", list)
+    monkeypatch.setattr("adaserve_jax.cli.perplexity.held_out_code", list)
     assert run(monkeypatch) == 2
     assert "no source files of its library to score; give --text FILE" in capsys.readouterr().err
