@@ -1,4 +1,4 @@
-"""How a client reaches a server by its URL: for the bench that measures it, and for the router and its targets."""
+"""Settings of a client that knows a server by its URL: a bench that measures it, or a router in front of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @settings
 class UrlSettings(Settings):
-    """Where a server is and how to talk to it. Raises ConfigError."""
+    """Address and dialect of a server. Raises ConfigError."""
 
     url: str = setting(..., "OpenAI-compatible server to measure, as http://127.0.0.1:8000, with or without /v1")
     system: str = setting(
