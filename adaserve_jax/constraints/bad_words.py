@@ -6,12 +6,19 @@ A word is banned as its own tokens and as its tokens after a space. Spelled by o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import numpy as np
 
-from adaserve_jax.constraints.protocols import Spells
-
 Spelling = tuple[int, ...]
+
+
+class Spells(Protocol):
+    """The part of a tokenizer that constraints use."""
+
+    def spell(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens."""
+        ...
 
 
 def spellings(tokenizer: Spells, words: Iterable[str]) -> set[Spelling]:

@@ -23,3 +23,13 @@ def all_but(vocab_size: int, tokens: Iterable[int] = ()) -> np.ndarray:
 def forbid(mask: np.ndarray, token: int) -> None:
     """Clear one token's bit of a mask, u32[ceil(V / 32)]."""
     mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+
+
+def allow(mask: np.ndarray, token: int) -> None:
+    """Set one token's bit of a mask, u32[ceil(V / 32)]."""
+    mask[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def has(mask: np.ndarray, token: int) -> bool:
+    """Return whether a mask, u32[ceil(V / 32)], allows a token; a draft may have more rows than the target."""
+    return token < 32 * len(mask) and bool(mask[token >> 5] >> np.uint32(token & 31) & 1)

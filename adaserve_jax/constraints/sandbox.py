@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from adaserve_jax.errors import AdaServeError, QueueFullError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+_STACK_SIZE = threading.Lock()
+"""Held while the size of new threads' stacks, which is the process's, differs from its default."""
 
 
 class BoundedWork:
@@ -25,53 +30,35 @@ class BoundedWork:
         self._stack_bytes = stack_bytes
         self._limit_s = limit_s
         self._places = threading.BoundedSemaphore(at_once)
-        self._starting = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
         """Return or raise what `work` does. Raises TimeoutError: it is late; QueueFullError: no thread is free."""
         if not self._places.acquire(timeout=self._limit_s):
             raise QueueFullError("too many schemas are being prepared; retry later")
-        piece = _Piece(work, self._places)
+        done: Future[T] = Future()
+
+        def run_work() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+            finally:
+                self._places.release()
+
         try:
-            thread = self._start(piece.run)
+            self._start(run_work)
         except BaseException:
             self._places.release()
             raise
-        thread.join(self._limit_s)
-        if thread.is_alive():
-            raise TimeoutError
-        return piece.result()
+        return done.result(self._limit_s)
 
-    def _start(self, run: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=run, name="bounded-work", daemon=True)
-        with self._starting:
+    def _start(self, run: Callable[[], None]) -> None:
+        with _STACK_SIZE:
             before = threading.stack_size(self._stack_bytes)
             try:
-                thread.start()
+                threading.Thread(target=run, name="bounded-work", daemon=True).start()
             finally:
                 threading.stack_size(before)
-        return thread
-
-
-class _Piece(Generic[T]):
-    def __init__(self, work: Callable[[], T], places: threading.BoundedSemaphore):
-        self._work = work
-        self._places = places
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._results.append(self._work())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._places.release()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
 
 
 @contextmanager

@@ -57,12 +57,6 @@ _FAMILIES = {
         qk_norm=True,
     ),
 }
-_ARCHITECTURE_OF_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
@@ -129,7 +123,7 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
-        theta, scaling = read_rope(values.values, path)
+        theta, scaling = read_rope(values)
         trained = values.integer("max_position_embeddings")
         biased = bool(values.get("attention_bias"))
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
@@ -163,10 +157,10 @@ class ModelConfig:
 
 
 def _family(given: dict[str, Any], path: Path) -> _Family:
-    named: list[Any] = given.get("architectures") or [_ARCHITECTURE_OF_TYPE.get(given.get("model_type", ""))]
-    if len(named) == 1 and named[0] in _FAMILIES:
-        return _FAMILIES[named[0]]
     asked = given.get("architectures") or given.get("model_type")
+    for name, family in _FAMILIES.items():
+        if asked in ([name], name.removesuffix("ForCausalLM").lower()):
+            return family
     raise UnsupportedModelError(f"{path}: architectures {asked!r} is not supported; use one of {', '.join(_FAMILIES)}")
 
 

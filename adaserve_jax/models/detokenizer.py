@@ -11,56 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
-class StopMatcher:
-    """Finds stop strings in a text that arrives in pieces, in one pass (Knuth-Morris-Pratt).
-
-    The stop string that completes first wins; of several that complete together, the longest. Work is constant per
-    character and stop string, whatever the text.
-    """
-
-    def __init__(self, stop: tuple[str, ...]):
-        self._stop = stop
-        self._borders = [_borders(pattern) for pattern in stop]
-        self._matched = [0] * len(stop)
-
-    @property
-    def held(self) -> int:
-        """Number of characters at the end of the text that may begin a stop string."""
-        return max(self._matched, default=0)
-
-    def feed(self, text: str) -> tuple[int, int] | None:
-        """Read the next piece of text; None while no stop string is complete.
-
-        Returns how many of its characters go up to the end of the stop string, and the stop string's length. The
-        matcher must not be fed again then.
-        """
-        for end, char in enumerate(text, start=1):
-            done = 0
-            for index, pattern in enumerate(self._stop):
-                borders, matched = self._borders[index], self._matched[index]
-                while matched and pattern[matched] != char:
-                    matched = borders[matched]
-                matched += pattern[matched] == char
-                self._matched[index] = matched
-                if matched == len(pattern):
-                    done = max(done, matched)
-            if done:
-                return end, done
-        return None
-
-
-def _borders(pattern: str) -> list[int]:
-    """Return borders[n], the length of the longest proper prefix of pattern[:n] that is also its suffix."""
-    borders = [0, 0]
-    for char in pattern[1:]:
-        length = borders[-1]
-        while length and pattern[length] != char:
-            length = borders[length]
-        borders.append(length + (pattern[length] == char))
-    return borders
-
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A cut character is at most three bytes, and each of them may show as one U+FFFD.
 _MOST_UNFINISHED = 3
@@ -95,7 +45,7 @@ class IncrementalDetokenizer:
         """Start after a prompt. stop: strings that end the text."""
         self._tokenizer = tokenizer
         self._window = self._after(prompt_ids)
-        self._matcher = StopMatcher(stop) if stop else None
+        self._stop = stop
         self._held = ""
         self._ended = False
 
@@ -174,16 +124,15 @@ class IncrementalDetokenizer:
 
     def _show(self, text: str) -> tuple[str, int | None]:
         """Return the text to show once `text` is final, and how many of its characters end a stop string."""
-        if self._matcher is None:
+        if not self._stop:
             return text, None
-        found = self._matcher.feed(text)
+        before, whole = len(self._held), self._held + text
+        found = _first_stop(whole, self._stop)
         if found is not None:
-            end, length = found
-            whole = self._held + text[:end]
+            end, start = found
             self._ended, self._held = True, ""
-            return whole[: len(whole) - length], end
-        whole = self._held + text
-        split = len(whole) - self._matcher.held
+            return whole[:start], end - before
+        split = len(whole) - _begun_stop(whole, self._stop)
         self._held = whole[split:]
         return whole[:split], None
 
@@ -193,3 +142,19 @@ class IncrementalDetokenizer:
             if len(self._advance(before, token_ids[:count])[1]) >= characters:
                 return count
         return len(token_ids)
+
+
+def _first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, int] | None:
+    """Return end and start of the stop string that completes first; of several that complete together, the longest."""
+    return min(((start + len(one), start) for one in stop if (start := text.find(one)) >= 0), default=None)
+
+
+def _begun_stop(text: str, stop: tuple[str, ...]) -> int:
+    """Return the length of the longest end of a text that begins a stop string; none is complete in it."""
+    longest = 0
+    for one in stop:
+        at = text.find(one[0], max(0, len(text) - len(one) + 1))
+        while at >= 0 and not one.startswith(text[at:]):
+            at = text.find(one[0], at + 1)
+        longest = max(longest, len(text) - at if at >= 0 else 0)
+    return longest

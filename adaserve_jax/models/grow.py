@@ -8,9 +8,8 @@ the mean over more features. Added weights that are read are random, so that not
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.settings import read_json
-from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, write_shards
+from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
 
 _NOISE_BLOCK = 1 << 20
@@ -56,12 +55,22 @@ def grow(
     config = ModelConfig.from_folder(source)
     _check(config, shape, out, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    grown = _grown_config(config, shape)
+    grown = replace(
+        config,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        intermediate_size=shape.mlp,
+        # The mean over features shrinks by old / new, and epsilon with it.
+        rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
+        windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
+    )
     tensors = _Growth(source, config, grown, np.random.default_rng(seed)).tensors()
     total = 9 * shape.layers + 2 + (not config.tie_embeddings)
     write_shards(out, tensors, TYPES[dtype], total, "growing", progress)
-    given = read_json(source / "config.json")
-    given |= {
+    copy_all_but_weights(source, out)
+    changed = {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
         "num_hidden_layers": shape.layers,
@@ -71,10 +80,7 @@ def grow(
         "rms_norm_eps": grown.rms_norm_eps,
         "torch_dtype": TORCH_NAMES[dtype],
     }
-    (out / "config.json").write_text(json.dumps(given, indent=2) + "\n")
-    for path in source.glob("*.json"):
-        if path.name not in ("config.json", "model.safetensors.index.json"):
-            shutil.copyfile(path, out / path.name)
+    (out / "config.json").write_text(json.dumps(read_json(source / "config.json") | changed, indent=2) + "\n")
     return grown
 
 
@@ -83,16 +89,12 @@ def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> Non
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if config.qkv_bias or config.mlp_bias or config.qk_norm:
         raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
-    pairs = (
-        ("layers", shape.layers, config.num_layers),
-        ("hidden", shape.hidden, config.hidden_size),
-        ("heads", shape.heads, config.num_heads),
-        ("kv_heads", shape.kv_heads, config.num_kv_heads),
-        ("mlp", shape.mlp, config.intermediate_size),
+    own = GrownShape(
+        config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size
     )
-    for name, wanted, own in pairs:
-        if wanted < own:
-            raise ConfigError(f"{name} must be at least the source's {own}, got {wanted}: a checkpoint only grows")
+    for name, least in asdict(own).items():
+        if (wanted := getattr(shape, name)) < least:
+            raise ConfigError(f"{name} must be at least the source's {least}, got {wanted}: a checkpoint only grows")
     group = config.num_heads // config.num_kv_heads
     if shape.heads % shape.kv_heads or shape.heads // shape.kv_heads < group:
         raise ConfigError(
@@ -100,20 +102,6 @@ def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> Non
             f"got {shape.heads} and {shape.kv_heads}"
         )
     check_new(out)
-
-
-def _grown_config(config: ModelConfig, shape: GrownShape) -> ModelConfig:
-    """Return the grown configuration. The mean over features shrinks by old / new, and epsilon with it."""
-    return replace(
-        config,
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        intermediate_size=shape.mlp,
-        rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
-        windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
-    )
 
 
 class _Growth:

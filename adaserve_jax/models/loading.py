@@ -21,7 +21,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, Int8Rows
-from adaserve_jax.models.tensors import RowBuffer, TensorFiles
+from adaserve_jax.models.tensors import RowBuffer, TensorFiles, first_difference
 from adaserve_jax.types import Progress
 
 WEIGHTS_FOLDER = "weights"
@@ -44,17 +44,11 @@ def load_params(
     A process reads the shards of its own devices only. Beside the weights themselves, host memory holds at most one
     fused weight and a few blocks of a file; on a CPU the buffer that is read into becomes the weight.
 
-    Args:
-        folder: Checkpoint folder.
-        config: Its configuration.
-        dtype: Type of the weights; with int8, of the products and of what stays unquantised.
-        progress: Called with ("loading", weights read, weights).
-        placement: Devices of the model; None for the first device.
-        quantize: "int8" reads every linear weight as int8, block by block, with a scale.
-
-    Raises:
-        CheckpointError: A file is missing or unreadable; a tensor is missing, unknown, or of another shape than
-            config.json says; a value to be quantised is not finite.
+    dtype: of the weights; with int8, of the products and of what stays unquantised. progress: called with ("loading",
+    weights read, weights). placement: None for the first device. quantize: "int8" reads every linear weight as int8,
+    block by block, with a scale.
+    Raises CheckpointError: a file is missing or unreadable; a tensor is missing, unknown, or of another shape than
+    config.json says; a value to be quantised is not finite.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config), quantize)
@@ -135,7 +129,7 @@ def aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face's tensors of one fused weight with their shapes, in the order of their rows."""
-    d = config.hidden_size
+    d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     top = {
         "embed": {"model.embed_tokens.weight": (config.vocab_size, d)},
         "norm": {"model.norm.weight": (d,)},
@@ -143,17 +137,7 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if name in top:
         return top[name]
-    _, index, part, *bias = name.split(".")
-    modules = _layer_modules(config)[part]
-    if bias:
-        return {f"model.layers.{index}.{module}.bias": shape[:1] for module, shape in modules.items()}
-    return {f"model.layers.{index}.{module}.weight": shape for module, shape in modules.items()}
-
-
-def _layer_modules(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return Hugging Face's modules of each part of a layer, with the shapes of their weights."""
-    d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
-    return {
+    modules: dict[str, dict[str, tuple[int, ...]]] = {
         "attn_norm": {"input_layernorm": (d,)},
         "qkv": {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)},
         "q_norm": {"self_attn.q_norm": (config.head_dim,)},
@@ -163,6 +147,9 @@ def _layer_modules(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }
+    _, index, part, *bias = name.split(".")
+    shapes = {module: shape[:1] if bias else shape for module, shape in modules[part].items()}
+    return {f"model.layers.{index}.{module}.{'bias' if bias else 'weight'}": shape for module, shape in shapes.items()}
 
 
 def is_converted(folder: Path) -> bool:
@@ -187,22 +174,9 @@ class ConvertedFiles:
             for path in paths
         }
         self._stores: dict[str, Any] = {name: ts.open(spec, open=True).result() for name, spec in specs.items()}
-        self._check(folder, shapes)
-
-    def _check(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        found = self._stores
-        differing = [
-            f"weight {name} has shape {list(found[name].shape)}, expected {list(shape)} by config.json"
-            if name in found
-            else f"weight {name} is missing, expected with shape {list(shape)}"
-            for name, shape in shapes.items()
-            if name not in found or tuple(found[name].shape) != tuple(shape)
-        ]
-        differing += [
-            f"weight {name} is not part of a model with this config.json" for name in found if name not in shapes
-        ]
-        if differing:
-            raise CheckpointError(f"{folder}: {differing[0]}; convert the checkpoint again")
+        difference = first_difference({name: store.shape for name, store in self._stores.items()}, shapes)
+        if difference:
+            raise CheckpointError(f"{folder}: weight {difference}; convert the checkpoint again")
 
     def read_rows(self, name: str, rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
         """Write rows [start, stop) of a weight into `out`, cast to its type.
@@ -228,15 +202,11 @@ def write_converted(folder: Path, params: Mapping[str, Any]) -> None:
     """Write weights, as `load_params` returns them, into a folder that has none."""
     import orbax.checkpoint as ocp
 
-    weights = {_stored(name): weight for name, weight in params.items()}
+    # Orbax reads dots as levels, and a weight cannot be above its bias.
+    weights = {name.replace(".", _LEVEL): weight for name, weight in params.items()}
     chunks = {stored: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for stored in weights}
     # Weights hardly compress, and unpacking costs more than reading.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
         path = (folder / WEIGHTS_FOLDER).absolute()
         checkpointer.save(path, args=ocp.args.PyTreeSave(weights, save_args=chunks))
-
-
-def _stored(name: str) -> str:
-    """Return a weight's name in the files: orbax reads dots as levels, and a weight cannot be above its bias."""
-    return name.replace(".", _LEVEL)

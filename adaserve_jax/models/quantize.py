@@ -52,10 +52,6 @@ class Int8Rows:
         self.scale = scale
         self.columns = columns
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
     def __len__(self) -> int:
         return len(self.weight)
 

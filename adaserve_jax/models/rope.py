@@ -11,10 +11,7 @@ transformers does not do that either, and its logits with and without a cache di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -115,27 +112,25 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
     return np.power(theta, exponents, dtype=np.float64).astype(np.float32)
 
 
-def read_rope(values: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def read_rope(top: Settings) -> tuple[float, RopeScaling | None]:
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
     ones (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
-    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    given = values.get(name) or {}
+    name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
+    given = top.get(name) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise UnsupportedModelError(f"{path}: {name} = {given!r} is not supported; one for all layers is")
-    rope = Settings(given, path, name)
+        raise top.unsupported(name, "one for all layers is")
+    rope = Settings(given, top.path, name)
     for key in given:
         if key not in _KEYS:
             raise rope.unsupported(key)
-    for settings in (rope, Settings(values, path)):
+    for settings in (rope, top):
         if settings.get("partial_rotary_factor") not in (None, 1.0):
             raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
-    theta = rope.positive("rope_theta") if "rope_theta" in given else Settings(values, path).positive(
-        "rope_theta", DEFAULT_THETA
-    )  # fmt: skip
-    return theta, _scaling(rope, name, values)
+    theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
+    return theta, _scaling(rope, name, top)
 
 
-def _scaling(rope: Settings, name: str, values: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling(rope: Settings, name: str, top: Settings) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -145,7 +140,6 @@ def _scaling(rope: Settings, name: str, values: Mapping[str, Any]) -> RopeScalin
         return None
     if kind == "linear":
         return LinearScaling(rope.positive("factor"))
-    top = Settings(values, rope.path)
     trained = top.integer("max_position_embeddings")
     before = "original_max_position_embeddings"
     original = top.integer(before) if top.get(before) else rope.integer(before, default=trained)

@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError
+from adaserve_jax.models.quantize import Int8Rows
 from adaserve_jax.models.settings import read_json
 
 BLOCK_BYTES = 8 << 20
@@ -22,6 +23,8 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _ITEM_BYTES = 8  # of the widest type
+RowBuffer = np.ndarray | Int8Rows
+"""Destination of a read, which takes blocks of rows. A slice is a view."""
 # Buffers that old exports carry and that the decoder computes itself.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 
@@ -33,19 +36,6 @@ class _Tensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-
-
-class RowBuffer(Protocol):
-    """Destination of a read: an array, or an object that takes blocks of rows like one. A slice is a view."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: slice, /) -> Any: ...
-
-    def __setitem__(self, rows: slice, block: Any, /) -> None: ...
 
 
 class TensorFiles:
@@ -70,29 +60,17 @@ class TensorFiles:
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
         """Compare names, shapes and types with those of config.json. Raises CheckpointError: the first difference."""
-        missing = [name for name in expected if name not in self._tensors]
-        if missing:
-            name = missing[0]
+        ignored = {*optional, *(name for name in self._tensors if name.endswith(_COMPUTED_SUFFIX))} - expected.keys()
+        found = {name: tensor for name, tensor in self._tensors.items() if name not in ignored}
+        difference = first_difference({name: tensor.shape for name, tensor in found.items()}, expected)
+        if difference:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is missing, expected with shape {list(expected[name])}"
-                f"{_and_more(missing)}; the files and config.json do not belong together"
+                f"{self.folder}: tensor {difference}; the files and config.json do not belong together"
             )
-        known = {*expected, *optional}
-        extra = sorted(n for n in self._tensors if n not in known and not n.endswith(_COMPUTED_SUFFIX))
-        if extra:
-            raise CheckpointError(
-                f"{self.folder}: tensor {extra[0]} is not part of a model with this config.json{_and_more(extra)}; "
-                "the files and config.json do not belong together"
-            )
-        for name, shape in expected.items():
-            found = self._tensors[name]
-            if found.shape != shape:
+        for name, tensor in found.items():
+            if tensor.dtype not in _FLOATS:
                 raise CheckpointError(
-                    f"{self.folder}: tensor {name} has shape {list(found.shape)}, expected {list(shape)} by config.json"
-                )
-            if found.dtype not in _FLOATS:
-                raise CheckpointError(
-                    f"{self.folder}: tensor {name} has type {found.dtype}, expected one of {', '.join(_FLOATS)}"
+                    f"{self.folder}: tensor {name} has type {tensor.dtype}, expected one of {', '.join(_FLOATS)}"
                 )
 
     def dtype_of(self, name: str) -> str:
@@ -138,5 +116,17 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def first_difference(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe how the shapes of found weights differ from those that config.json asks for; "" if they do not."""
+    missing = [name for name in expected if name not in found]
+    extra = sorted(found.keys() - expected.keys())
+    names = missing or extra
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    if missing:
+        return f"{missing[0]} is missing, expected with shape {list(expected[missing[0]])}{more}"
+    if extra:
+        return f"{extra[0]} is not part of a model with this config.json{more}"
+    for name, shape in expected.items():
+        if found[name] != shape:
+            return f"{name} has shape {list(found[name])}, expected {list(shape)} by config.json"
+    return ""

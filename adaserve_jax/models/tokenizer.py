@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt, TemplateProcesses
 
 _FILES = ("tokenizer.json", "tokenizer.model")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -23,17 +23,26 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens included; a model may have more."""
+    """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens included; a model may have more or fewer.
+    longest_token: no token stands for more bytes of text."""
 
     def __init__(self, tokenizer: Any, name: str):
         self._tokenizer = tokenizer
         self.name = name
-        self.vocab_size: int = len(tokenizer)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values())
         self.eos_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked.union(tokenizer.all_special_ids))
         self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self.longest_token = max(len(token.encode()) for token in vocabulary)
         self._spelling = _spelling_of(tokenizer)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._templates = TemplateProcesses()
+        self._skip_special_tokens = True
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -41,19 +50,20 @@ class Tokenizer:
         folder = Path(folder)
         if not any((folder / name).is_file() for name in _FILES):
             raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found neither")
-        auto_tokenizer = _auto_tokenizer()
+        # Without PyTorch, transformers logs the advice to install it; nothing here needs it.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
-            loaded = auto_tokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            loaded = _loader(folder).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
         return cls(loaded, str(folder))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, with the special tokens that the checkpoint puts around a text.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt, with the special tokens that the checkpoint puts around a text, or without.
 
         Raises RequestError: the text holds half of a surrogate pair.
         """
-        return self._encode(text, add_special_tokens=True, param="prompt")
+        return self._encode(text, add_special_tokens=add_special_tokens, param="prompt")
 
     def spell(self, text: str) -> list[int]:
         """Return the token ids of a text without special tokens, for bad_words.
@@ -64,11 +74,30 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def has_text(self, token_id: int) -> bool:
         """Return False for special tokens, and for ids that the tokenizer does not have."""
         return token_id < self.vocab_size and token_id not in self.special_ids
+
+    def id_of(self, text: str) -> int | None:
+        """Return the id of the added token of this text, such as a mark of thinking; None: there is none."""
+        return next((token_id for token_id, content in self._added.items() if content == text), None)
+
+    def showing(self, texts: Collection[str]) -> Tokenizer:
+        """Return a tokenizer that decodes special tokens of these texts, such as marks of tool calls, as text.
+
+        It must be asked to decode no other special token: `has_text` tells which.
+        """
+        shown = {token_id for token_id in self.special_ids if self._added.get(token_id) in texts}
+        if not shown:
+            return self
+        other = copy(self)
+        other.special_ids = self.special_ids - shown
+        other._skip_special_tokens = False
+        return other
 
     def spelled(self, token_id: int) -> bytes | str:
         """Return the bytes of a token, which may be part of a character; the name of a token without text.
@@ -86,48 +115,67 @@ class Tokenizer:
             return self.decode([token_id]).encode()
         return self._spelling(token)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation, up to the start of the assistant's answer.
+    @property
+    def chat_template(self) -> str:
+        """Return the template of conversations with tools; empty if the model has none."""
+        found = self._tokenizer.chat_template
+        return (found.get("tool_use") or found.get("default") if isinstance(found, dict) else found) or ""
 
-        messages: mappings with "role" and "content", both strings. Raises RequestError: the model has no chat
-        template, a message is malformed, or the template refuses the conversation.
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], prompt: ChatPrompt = PLAIN_CHAT) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the assistant's answer unless `prompt` says else.
+
+        messages: mappings with "role" and "content", both strings, and "tool_calls" where the assistant called. Raises
+        RequestError: there is no chat template or no message, or the template refuses the conversation; QueueFullError:
+        too many templates of clients at once.
         """
-        if not self._tokenizer.chat_template:
+        if not self._tokenizer.chat_template and prompt.template is None:
             raise RequestError(
                 f"model {self.name} has no chat template; use the completions endpoint, or a chat model",
                 param="messages",
                 code="no_chat_template",
             )
-        _check_messages(messages)
+        if not messages:
+            raise RequestError("messages must be a non-empty list, got []", param="messages", code="invalid_messages")
+        if prompt.template is not None:
+            text = self._templates.render(prompt, messages, self._tokenizer.special_tokens_map)
+        else:
+            text = self._render(messages, prompt)
+        return self._encode(text, add_special_tokens=prompt.add_special_tokens, param="messages")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: ChatPrompt) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=list(prompt.tools) or None, tokenize=False,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message, **prompt.variables,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program, and what messages and variables hold is the client's
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", param="messages", code="invalid_messages"
             ) from None
-        return self._encode(text, add_special_tokens=False, param="messages")
 
-    def token_of(self) -> dict[int, str]:
-        """Return every id's token, as the vocabulary writes it."""
-        return {token_id: token for token, token_id in self._tokenizer.get_vocab().items()}
+    def token_of(self, rows: int | None = None) -> dict[int, str]:
+        """Return the token of every id, as the vocabulary writes it; of those below `rows` only, if given."""
+        ids = self._tokenizer.get_vocab().items()
+        return {token_id: token for token, token_id in ids if rows is None or token_id < rows}
 
-    @property
-    def vocabulary_hash(self) -> str:
-        """Return 16 hex digits, equal for tokenizers that give every id the same meaning."""
-        listed = json.dumps(sorted(self.token_of().items()))
+    def vocabulary_hash(self, rows: int) -> str:
+        """Return 16 hex digits, equal for tokenizers that give every id below `rows` the same meaning."""
+        listed = json.dumps(sorted(self.token_of(rows).items()))
         return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
-    def backend_json(self) -> str:
-        """Return the JSON of the `tokenizers` library. Raises UnsupportedModelError: it is of another library."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
+    def backend_json(self, rows: int | None = None) -> str:
+        """Return the JSON of the `tokenizers` library, with the tokens below `rows` only, if given.
+
+        Raises UnsupportedModelError: the tokenizer is of another library.
+        """
+        if self._backend is None:
             raise UnsupportedModelError(
                 f"{self.name}: structured output needs a tokenizer of the `tokenizers` library (tokenizer.json), "
                 f"got {type(self._tokenizer).__name__}"
             )
-        return backend.to_str()
+        whole: str = self._backend.to_str()
+        return whole if rows is None or self.vocab_size <= rows else _without_tokens_from(whole, rows)
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -138,12 +186,18 @@ class Tokenizer:
                 param=param,
                 code="invalid_text",
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        if self._backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # keeps no offsets
+        return found.ids
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Raise CheckpointError, naming the first id, unless both models give every token id the same meaning."""
-    ours, theirs = target.token_of(), draft.token_of()
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, rows: int) -> None:
+    """Raise CheckpointError, naming the first id, unless both models give every token id the same meaning.
+
+    rows: of the target; ids from there on are in no prompt and never generated, so that their meaning is of no account.
+    """
+    ours, theirs = target.token_of(rows), draft.token_of(rows)
     if ours == theirs:
         return
     first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
@@ -153,39 +207,37 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     )
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    ok = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not ok:
-        raise RequestError(
-            f"messages must be a non-empty list, got {messages!r}", param="messages", code="invalid_messages"
-        )
-    for index, message in enumerate(messages):
-        for key in ("role", "content"):
-            value = message.get(key) if isinstance(message, Mapping) else None
-            if not isinstance(value, str):
-                raise RequestError(
-                    f"messages[{index}] must have a string {key!r}, got {value!r}",
-                    param=f"messages[{index}].{key}",
-                    code="invalid_messages",
-                )
+def _without_tokens_from(backend_json: str, rows: int) -> str:
+    """Return a tokenizer's JSON without the tokens from `rows` on, so that it spells their texts by others."""
+    whole = json.loads(backend_json)
+    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] < rows]
+    model, vocabulary = whole["model"], whole["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: the id is the place
+        model["vocab"] = vocabulary[:rows]
+        return json.dumps(whole)
+    model["vocab"] = kept = {token: token_id for token, token_id in vocabulary.items() if token_id < rows}
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+    model["merges"] = [[left, right] for left, right in pairs if {left, right, left + right} <= kept.keys()]
+    return json.dumps(whole)
 
 
-def _auto_tokenizer() -> Any:
-    """Import transformers, late: it takes a second, which `--help` should not pay.
+def _loader(folder: Path) -> Any:
+    """Return the class of transformers that loads a folder's tokenizer, imported late: it takes a second and more.
 
-    Without PyTorch, transformers logs the advice to install it; nothing here needs it.
+    A tokenizer.json of the general class is loaded by that class. AutoTokenizer would do the same after importing the
+    configurations of models, and with them PyTorch where it is installed, which takes most of a start.
     """
-    log = logging.getLogger("transformers")
-    log.addFilter(_is_not_advice)
     try:
-        from transformers import AutoTokenizer
-    finally:
-        log.removeFilter(_is_not_advice)
+        named = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    if named == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
     return AutoTokenizer
-
-
-def _is_not_advice(record: logging.LogRecord) -> bool:
-    return "Models won't be available" not in record.getMessage()
 
 
 def _spelling_of(tokenizer: Any) -> Callable[[str], bytes] | None:

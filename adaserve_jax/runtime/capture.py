@@ -77,7 +77,8 @@ class LogitCapture:
         self._vocab_size = target.config.vocab_size
         self._top_k = min(learn.learn_top_k, self._vocab_size)
         self._temperature = learn.learn_temperature
-        self._sizes = sorted({bucket.sampled for bucket in target.buckets.all()})
+        sizes = sorted({bucket.sampled for bucket in target.buckets.all()})
+        self._programs = [(sampled, rows) for sampled in sizes for rows in row_edges(sampled)]
         self.logits: jax.Array | None = None
         """Logits of the last step, f32[N, V]; None once they are dropped."""
         self._num_sampled = 0
@@ -88,11 +89,9 @@ class LogitCapture:
         program = partial(score_rows, top_k=self._top_k, temperature=self._temperature)
         function = jax.jit(place.spmd(program, (EVERYWHERE, EVERYWHERE), EVERYWHERE))
         declared = []
-        for sampled in self._sizes:
-            logits = place.abstract((sampled, self._vocab_size), jnp.float32)
-            for rows in row_edges(sampled):
-                at = place.abstract((rows,), jnp.int32)
-                declared.append(Declared(self._key(sampled, rows), function, (logits, at)))
+        for sampled, rows in self._programs:
+            shapes = place.abstract((sampled, self._vocab_size), jnp.float32), place.abstract((rows,), jnp.int32)
+            declared.append(Declared(self._key(sampled, rows), function, shapes))
         return declared
 
     def hold_logits(self, after_forward: AfterForward | None, num_sampled: int) -> AfterForward:
@@ -134,10 +133,9 @@ class LogitCapture:
     def run_once(self) -> None:
         """Run every program once: a first run takes longer, and must not fall into serving."""
         place = self._target.placement
-        for size in self._sizes:
+        for size, rows in self._programs:
             logits = place.zeros((size, self._vocab_size), jnp.dtype(jnp.float32), EVERYWHERE)
-            for rows in row_edges(size):
-                np.asarray(self._target.compiled[self._key(size, rows)](logits, np.zeros(rows, np.int32)))
+            np.asarray(self._target.compiled[self._key(size, rows)](logits, np.zeros(rows, np.int32)))
 
     def _key(self, sampled: int, rows: int) -> tuple:
         return (self._target.role, "capture", sampled, rows)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.runtime.program_cache import ProgramCache
 from adaserve_jax.types import Progress
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -53,11 +54,6 @@ class BucketSet:
     token_edges: tuple[int, ...]
     row_edges: tuple[int, ...]
     max_sampled: int | None
-
-    def __post_init__(self) -> None:
-        for name, edges in (("token_edges", self.token_edges), ("row_edges", self.row_edges)):
-            if not edges or list(edges) != sorted(set(edges)) or edges[0] < 1:
-                raise ConfigError(f"{name} must be increasing integers >= 1, got {edges}")
 
     def pick(self, tokens: int, rows: int) -> Bucket:
         """Return the smallest bucket that holds both. Raises ValueError: none does."""
@@ -95,12 +91,10 @@ def compile_all(programs: Sequence[Declared], progress: Progress | None = None) 
     Returns the executables by key. The first error of a program ends the compilation and is raised.
     """
     done: dict[tuple[Any, ...], Callable] = {}
-
-    def compile_one(program: Declared) -> Callable:
-        return program.function.lower(*program.arguments).compile()
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        pending = {threads.submit(compile_one, program): program for program in programs}
+    jax_folder = jax.config.values["jax_compilation_cache_dir"]
+    folder = None if jax_folder is None else Path(jax_folder) / "programs"
+    with ProgramCache(folder) as cache, ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        pending = {threads.submit(cache.executable, each.function, each.arguments): each for each in programs}
         try:
             for future in as_completed(pending):
                 done[pending[future].key] = future.result()
@@ -118,7 +112,9 @@ def use_compile_cache(chosen: str | Path | None) -> None:
     The folder is the one chosen, else JAX's own setting, else one in the user's cache folder.
     Raises ConfigError: the folder cannot be created.
     """
-    folder = Path(chosen) if chosen else _default_folder()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    default = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(user_cache, "adaserve_jax", "compile")
+    folder = Path(chosen or default)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -128,14 +124,6 @@ def use_compile_cache(chosen: str | Path | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _default_folder() -> Path:
-    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "compile"
 
 
 class CompileCounter:

@@ -18,9 +18,9 @@ from jax.sharding import SingleDeviceSharding
 from adaserve_jax.errors import ElasticError, EngineDeadError
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import aligned_buffer
-from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.runtime.compile import CompileCounter, Declared
 from adaserve_jax.runtime.model import DeviceModel, free
+from adaserve_jax.runtime.page_moves import check_moves
 from adaserve_jax.runtime.pools import Pools, blank, move_to_base
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
@@ -59,14 +59,10 @@ class Elastic:
         """Weights set while older ones are loading, by draft."""
         self._freed_extension: Pools | None = None
         """An extension out of use. The loader deletes it first; that takes milliseconds, which no step should wait."""
-        self._resident = True
+        self.resident = True
+        """True while the draft is on its device."""
         self._loader = ThreadPoolExecutor(1, "draft-loader")
         self._loader.submit(threading.get_ident).result()  # so that no swap has to start the thread
-
-    @property
-    def resident(self) -> bool:
-        """True while the draft is on its device."""
-        return self._resident
 
     @property
     def host_bytes(self) -> int:
@@ -76,7 +72,7 @@ class Elastic:
     def set_weights(self, draft: int, params: Params) -> None:
         """Replace a draft's weights; takes ownership of `params`. While the draft is away, only the host copy stays."""
         self.host_copies[draft] = HostCopy(params)
-        if self._resident:
+        if self.resident:
             self._draft.weights[draft] = params
         elif self._loading is not None:
             self._newer_weights[draft] = params
@@ -85,10 +81,10 @@ class Elastic:
 
     def expand(self) -> None:
         """Implement `types.Executor.expand`. Raises ElasticError; EngineDeadError: the draft could not be restored."""
-        assert self._resident and self._target.pools.extension is None
+        assert self.resident and self._target.pools.extension is None
         with self._counter:
             self._draft.free()
-            self._resident = False
+            self.resident = False
             try:
                 extension = self._new_extension()
             except DEVICE_ERRORS as error:
@@ -101,10 +97,8 @@ class Elastic:
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         """Implement `types.Executor.move_pages`; pages only ever move from the extension into the base.
 
-        Raises:
-            ValueError: Moves in another direction, or moves that clash.
-            ElasticError: Nothing was copied.
-            EngineDeadError: The KV cache is lost.
+        Raises ValueError: moves in another direction, or moves that clash; ElasticError: nothing was copied;
+        EngineDeadError: the KV cache is lost.
         """
         pools = self._target.pools
         base, extension = pools._replace(extension=None), pools.extension
@@ -141,7 +135,7 @@ class Elastic:
 
     def draft_ready(self) -> bool:
         """Implement `types.Executor.draft_ready`."""
-        if self._resident:
+        if self.resident:
             return True
         if self._loading is None:
             self._loading = self._loader.submit(self._load)
@@ -175,7 +169,7 @@ class Elastic:
             free(weights[draft])
             weights[draft] = params
         self._draft.weights = weights
-        self._resident = True
+        self.resident = True
 
     def _restore_draft(self, cause: BaseException) -> None:
         """Load the draft at once, after an expansion that failed. Raises EngineDeadError: it does not fit either."""
@@ -185,7 +179,7 @@ class Elastic:
             raise EngineDeadError(
                 f"neither the extension ({cause}) nor the draft ({error}) finds room where the draft was; restart"
             ) from error
-        self._resident = True
+        self.resident = True
 
     def _load(self) -> tuple[list[Params], Pools]:
         """Load the drafts' weights and make empty pools. On an error nothing of them stays on the device."""
@@ -229,8 +223,9 @@ class HostCopy:
     def __init__(self, params: Params, *, pinned: bool | None = None):
         """Copy the weights. pinned: use pinned memory; None: where the device is not a CPU."""
         (self._device,) = next(iter(params.values())).devices()
-        self._pinned = self._device.platform != "cpu" if pinned is None else pinned
-        self.arrays = {name: self._to_host(weight) for name, weight in params.items()}
+        pinned = self._device.platform != "cpu" if pinned is None else pinned
+        host = SingleDeviceSharding(self._device, memory_kind="pinned_host") if pinned else None
+        self.arrays = {n: np.array(w) if host is None else jax.device_put(w, host) for n, w in params.items()}
 
     @property
     def nbytes(self) -> int:
@@ -239,11 +234,6 @@ class HostCopy:
     def load(self) -> Params:
         """Return new device arrays. Except on a CPU, their copies may still be running."""
         return {name: self._to_device(held) for name, held in self.arrays.items()}
-
-    def _to_host(self, weight: jax.Array) -> np.ndarray | jax.Array:
-        if not self._pinned:
-            return np.array(weight)
-        return jax.device_put(weight, SingleDeviceSharding(self._device, memory_kind="pinned_host"))
 
     def _to_device(self, held: np.ndarray | jax.Array) -> jax.Array:
         if isinstance(held, jax.Array):

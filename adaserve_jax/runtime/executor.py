@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import multihost
-from adaserve_jax.runtime.capture import Pending
+from adaserve_jax.runtime.capture import LogitCapture, Pending
 from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
@@ -27,12 +28,10 @@ from adaserve_jax.runtime.loading import (
     identify,
     load_drafter,
     load_target,
-    make_capture,
-    make_resampler,
 )
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import outcome_sizes
-from adaserve_jax.runtime.resample import step_logprobs
+from adaserve_jax.runtime.resample import Resampler, prompt_logprobs, step_logprobs, unpack_report
 from adaserve_jax.runtime.sizing import Resolved, resolve, workspace_of
 from adaserve_jax.runtime.step_layout import pack_verify
 from adaserve_jax.runtime.warmup import measure, rehearse_expansion, run_once
@@ -59,19 +58,13 @@ class ModelExecutor:
     def __init__(
         self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None,
         followers: multihost.Followers | None = None, chances: ChanceTable | None = None,
-        profile: Profile | None = None, draft_names: tuple[str, ...] = (),
+        profile: Profile | None = None,
     ) -> None:  # fmt: skip
         """Take loaded models; nothing is compiled yet.
 
-        Args:
-            resolved: Configuration without "auto", and the limits that follow from it.
-            target_folder: Folder of the target's checkpoint.
-            target: The target on its devices.
-            drafter: The local drafter; None without a draft.
-            followers: Connections to the other processes that hold the target; None with one process.
-            chances: Acceptance table that the drafter starts with.
-            profile: Measured times, which warm-up then takes instead of measuring.
-            draft_names: Names of the drafts that the drafter holds, the default one first.
+        drafter: None without a draft. followers: connections to the other processes that hold the target; None with
+        one process. chances: the acceptance table that the drafter starts with. profile: measured times, which warm-up
+        then takes instead of measuring.
         """
         self.resolved = resolved
         self.target_folder = target_folder
@@ -79,10 +72,14 @@ class ModelExecutor:
         self.local_drafter = drafter
         self.drafter: Drafter | None = drafter
         self.chances = chances
-        self.draft_names = draft_names
+        self.draft_names = resolved.config.draft_names
         self.compile_counter = CompileCounter()
-        self.resampler = make_resampler(resolved, target)
-        self.logit_capture = make_capture(resolved, target)
+        self.resampler: Resampler | None = None
+        """Second draw from edited logits; None with several processes, of which the others run the forward alone."""
+        if resolved.config.num_processes == 1:
+            self.resampler = Resampler(target, resolved.limits)
+        learning = resolved.config.learning
+        self.logit_capture = None if learning is None else LogitCapture(target, learning)
         self.elastic: Elastic | None = None
         """Exchanges the draft for KV pages, where the policy may do so."""
         if resolved.limits.extension_pages:
@@ -115,17 +112,19 @@ class ModelExecutor:
         """Planned bytes on the first device and on the host; after `compile` with the programs' workspace."""
         return self.resolved.ledger(self._workspace)
 
-    def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        """Compile every program, then run and time each one. With a profile, run each once and return its times.
+    def warm_up(self, progress: Progress | None = None, samples: CostSamples | None = None) -> CostSamples:
+        """Compile every program, then run and time each one. With a profile, or with the `samples` of an earlier start,
+        run each once and return those times.
 
         Where pools can be extended, rehearse one expansion. The times are of pools that are not extended.
         """
         self.compile(progress)
-        if self._profile is not None:
-            run_once(self, progress)
+        if samples is None and self._profile is not None:
             samples = self._profile.timings.samples()
-        else:
+        if samples is None:
             samples = measure(self, progress=progress).samples()
+        else:
+            run_once(self, progress)
         if self.logit_capture is not None:
             self.logit_capture.run_once()
         if self.elastic is not None:
@@ -136,7 +135,7 @@ class ModelExecutor:
         """Compile every program; the first half of `warm_up`. Raises ConfigError: the programs do not fit in memory."""
         declared = declare_all(self.target, self.limits, self.resampler, self.logit_capture, self.local_drafter)
         compiled = compile_all(declared, progress)
-        self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.neutral_bytes)
+        self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.shapes.bytes)
         self.resolved.check_memory(self._workspace)
         self.target.compiled = compiled
         if self.resampler is not None:
@@ -175,7 +174,7 @@ class ModelExecutor:
                     raise IntegrityError("with several processes no step can edit logits or return logprobs")
                 drawn_in = self.resampler.bucket(bucket)
                 again = step if drawn_in == bucket else pack_verify(drawn_in, max_pages, plan, trees)
-                after_forward = self.resampler.redraw(again, edits)
+                after_forward = self.resampler.redraw(again, edits, plan.scored)
             if self.logit_capture is not None:
                 num_sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
                 after_forward = self.logit_capture.hold_logits(after_forward, num_sampled)
@@ -189,7 +188,11 @@ class ModelExecutor:
         depth = self.limits.max_depth
         counts_at, accepted_at, logprobs_at = itertools.accumulate(outcome_sizes(drawn_in, depth))
         accepted = host[accepted_at : accepted_at + trees.num_nodes] != 0
-        report = host[logprobs_at:]
+        logprobs = prompt = None
+        if edits is not None:
+            found = unpack_report(host[logprobs_at:], drawn_in.sampled)
+            logprobs = step_logprobs(found, plan, trees, accepted, edits, depth)
+            prompt = prompt_logprobs(found, plan, trees)
         return StepOutcome(
             tokens=host[:counts_at].reshape(drawn_in.rows, depth + 1)[: plan.num_rows],
             counts=host[counts_at : counts_at + plan.num_rows],
@@ -198,18 +201,16 @@ class ModelExecutor:
             verify_s=done - started,
             wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
-            logprobs=None if edits is None else step_logprobs(report, drawn_in, plan, trees, accepted, edits, depth),
+            logprobs=logprobs,
             edited=None if edits is None else edited_rows(edits, plan, trees),
+            prompt_logprobs=prompt,
         )
 
     def capture(self, sampled: np.ndarray) -> Pending:
         """Begin to gather the target's likeliest tokens at sampled positions of the last verified step; never waits.
 
-        Args:
-            sampled: i32[M], indices of tree nodes in packed order, then of prompt ends in row order.
-
-        Raises:
-            IntegrityError: The engine was built without learning, or the next step has begun.
+        sampled: i32[M], indices of tree nodes in packed order, then of prompt ends in row order.
+        Raises IntegrityError: the engine was built without learning, or the next step has begun.
         """
         if self.logit_capture is None:
             raise IntegrityError("this engine captures nothing: it was built without learning")
@@ -281,48 +282,36 @@ def load_executor(
 ) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, wait for the others.
 
-    Args:
-        config: The engine's configuration, which may hold "auto".
-        progress: Called with a stage, how much of it is done, and its total.
-        elastic: True where the policy exchanges the draft for pages and config.elastic is "auto".
-        training_bytes: Memory to leave to learning beside serving.
-
-    Raises:
-        CheckpointError: A folder is not a checkpoint that can be served.
-        ConfigError: The parts do not fit each other, or weights and pages exceed memory; found before any is read.
+    elastic: True where the policy exchanges the draft for pages and config.elastic is "auto". training_bytes: memory to
+    leave to learning beside serving.
+    Raises CheckpointError: a folder is not a checkpoint that can be served; ConfigError: the parts do not fit each
+    other, or weights and pages exceed memory; found before any is read.
     """
     if config.process_id:
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
     use_compile_cache(config.compile_cache)
-    if config.num_processes == 1:
-        return _load(config, progress, None, elastic, training_bytes)
-    followers = multihost.Followers(config)
-    try:
-        multihost.join(config)
-        return _load(config, progress, followers, elastic, training_bytes)
-    except BaseException:
-        followers.close()
-        multihost.leave()
-        raise
-
-
-def _load(
-    config: EngineConfig, progress: Progress | None, followers: multihost.Followers | None, elastic: bool,
-    training_bytes: int,
-) -> ModelExecutor:  # fmt: skip
-    pair = find_pair(config)
-    chances = find_chances(config, pair)
-    resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
-    resolved.check_memory()
-    if followers is not None:
-        followers.send_config(resolved.config)
-    profile = None
-    if config.profile is not None:
-        profile = read_profile(Path(config.profile))
-        profile.check(identify(resolved, pair.target_folder, pair.draft_folder), config.profile)
-        # Offsets of eq. 8 and 9 come from the profile where no option sets them.
-        eq8_c1, eq9_c2 = config.eq8_c1 or profile.c1 or 0, config.eq9_c2 or profile.c2 or 0
-        resolved = replace(resolved, config=replace(resolved.config, eq8_c1=eq8_c1, eq9_c2=eq9_c2))
-    target = load_target(pair, resolved, progress, None if followers is None else followers.send_step)
-    drafter = load_drafter(pair, resolved, chances, progress)
-    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile, pair.draft_names)
+    followers = None
+    with contextlib.ExitStack() as on_error:
+        if config.num_processes > 1:
+            followers = multihost.Followers(config)
+            on_error.callback(multihost.leave)
+            on_error.callback(followers.close)
+            multihost.join(config)
+        pair = find_pair(config)
+        chances = find_chances(config, pair)
+        resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
+        resolved.check_memory()
+        if followers is not None:
+            followers.send_config(resolved.config)
+        profile = None
+        if config.profile is not None:
+            profile = read_profile(Path(config.profile))
+            profile.check(identify(resolved, pair.target_folder, pair.draft_folder), config.profile)
+            # Offsets of eq. 8 and 9 come from the profile where no option sets them.
+            eq8_c1, eq9_c2 = config.eq8_c1 or profile.c1 or 0, config.eq9_c2 or profile.c2 or 0
+            resolved = replace(resolved, config=replace(resolved.config, eq8_c1=eq8_c1, eq9_c2=eq9_c2))
+        target = load_target(pair, resolved, progress, None if followers is None else followers.send_step)
+        drafter = load_drafter(pair, resolved, chances, progress)
+        executor = ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile)
+        on_error.pop_all()
+    return executor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adaserve_jax.config import DEFAULT_DRAFT, EngineConfig
-from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Params, param_specs
@@ -45,22 +45,18 @@ IDENTITY_SETTINGS = ("dtype", "quantize", "deterministic", "tp", "num_processes"
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Checkpoints of an engine before their weights are read. further_drafts: folders by name, each of the shape of
-    `draft`."""
+    """Checkpoints of an engine before their weights are read. draft: the shape of all drafts. draft_folders: in the
+    order of `EngineConfig.draft_names`."""
 
     target_folder: Path
     target: ModelConfig
-    draft_folder: Path | None
     draft: ModelConfig | None
-    further_drafts: dict[str, Path] = field(default_factory=dict)
+    draft_folders: tuple[Path, ...]
 
     @property
-    def draft_names(self) -> tuple[str, ...]:
-        return () if self.draft is None else (DEFAULT_DRAFT, *self.further_drafts)
-
-    @property
-    def draft_folders(self) -> tuple[Path, ...]:
-        return () if self.draft_folder is None else (self.draft_folder, *self.further_drafts.values())
+    def draft_folder(self) -> Path | None:
+        """Folder of the first draft."""
+        return self.draft_folders[0] if self.draft_folders else None
 
 
 def find_pair(config: EngineConfig) -> ModelPair:
@@ -71,34 +67,21 @@ def find_pair(config: EngineConfig) -> ModelPair:
     target_folder = resolve_folder(config.target, "target")
     target = ModelConfig.from_folder(target_folder)
     tokenizer = Tokenizer.from_folder(target_folder)
-    if tokenizer.vocab_size > target.vocab_size:
-        raise CheckpointError(
-            f"{target_folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only "
-            f"{target.vocab_size}; use the tokenizer that belongs to the model"
-        )
-    if config.draft is None:
-        return ModelPair(target_folder, target, None, None)
-    draft_folder = resolve_folder(config.draft, "draft")
-    draft = ModelConfig.from_folder(draft_folder)
-    check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
-    further: dict[str, Path] = {}
-    _, *named = config.draft_folders.items()
-    for name, path in named:
-        further[name] = folder = resolve_folder(path, "draft")
-        _check_same_shape(name, ModelConfig.from_folder(folder), draft)
-        check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder))
-    return ModelPair(target_folder, target, draft_folder, draft, further)
-
-
-def _check_same_shape(name: str, other: ModelConfig, first: ModelConfig) -> None:
-    """Raise ConfigError unless two drafts have one shape: all run in the same programs and pages."""
-    for each in fields(ModelConfig):
-        expected, got = getattr(first, each.name), getattr(other, each.name)
-        if got != expected:
-            raise ConfigError(
-                f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
-                f"{got!r}; give drafts of one architecture and size"
-            )
+    first, folders = None, []
+    for name, path in config.draft_folders.items():
+        folder = resolve_folder(path, "draft")
+        draft = ModelConfig.from_folder(folder)
+        first = first or draft
+        for each in fields(ModelConfig):  # all drafts run in the same programs and pages
+            expected, got = getattr(first, each.name), getattr(draft, each.name)
+            if got != expected:
+                raise ConfigError(
+                    f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
+                    f"{got!r}; give drafts of one architecture and size"
+                )
+        check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder), target.vocab_size)
+        folders.append(folder)
+    return ModelPair(target_folder, target, first, tuple(folders))
 
 
 def find_chances(config: EngineConfig, pair: ModelPair) -> ChanceTable | None:
@@ -106,10 +89,8 @@ def find_chances(config: EngineConfig, pair: ModelPair) -> ChanceTable | None:
 
     The learned table of `config.calibration` if there is one, else the table beside the draft, else that of the
     embedded pair, which is a fair start for any pair and for a draft service.
-
-    Raises:
-        CheckpointError: The file is not a table.
-        ConfigError: There is no draft to calibrate, or the file could not be written.
+    Raises CheckpointError: the file is not a table; ConfigError: there is no draft to calibrate, or the file could not
+    be written.
     """
     if not config.speculates:
         if config.calibration is not None:
@@ -168,17 +149,6 @@ def declare_all(
     return declared
 
 
-def make_resampler(resolved: Resolved, target: DeviceModel) -> Resampler | None:
-    """Return a resampler; None with several processes, since the others mirror the forward alone."""
-    return Resampler(target, resolved.limits) if resolved.config.num_processes == 1 else None
-
-
-def make_capture(resolved: Resolved, target: DeviceModel) -> LogitCapture | None:
-    """Return a capture of logits; None without learning."""
-    learning = resolved.config.learning
-    return None if learning is None else LogitCapture(target, learning)
-
-
 def load_drafter(
     pair: ModelPair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
     read: Callable[..., Params] = load_params, placement: Placement | None = None,
@@ -211,12 +181,9 @@ class AbstractPlacement(Placement):
         return self.abstract(shape, dtype, spec)
 
 
-def plan_memory(
-    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
-) -> tuple[Resolved, Workspace]:
-    """Plan memory without loading weights, for a model that may not fit. Arguments are those of `load_executor`.
+def plan_shapes(config: EngineConfig, *, elastic: bool = False, training_bytes: int = 0) -> tuple[ModelPair, Resolved]:
+    """Plan memory from shapes alone, without loading weights or compiling: the workspace is then the reserve for it.
 
-    Compiles every program for shapes alone, to learn its workspace.
     Raises CheckpointError, ConfigError: as `load_executor` does, except for memory.
     """
     if config.num_processes > 1:
@@ -224,16 +191,27 @@ def plan_memory(
             f"memory is planned for one process, got num_processes {config.num_processes}; leave it out, since each of "
             "several checks its own memory as it starts"
         )
-    use_compile_cache(config.compile_cache)
     pair = find_pair(config)
-    resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
+    return pair, resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
+
+
+def plan_memory(
+    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
+) -> tuple[Resolved, Workspace]:
+    """Plan memory without loading weights, for a model that may not fit. Arguments are those of `load_executor`.
+
+    Compiles every program for shapes alone, to learn its workspace. Raises as `plan_shapes` does.
+    """
+    pair, resolved = plan_shapes(config, elastic=elastic, training_bytes=training_bytes)
+    use_compile_cache(config.compile_cache)
     abstract = replace(resolved, placement=AbstractPlacement.like(resolved.placement))
     target = load_target(pair, abstract, progress, read=_abstract_params)
     resampler = Resampler(target, resolved.limits)
     on_one = AbstractPlacement.like(Placement.on_one())
     drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_one)
-    declared = declare_all(target, resolved.limits, resampler, make_capture(resolved, target), drafter)
-    return resolved, workspace_of(compile_all(declared, progress), resampler.neutral_bytes)
+    capture = None if config.learning is None else LogitCapture(target, config.learning)
+    declared = declare_all(target, resolved.limits, resampler, capture, drafter)
+    return resolved, workspace_of(compile_all(declared, progress), resampler.shapes.bytes)
 
 
 def _abstract_params(

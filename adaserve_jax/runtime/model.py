@@ -31,20 +31,12 @@ class DeviceModel:
         *, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement | None = None,
         send_step: Callable[[PackedStep], None] | None = None, further: Sequence[Params] = (),
     ) -> None:  # fmt: skip
-        """Take loaded weights and allocate the KV pools.
+        """Take weights, as `load_params` places them, and allocate the KV pools.
 
-        Args:
-            role: First part of every program's key.
-            config: The whole model's configuration.
-            params: Weights, as `load_params` places them.
-            programs: The programs of one device's part of the model.
-            buckets: Shapes that the forward is compiled for.
-            num_pages: Pages of the KV pool.
-            page_size: Tokens per page.
-            dtype: Type of the KV.
-            placement: Devices of the model; None for the first device of this process.
-            send_step: Called with every step before it runs, where other processes must run it too.
-            further: Weights of the same shapes; a step runs with any of them in the same programs and pages.
+        role: first part of every program's key. config: of the whole model. programs: of one device's part. buckets:
+        what the forward is compiled for. dtype: of the KV. placement: None for the first device of this process.
+        send_step: called with every step before it runs, where other processes must run it too. further: weights of
+        the same shapes; a step runs with any of them in the same programs and pages.
         """
         self.role = role
         self.config = config
@@ -82,9 +74,8 @@ class DeviceModel:
     def declare_forward(self, function: Callable, extension_pages: int = 0) -> list[Declared]:
         """Declare the forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits.
 
-        Args:
-            function: A program of `ModelPrograms`. Its own result must be whole on every device.
-            extension_pages: If positive, declare all again for pools extended by so many pages (one device only).
+        Its own result must be whole on every device. extension_pages: if positive, declare all again for pools extended
+        by so many pages (one device only).
         """
         layouts = [self.pools]
         if extension_pages:
@@ -118,13 +109,8 @@ class DeviceModel:
         return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
     def run(self, step: PackedStep, after_forward: AfterForward | None = None, *, weights: int = 0) -> Any:
-        """Run the packed forward, commit its K/V to the pools, and return its result, on the device.
-
-        Args:
-            step: The packed inputs.
-            after_forward: Replaces result and in-flight K/V before the commit.
-            weights: Index of the weights to run with.
-        """
+        """Run the packed forward with weights of this index, commit its K/V to the pools, and return its result, on the
+        device. after_forward: replaces result and in-flight K/V before the commit."""
         if self._send_step is not None:
             self._send_step(step)
         pools = self.pools

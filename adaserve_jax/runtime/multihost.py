@@ -12,7 +12,7 @@ import json
 import socket
 import struct
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -67,10 +67,8 @@ def leave() -> None:
 def follow(config: EngineConfig, progress: Progress | None = None) -> int:
     """Run this process's part of every step of process 0 until it stops; return the number of steps.
 
-    Raises:
-        ConfigError: This is process 0, or its options differ.
-        CheckpointError: The target cannot be loaded here.
-        EngineDeadError: Process 0 is gone.
+    Raises ConfigError: this is process 0, or its options differ; CheckpointError: the target cannot be loaded here;
+    EngineDeadError: process 0 is gone.
     """
     if not config.process_id:
         raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
@@ -80,7 +78,8 @@ def follow(config: EngineConfig, progress: Progress | None = None) -> int:
     try:
         join(config)
         pair = find_pair(config)
-        resolved = resolve(leader.config(), pair.target, pair.draft).without_draft()
+        resolved = resolve(leader.config(), pair.target, pair.draft)
+        resolved = replace(resolved, sizes=resolved.sizes.without_draft())  # process 0 holds it
         resolved.check_memory()
         target = load_target(pair, resolved, progress)
         target.compiled = compile_all(declare_target(target, resolved.limits), progress)

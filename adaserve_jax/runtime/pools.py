@@ -15,8 +15,8 @@ from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.pallas_kernels.move_pages.api import move_pages
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import Pool, Slabs
+from adaserve_jax.runtime.page_moves import move_pages
 
 
 class Pools(NamedTuple):

@@ -28,7 +28,7 @@ from adaserve_jax.runtime.step_layout import PackedStep, edits_layout, step_layo
 from adaserve_jax.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from adaserve_jax.tree.logit_edits import CHUNK, EditTable, Paths, Penalties, edited_logits
 from adaserve_jax.tree.sampling import draw
-from adaserve_jax.types import DraftTrees, Limits, LogitEdits, StepLogprobs, StepPlan
+from adaserve_jax.types import DraftTrees, Limits, LogitEdits, Logprobs, ScoredPrompts, StepPlan
 
 GROWTH = 4
 """The tables up to and including one hold GROWTH times what those before it hold."""
@@ -49,13 +49,9 @@ def resample(
 ) -> Resampled:  # fmt: skip
     """Draw from the edited logits at the positions that edits concern, and walk the trees again.
 
-    Args:
-        logits: f32[N, V], of the forward.
-        drawn: i32[N], what the forward drew.
-        packed: The step, by `step_layout`.
-        edits: The rows' penalties and what they ask for, by `edits_layout`.
-        tables: Tokens that penalties and biases concern, by `table_layout`, filled from the first table on.
-        allowed: u32[N, ceil(V / 32)], as `edited_logits` takes it.
+    logits: f32[N, V] and drawn: i32[N], of the forward. packed, edits: by `step_layout` and `edits_layout`. tables:
+    tokens that penalties and biases concern, by `table_layout`, filled from the first table on. allowed: u32[N, ceil(V
+    / 32)], as `edited_logits` takes it.
     """
     fields = step_layout(bucket, max_pages).split(packed)
     asked = edits_layout(bucket).split(edits)
@@ -77,7 +73,7 @@ def resample(
     outcome, walk = accept_drawn(fields, bucket, redrawn, max_depth)
     report = lax.cond(
         asked["asked"][1] > 0,
-        lambda: logprob_report(logits, redrawn),
+        lambda: logprob_report(logits, jnp.where(asked["scored"] < 0, redrawn, asked["scored"])),
         lambda: jnp.zeros(_report_size(*logits.shape), jnp.int32),
     )
     return Resampled(jnp.concatenate([outcome, report]), *page_slots(fields, walk.commit, page_size))
@@ -94,44 +90,61 @@ def _split_tables(tables: tuple[jax.Array, ...], chunks: jax.Array) -> list[Edit
     return found
 
 
-def logprob_report(logits: jax.Array, drawn: jax.Array) -> jax.Array:
-    """Return log probabilities, packed as i32[N + 2 N K], K = MAX_LOGPROBS at most, for `step_logprobs`.
+def logprob_report(logits: jax.Array, token: jax.Array) -> jax.Array:
+    """Return log probabilities, packed as i32[2 N + 2 N K], K = MAX_LOGPROBS at most, for `unpack_report`.
 
-    In order: the bits of each drawn token's log probability, the ids of the K likeliest tokens, and the bits of their
-    log probabilities. logits: f32[N, V]; drawn: i32[N].
+    In order: the bits of each token's log probability, its rank, the ids of the K likeliest tokens, and the bits of
+    their log probabilities. logits: f32[N, V]; token: i32[N].
     """
     total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    own = jnp.take_along_axis(logits, drawn[:, None], axis=1) - total
+    own = jnp.take_along_axis(logits, token[:, None], axis=1)
+    rank = 1 + jnp.sum(logits > own, axis=1, dtype=jnp.int32)
     top, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    bits = [lax.bitcast_convert_type(part, jnp.int32).reshape(-1) for part in (own, top - total)]
-    return jnp.concatenate([bits[0], ids.astype(jnp.int32).reshape(-1), bits[1]])
+    own_bits, top_bits = (lax.bitcast_convert_type(part - total, jnp.int32).reshape(-1) for part in (own, top))
+    return jnp.concatenate([own_bits, rank, ids.astype(jnp.int32).reshape(-1), top_bits])
 
 
 def _report_size(sampled: int, vocab_size: int) -> int:
-    return sampled * (1 + 2 * min(MAX_LOGPROBS, vocab_size))
+    return 2 * sampled * (1 + min(MAX_LOGPROBS, vocab_size))
+
+
+def unpack_report(report: np.ndarray, sampled: int) -> Logprobs:
+    """Unpack a `logprob_report`, i32, of `sampled` positions, in their order."""
+    own, rank, *rest = np.split(report, [sampled, 2 * sampled, sampled + len(report) // 2])
+    ids, top = (part.reshape(sampled, -1) for part in rest)
+    return Logprobs(own.view(np.float32), rank, ids, top.view(np.float32))
 
 
 def step_logprobs(
-    report: np.ndarray, bucket: Bucket, plan: StepPlan, trees: DraftTrees, accepted: np.ndarray, edits: LogitEdits,
-    max_depth: int,
-) -> StepLogprobs | None:  # fmt: skip
-    """Unpack a `logprob_report`, i32, for the emitted tokens. accepted: bool[nodes]. None: no row asked."""
+    found: Logprobs, plan: StepPlan, trees: DraftTrees, accepted: np.ndarray, edits: LogitEdits, max_depth: int
+) -> Logprobs | None:
+    """Return the log probabilities of the emitted tokens, [R, max_depth + 1], of those of the sampled positions.
+
+    accepted: bool[nodes]. None: no row asked.
+    """
     if (edits.logprobs < 0).all():
         return None
-    own, *rest = np.split(report, [bucket.sampled, (bucket.sampled + len(report)) // 2])
-    ids, top = (part.reshape(bucket.sampled, -1) for part in rest)
     nodes = SampledNodes.of(plan, trees)
     emitted = edits.logprobs[nodes.row] >= 0
     emitted[: len(accepted)] &= accepted
     at = np.flatnonzero(emitted)
-    shape = (plan.num_rows, max_depth + 1)
-    each = (*shape, ids.shape[1])
-    found = StepLogprobs(np.zeros(shape, np.float32), np.zeros(each, np.int32), np.zeros(each, np.float32))
     place = (nodes.row[at], nodes.depth[at])
-    found.drawn[place] = own.view(np.float32)[at]
-    found.top_ids[place] = ids[at]
-    found.top[place] = np.ascontiguousarray(top).view(np.float32)[at]
-    return found
+
+    def placed(values: np.ndarray) -> np.ndarray:
+        whole = np.zeros((plan.num_rows, max_depth + 1, *values.shape[1:]), values.dtype)
+        whole[place] = values[at]
+        return whole
+
+    return Logprobs(placed(found.own), placed(found.rank), placed(found.top_ids), placed(found.top))
+
+
+def prompt_logprobs(found: Logprobs, plan: StepPlan, trees: DraftTrees) -> Logprobs | None:
+    """Return the log probabilities of the tokens of `plan.scored`, [M], of those of the sampled positions."""
+    if plan.scored is None:
+        return None
+    first = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
+    part = slice(first, first + plan.scored.num_positions)
+    return Logprobs(found.own[part], found.rank[part], found.top_ids[part], found.top[part])
 
 
 @dataclass(frozen=True)
@@ -186,28 +199,27 @@ class Resampler:
         self._target = target
         self._limits = limits
         self._vocab_size = target.config.vocab_size
-        self._shapes = EditShapes(target.buckets, self._vocab_size, limits.max_context)
-        self._buckets = self._shapes.by_tokens
+        self.shapes = EditShapes(target.buckets, self._vocab_size, limits.max_context)
         self.neutral: dict[tuple[int, ...], jax.Array] = {}
         """Empty tables and masks that allow every token, on the device, by shape; filled by `prepare`."""
 
     def bucket(self, bucket: Bucket) -> Bucket:
         """Return the bucket that redraws a step whose forward ran in `bucket`."""
-        return self._buckets[bucket.tokens]
+        return self.shapes.by_tokens[bucket.tokens]
 
     def declare(self) -> list[Declared]:
         """Declare the programs. They take no pools, so they serve extended pools too."""
         target, place, limits = self._target, self._target.placement, self._limits
         max_pages = target.programs.max_pages
         declared = []
-        for bucket in self._buckets.values():
+        for bucket in self.shapes.by_tokens.values():
             arguments = (
                 place.abstract((bucket.sampled, self._vocab_size), jnp.float32),
                 place.abstract((bucket.sampled,), jnp.int32),
                 place.abstract((step_layout(bucket, max_pages).size,), jnp.int32),
                 place.abstract((edits_layout(bucket).size,), jnp.int32),
-                tuple(place.abstract(shape, jnp.int32) for shape in self._shapes.tables(bucket)),
-                place.abstract(self._shapes.mask(bucket), jnp.uint32),
+                tuple(place.abstract(shape, jnp.int32) for shape in self.shapes.tables(bucket)),
+                place.abstract(self.shapes.mask(bucket), jnp.uint32),
             )
             program = partial(
                 resample, bucket=bucket, max_pages=max_pages, page_size=limits.page_size, max_depth=limits.max_depth
@@ -218,16 +230,15 @@ class Resampler:
 
     def prepare(self) -> None:
         """Put the neutral arguments on the device. Call it before the first `redraw`."""
-        for shape in self._shapes.all(self._limits.max_tokens):
+        for shape in self.shapes.all(self._limits.max_tokens):
             neutral = np.full(shape, 0xFFFFFFFF, np.uint32) if len(shape) == 2 else np.zeros(shape, np.int32)
             self.neutral[shape] = jax.device_put(neutral, self._target.placement.sharding(EVERYWHERE))
 
-    def neutral_bytes(self, tokens: int) -> int:
-        """Return the bytes of the neutral arguments of steps of up to `tokens` tokens."""
-        return self._shapes.bytes(tokens)
+    def redraw(self, step: PackedStep, edits: LogitEdits, scored: ScoredPrompts | None = None) -> AfterForward:
+        """Return the call that redraws a step's tokens with these edits, and scores prompts.
 
-    def redraw(self, step: PackedStep, edits: LogitEdits) -> AfterForward:
-        """Return the call that redraws a step's tokens with these edits. step: packed in the bucket of `bucket()`."""
+        step: packed in the bucket of `bucket()`.
+        """
         bucket = step.bucket
         packed, views = edits_layout(bucket).new()
         rows, entries = len(edits.presence), len(edits.token)
@@ -235,11 +246,14 @@ class Resampler:
         for name in ("presence", "frequency", "repetition"):
             views[name][:rows] = getattr(edits, name)
         views["changed"][: len(edits.changed)] = edits.changed
-        views["asked"][:] = -(-entries // CHUNK), (edits.logprobs >= 0).any()
+        views["scored"][:] = -1
+        if scored is not None:
+            views["scored"][len(edits.changed) :][: scored.num_positions] = scored.token
+        views["asked"][:] = -(-entries // CHUNK), scored is not None or (edits.logprobs >= 0).any()
         tables = tuple(self._tables(bucket, edits))
-        allowed: np.ndarray | jax.Array = self.neutral[self._shapes.mask(bucket)]
+        allowed: np.ndarray | jax.Array = self.neutral[self.shapes.mask(bucket)]
         if edits.allowed is not None:
-            allowed = np.zeros(self._shapes.mask(bucket), np.uint32)
+            allowed = np.zeros(self.shapes.mask(bucket), np.uint32)
             allowed[: len(edits.allowed)] = edits.allowed
         program = self._target.compiled[self._key(bucket)]
 
@@ -251,7 +265,7 @@ class Resampler:
 
     def _tables(self, bucket: Bucket, edits: LogitEdits) -> Iterator[np.ndarray | jax.Array]:
         first = 0
-        for shape in self._shapes.tables(bucket):
+        for shape in self.shapes.tables(bucket):
             if first >= len(edits.token):
                 yield self.neutral[shape]
                 continue

@@ -64,10 +64,6 @@ class Resolved:
         limits = self.limits
         check_fits(self.ledger(workspace), Shape(limits.page_size, limits.max_context, limits.max_requests))
 
-    def without_draft(self) -> Resolved:
-        """Return the sizes of a process other than the first, which holds no draft."""
-        return replace(self, sizes=self.sizes.without_draft())
-
 
 def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, elastic: bool = False,
@@ -75,15 +71,9 @@ def resolve(
 ) -> Resolved:  # fmt: skip
     """Replace every "auto" of a configuration by what device, models and memory allow.
 
-    Args:
-        config: The engine's configuration.
-        target: The target's configuration.
-        draft: The local draft's configuration; None without one.
-        elastic: True where the policy exchanges the draft for pages and config.elastic is "auto".
-        training_bytes: Memory to leave to learning beside serving.
-
-    Raises:
-        ConfigError: The parts do not fit each other; the message says which to change.
+    draft: the local draft's configuration; None without one. elastic: True where the policy exchanges the draft for
+    pages and config.elastic is "auto". training_bytes: memory to leave to learning beside serving.
+    Raises ConfigError: the parts do not fit each other; the message says which to change.
     """
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -269,25 +259,17 @@ def _extension_pages(
     pages, reason = 0, ""
     if not limits.max_depth or config.drafter is not None:
         reason = "there is no draft"
-    elif wanted:
-        reason = _no_extension_reason(config, attention)
-        pages = 0 if reason else sizes.extension_pages(limits.num_pages)
-        if not reason and not pages:
-            reason = "the draft's memory is less than one page of the target"
+    elif config.num_processes > 1:
+        reason = f"the target lies in {config.num_processes} processes; one must hold it alone"
+    elif config.tp > 1:
+        reason = f"the target is divided over {config.tp} devices (tp), and the draft's memory is on the first only"
+    elif not reads_slabs(attention):
+        reason = f"attention by {attention!r} reads one pool of pages; use attention xla"
+    elif wanted and not (pages := sizes.extension_pages(limits.num_pages)):
+        reason = "the draft's memory is less than one page of the target"
     if reason and config.elastic == "on":
         raise ConfigError(f"elastic must be off or auto here, got 'on': {reason}")
     return pages
-
-
-def _no_extension_reason(config: EngineConfig, attention: Implementation) -> str:
-    """Say why pools cannot be extended; "" if they can."""
-    if config.num_processes > 1:
-        return f"the target lies in {config.num_processes} processes; one must hold it alone"
-    if config.tp > 1:
-        return f"the target is divided over {config.tp} devices (tp), and the draft's memory is on the first only"
-    if not reads_slabs(attention):
-        return f"attention by {attention!r} reads one pool of pages; use attention xla"
-    return ""
 
 
 def memory_limit(config: EngineConfig) -> MemoryLimit:
@@ -329,7 +311,8 @@ def sizes_of(
     def sized(quantize: str) -> Sizes:
         verifying = here * _workspace(local, tokens, sampled, dtype)
         if quantize == "int8" and on_cpu:  # each product is a loop there, and no two share a result's place
-            verifying += here * 4 * tokens * target.num_layers * _outputs(local)
+            outputs = local.q_size + 2 * local.kv_size + 2 * local.intermediate_size + 2 * local.hidden_size
+            verifying += here * 4 * tokens * target.num_layers * outputs
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
             target_page=here * page_bytes(local, config.page_size, dtype),
@@ -404,8 +387,3 @@ def _workspace(config: ModelConfig, tokens: int, sampled: int, dtype: jnp.dtype)
     scores, activation = 4 * sampled * config.vocab_size, 4 * tokens * widest
     in_flight = 2 * config.num_layers * tokens * config.kv_size * dtype.itemsize
     return SCORES * scores + ACTIVATIONS * activation + IN_FLIGHT * in_flight
-
-
-def _outputs(config: ModelConfig) -> int:
-    """Return the output features of all products of a layer."""
-    return config.q_size + 2 * config.kv_size + 2 * config.intermediate_size + 2 * config.hidden_size

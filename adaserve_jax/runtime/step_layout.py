@@ -71,9 +71,10 @@ def step_layout(bucket: Bucket, max_pages: int) -> Layout:
 
 
 def edits_layout(bucket: Bucket) -> Layout:
-    """Return the fields of a step's logit edits. asked: table chunks that hold entries, and 1 to report logprobs."""
+    """Return the fields of a step's logit edits. scored: token to report on at each position, -1 for the drawn one;
+    asked: table chunks that hold entries, and 1 to report logprobs."""
     rows = [(name, (bucket.rows,)) for name in ("presence", "frequency", "repetition")]
-    return Layout((*rows, ("changed", (bucket.sampled,)), ("asked", (2,))))
+    return Layout((*rows, ("changed", (bucket.sampled,)), ("scored", (bucket.sampled,)), ("asked", (2,))))
 
 
 def table_layout(entries: int) -> Layout:
@@ -132,7 +133,10 @@ def _chains(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTrees) -> PackedStep:
-    """Pack a verification: tree nodes of the decode rows, then the prefill chunks, each chunk a chain."""
+    """Pack a verification: tree nodes of the decode rows, then the prefill chunks, each chunk a chain.
+
+    Sampled are the nodes, then the ends of prompts, then the positions that score prompts.
+    """
     packed, views = _new_step(bucket, max_pages)
     nodes = trees.num_nodes
     total = nodes + plan.num_prefill_tokens
@@ -153,6 +157,8 @@ def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTree
     views["ctx_len"][: plan.num_rows] = plan.ctx_len
     fill_rows(views, plan.page_table, plan.sampling)
     wanted = np.flatnonzero(views["emit_depth"][:total] >= 0)
+    if plan.scored is not None:
+        wanted = np.concatenate([wanted, plan.scored.at + nodes])
     views["sampled"][:] = bucket.tokens  # entries past the array are dropped
     views["sampled"][: len(wanted)] = wanted
     return PackedStep(bucket, packed, total, plan.num_rows)

@@ -110,11 +110,8 @@ def measure_switching(
 ) -> dict[tuple[int, int], float]:
     """Time how long drafts take to catch up when speculation is turned on again: C_switch of Nightjar, table 3.
 
-    Tokens are fed in chunks of the largest catch-up program, as a switch feeds them. An engine without a profile adds
-    up the times of single catch-up programs instead.
-
-    Returns:
-        Seconds by (lag in tokens, rows), the least of `passes` times; empty without a draft.
+    Returns seconds by (lag in tokens, rows), the least of `passes` times; empty without a draft. Tokens are fed in
+    chunks of the largest catch-up program, as a switch feeds them.
     """
     limits, drafter = executor.limits, executor.local_drafter
     if drafter is None:

@@ -1,0 +1,180 @@
+"""Sources of grammars: checks a request's JSON schema, regex, choice, grammar or tools; translates for llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from adaserve_jax.constraints.tool_formats import FORMATS, lark
+from adaserve_jax.errors import RequestError
+from adaserve_jax.sampling import MAX_SCHEMA_CHARS, GrammarKind, GrammarSource, ToolCalls
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_NESTING = 64
+"""Most levels of objects and arrays in a schema's own text."""
+MAX_LEVELS = 4096
+"""Most levels if every referenced definition stood inside the one before; llguidance recurses that deep."""
+MAX_RULES = 256
+"""Most rules of an EBNF grammar, and most terminals of a Lark grammar: translating 3000 rules takes 20 s, compiling
+3000 nested terminals takes minutes, and nothing can interrupt either."""
+MAX_MESSAGE_CHARS = 500
+OPTIONS_KEY = "x-guidance"
+OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""Format of the JSON: at most one space, and only after a comma or colon. Else a model could write white space for
+ever."""
+_EXPECTED: dict[GrammarKind, tuple[str, str]] = {
+    "json_schema": ("response_format", "hold a JSON schema"),
+    "regex": ("regex", "be a regular expression"),
+    "choice": ("choice", "be a list of texts"),
+    "grammar": ("grammar", "be a grammar in Lark or EBNF"),
+    "tool_calls": ("tools", "hold parameters"),
+}
+"""Request field and what it must hold, by kind."""
+_TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\]\s*)?:", re.MULTILINE)
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
+
+
+def field_of(kind: GrammarKind) -> str:
+    """Return the request field of a kind of grammar."""
+    return _EXPECTED[kind][0]
+
+
+def refuse(why: str, kind: GrammarKind = "json_schema", tool: str = "") -> NoReturn:
+    """Raise RequestError: the grammar cannot be enforced. tool: the one whose schema is at fault."""
+    why = (f"{tool}: {why}" if tool else why).removesuffix("<non-verbose/>").strip()
+    shown = why if len(why) <= MAX_MESSAGE_CHARS else why[:MAX_MESSAGE_CHARS] + "..."
+    field, must = _EXPECTED[kind]
+    raise RequestError(
+        f"{field} must {must} that can be enforced: {shown}",
+        param=field,
+        code="invalid_schema" if kind in ("json_schema", "tool_calls") else "invalid_grammar",
+    )
+
+
+def translate(kind: GrammarKind, source: GrammarSource, matcher: type[LLMatcher], special: Mapping[str, int]) -> str:
+    """Return llguidance's form of a grammar. Takes deep recursion. Raises RequestError: it cannot be enforced.
+
+    special: ids of the tokenizer's special tokens by their texts, without those that end a text.
+    """
+    if isinstance(source, ToolCalls):
+        return matcher.grammar_from_lark(lark(source, _schemas_of(source), special))
+    if isinstance(source, tuple):
+        return matcher.grammar_from_regex("|".join(map(_literally, source)))
+    if kind == "regex":
+        return matcher.grammar_from_regex(source)
+    if kind == "grammar":
+        return matcher.grammar_from_lark(_with_json_options(_as_lark(source)))
+    return schema_grammar(source, matcher)
+
+
+def schema_grammar(text: str, matcher: type[LLMatcher], kind: GrammarKind = "json_schema", tool: str = "") -> str:
+    """Return llguidance's form of a schema, that of a tool's arguments if there is one. Raises RequestError."""
+    try:
+        return matcher.grammar_from_json_schema(read_schema(text, kind, tool))
+    except ValueError as error:
+        refuse(str(error), kind, tool)
+
+
+def _schemas_of(calls: ToolCalls) -> list[str]:
+    """Return the checked schemas of tools, and then that of an answer, if there is one. Raises RequestError."""
+    if calls.format not in FORMATS:
+        refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
+    texts = [*calls.tools, *([("response_format", calls.answer)] if calls.answer is not None else [])]
+    return [json.dumps(read_schema(text, "tool_calls", name)) for name, text in texts]
+
+
+def read_schema(text: str, kind: GrammarKind = "json_schema", tool: str = "") -> dict[str, Any]:
+    """Parse a schema, that of a tool's arguments if there is one, and add the options under which it is enforced.
+
+    Raises RequestError: the text is too long, no JSON, no object, nested too deeply, or sets options itself.
+    """
+    if len(text) > MAX_SCHEMA_CHARS:
+        refuse(f"at most {MAX_SCHEMA_CHARS} characters, got {len(text)}", kind, tool)
+    try:
+        schema = json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        refuse(f"at most {MAX_NESTING} objects and arrays inside each other, got far more", kind, tool)
+    except ValueError as error:
+        refuse(f"it is not JSON: {error}", kind, tool)
+    return _checked(schema, kind, tool)
+
+
+def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
+    """Return a schema with the options under which it is enforced. Raises RequestError."""
+    if not isinstance(schema, dict):
+        refuse(f'expected an object such as {{"type": "object"}}, got {json.dumps(schema)[:40]}', kind, tool)
+    if OPTIONS_KEY in schema:
+        refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
+    if (depth := sum(1 for _ in _levels(schema))) > MAX_NESTING:
+        refuse(f"at most {MAX_NESTING} objects and arrays inside each other, got {depth}", kind, tool)
+    references = _references(schema)
+    if (levels := depth * (1 + len(references))) > MAX_LEVELS:
+        refuse(
+            f"at most {MAX_LEVELS} levels, of nesting times definitions referred to, got {levels}: "
+            f"{len(references)} different $ref in {depth} levels",
+            kind,
+            tool,
+        )
+    return {**schema, OPTIONS_KEY: OPTIONS}
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _levels(schema: Any) -> Iterator[list[dict[str, Any] | list[Any]]]:
+    """Yield the objects and arrays of a schema, level by level."""
+    level = [schema]
+    while holders := [part for part in level if isinstance(part, (dict, list))]:
+        yield holders
+        level = [child for part in holders for child in (part.values() if isinstance(part, dict) else part)]
+
+
+def _references(schema: dict[str, Any]) -> set[str]:
+    found = (part.get("$ref") for level in _levels(schema) for part in level if isinstance(part, dict))
+    return {reference for reference in found if isinstance(reference, str)}
+
+
+def _literally(text: str) -> str:
+    """Return a regex of this text alone."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _as_lark(text: str) -> str:
+    """Return a grammar in Lark, translated if it is EBNF, as llama.cpp (GBNF), vLLM and SGLang take it."""
+    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+    is_lark = is_lark_syntax(text)
+    rules = len(_TERMINAL.findall(text)) if is_lark else text.count("::=")
+    if rules > MAX_RULES:
+        refuse(f"at most {MAX_RULES} {'terminals' if is_lark else 'rules'}, got {rules}", "grammar")
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        refuse("it is nested too deeply", "grammar")
+    except Exception as error:  # the library raises plain Exception too
+        refuse(f"it is neither Lark, which has a rule `start: ...`, nor EBNF: {error}", "grammar")
+
+
+def _with_json_options(lark: str) -> str:
+    """Put OPTIONS into every `%json {...}`, checked like any schema."""
+    parts, end = [], 0
+    for token in _LARK_TOKEN.finditer(lark):
+        if token[0].startswith("%json") and token.start() >= end:
+            try:
+                schema, after = json.JSONDecoder(parse_constant=_no_number).raw_decode(lark, token.end())
+            except (ValueError, RecursionError) as error:
+                refuse(f"%json must be followed by a JSON schema: {error}", "grammar")
+            parts += [lark[end : token.end()], json.dumps(_checked(schema, "grammar"))]
+            end = after
+    return "".join([*parts, lark[end:]])

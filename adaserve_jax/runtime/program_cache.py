@@ -1,0 +1,190 @@
+"""Executables on disk, found by what a program is made from, so that a start need not trace it again.
+
+JAX's own cache finds a program by its lowered form: it saves XLA's work, but not tracing and lowering, which then take
+most of a start. Here a program is found by its function, the shapes of its arguments, and the source of every package
+that device programs are written in. Where these changed but the program did not, its lowered text finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
+
+SOURCES = ("*.py", "models/**/*.py", "pallas_kernels/**/*.py", "runtime/**/*.py", "tree/**/*.py")
+"""Modules of the package that may be traced; all others run on the host."""
+RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
+_log = logging.getLogger(__name__)
+
+
+class ProgramCache:
+    """Folder of executables, in use inside its `with` block; its methods may be called by several threads."""
+
+    def __init__(self, folder: Path | None):
+        """Use this folder, which need not exist; None: nothing is kept."""
+        self._folder = folder
+        self._here = threading.local()
+
+    def __enter__(self) -> ProgramCache:
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def executable(self, function: Any, arguments: tuple[Any, ...]) -> Callable:
+        """Return a jitted function compiled for arguments of these shapes: from the folder, else compiled and kept."""
+        devices = _devices(arguments)
+        by_source = None if self._folder is None else _name_by_source(function, arguments)
+        if self._folder is None or by_source is None or len(devices) > 1:
+            return function.lower(*arguments).compile()
+        if (found := _load(self._folder / by_source, devices)) is not None:
+            return found
+        lowered = function.lower(*arguments)
+        texts = lowered.in_tree, lowered.out_tree, lowered.as_text()
+        by_text = self._folder / _digest(_environment(), devices, *texts)
+        if (found := _load(by_text, devices)) is None:
+            self._here.retrieved = False
+            found = lowered.compile()
+            # XLA's CPU client writes a program that JAX's cache had without its functions: a call of it would fail.
+            if self._here.retrieved or not _save(by_text, found):
+                return found
+        _link(by_text, self._folder / by_source)
+        return found
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == RETRIEVED_EVENT:
+            self._here.retrieved = True
+
+
+def _devices(arguments: tuple[Any, ...]) -> list[Any]:
+    """Return the devices of the arguments, or this process's first one if they have none."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
+    found = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+    return sorted(found, key=lambda device: device.id) or jax.local_devices()[:1]
+
+
+def _load(path: Path, devices: list[Any]) -> Callable | None:
+    """Return the executable of a file, to run on these devices; None if there is none, or if it cannot be loaded."""
+    try:
+        loaded = pickle.loads(path.read_bytes())
+        return deserialize_and_load(*loaded, backend=devices[0].client, execution_devices=devices)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # whatever a damaged file or another XLA makes of it: it is compiled again
+        _log.warning("the program in %s cannot be loaded and is compiled again: %s", path, error)
+        return None
+
+
+def _save(path: Path, executable: Any) -> bool:
+    """Keep an executable. Return False, and only log, if it cannot be kept: later starts then take longer."""
+    try:
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        write_whole(path, pickle.dumps(serialize(executable)), mode=PRIVATE)
+    except (OSError, TypeError, ValueError, NotImplementedError, RuntimeError, pickle.PickleError) as error:
+        _log.info("a program could not be kept in %s: %s", path.parent, error)
+        return False
+    return True
+
+
+def _link(path: Path, other: Path) -> None:
+    """Make the file known under another name too."""
+    try:
+        other.unlink(missing_ok=True)
+        other.hardlink_to(path)
+    except OSError as error:
+        _log.info("%s could not be linked: %s", other, error)
+
+
+def _name_by_source(function: Any, arguments: tuple[Any, ...]) -> str | None:
+    """Return the file name of a program by what it is made from; None if that cannot be described."""
+    leaves, tree = jax.tree.flatten(arguments)
+    try:
+        described = _describe(function)
+    except TypeError:
+        return None
+    shapes = [(x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves]
+    return _digest(_environment(), _sources(), _devices(arguments), described, tree, shapes)
+
+
+def _describe(value: Any) -> Any:
+    """Return a value as texts and tuples that are equal for equal programs only.
+
+    Raises:
+        TypeError: a value has no such text.
+    """
+    if hasattr(value, "lower") and hasattr(value, "__wrapped__"):  # jitted
+        return _describe(value.__wrapped__)
+    if isinstance(value, functools.partial):
+        return _describe(value.func), _describe(value.args), _describe(value.keywords)
+    if inspect.ismethod(value):
+        return value.__func__.__qualname__, _describe(value.__self__)
+    if inspect.isfunction(value) and value.__closure__ is None and "<" not in value.__qualname__:
+        return value.__module__, value.__qualname__
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value).__qualname__, tuple(_describe(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Mapping):
+        return tuple((name, _describe(value[name])) for name in sorted(value))
+    if isinstance(value, tuple | list):
+        return type(value).__name__, tuple(map(_describe, value))
+    if value is None or isinstance(value, bool | int | float | str | Enum | np.dtype | jax.ShapeDtypeStruct):
+        return repr(value)
+    raise TypeError(type(value))
+
+
+@functools.cache
+def _sources() -> str:
+    root = Path(__file__).parent.parent
+    files = sorted({path for pattern in SOURCES for path in root.glob(pattern)})
+    return _digest(*((path.relative_to(root).as_posix(), path.read_bytes()) for path in files))
+
+
+def _environment() -> tuple[Any, ...]:
+    """Return what else decides what is compiled: versions, device, settings of JAX and flags of XLA."""
+    settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
+    flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    devices = [(device.id, device.device_kind) for device in jax.devices()]
+    return (
+        jax.__version__,
+        version("jaxlib"),
+        devices,
+        jax.devices()[0].client.platform_version,
+        settings,
+        flags,
+        _cpu(),
+    )
+
+
+@functools.cache
+def _cpu() -> str:
+    """Return the instruction sets of the processor, for which programs of a CPU are made."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _digest(*parts: Any) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        text = part if isinstance(part, bytes) else repr(part).encode()
+        found.update(b"%d:" % len(text))
+        found.update(text)
+    return found.hexdigest()
