@@ -1,148 +1,148 @@
 """Admission control: predict how long a request would wait for its turn and refuse it when that is too long.
 
-A queue without a bound makes every request late. The prediction is Little's law: choices leave the engine at a rate of
-slots / (seconds that a choice holds its slot), both as recently observed, so the k-th choice in the queue waits k times
-the inverse. The order is the scheduler's `deadline` order, in which later arrivals that are due sooner overtake; they
-are expected at the rate of recent arrivals. The ratio of actual waits to predictions corrects the rest.
+A queue without a bound makes every request late. The prediction plays the queue forward: choices that run end when they
+have generated what they are expected to, at the speed of the last seconds, and those that wait take the slots in the
+scheduler's `deadline` order. It may be wrong, so only a wait well beyond the limit is refused here; the engine ends
+whatever still waits at the limit (`GenerateRequest.max_wait_s`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
+import heapq
+import itertools
+import math
+import time
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from adaserve_jax.errors import OverloadedError, QueueFullError
+from adaserve_jax.server.auth import Account
 from adaserve_jax.types import RequestMetrics
 
-WEIGHT = 0.05
-"""Weight of the newest choice in the averages, which so follow about the last twenty."""
 SHRINK = 0.02
 """Weight of a smaller number of slots in use: a dip between two steps says little."""
-MAX_RATIO = 4.0
-"""Largest ratio of a wait to its prediction, or the inverse, that corrections learn from and reach."""
-ARRIVALS_S = 4.0
-"""Seconds of arrivals from which the rate of arrivals to come is estimated."""
-BURST_S = 1.0
-"""The same where more arrive than before, so that a burst counts at once."""
+WEIGHT = 0.05
+"""Weight of the newest choice in averages over choices, which so follow about the last twenty."""
+SPEED_S = 2.0
+"""Seconds of tokens from which the speed is known."""
+REFUSE_AT = 2.0
+"""Share of the limit up to which a predicted wait is admitted. Predictions may be twice too long right after the load
+changed, and a request that does wait too long is answered at the limit."""
 TTFT_SHARE = 0.35
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for prediction errors."""
 
 
-class Slots:
-    """Count of the choices that are queued or running, at most `limit`. Used from the event loop only.
+@dataclass(order=True, unsafe_hash=True)
+class Place:
+    """One choice in the queue or in a slot. due_s: orders the queue (`EngineInfo.due_s`). tokens: those that it has."""
 
-    waiting: due times (`EngineInfo.due_s`) of the choices that have not begun, in order.
+    due_s: float
+    number: int
+    max_tokens: int = field(compare=False)
+    tokens: int = field(default=0, compare=False)
+
+
+class Slots:
+    """The choices that are queued or running, at most `limit`. Used from the event loop only.
+
+    waiting: those that have not begun, in order. running: those that have.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.used = 0
-        self.waiting: list[float] = []
+        self.waiting: list[Place] = []
+        self.running: set[Place] = set()
+        self._numbers = itertools.count()
 
     @property
-    def running(self) -> int:
-        return self.used - len(self.waiting)
+    def used(self) -> int:
+        return len(self.waiting) + len(self.running)
 
-    def reserve(self, count: int, due_s: float = 0.0, predicted_s: float = 0.0) -> Reservation:
-        """Reserve room for `count` choices, of which the last is predicted to wait so long. Raises QueueFullError."""
+    def reserve(self, account: Account, count: int, due_s: float = 0.0, max_tokens: int = 1) -> Reservation:
+        """Reserve room for `count` choices of at most so many tokens each. Raises QueueFullError.
+
+        They count as in flight on `account` too, whose own limit `Account.require_room` checks.
+        """
         if self.used + count > self.limit:
             raise QueueFullError(
                 f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
                 "retry in a moment"
             )
-        self.used += count
-        for _ in range(count):
-            insort(self.waiting, due_s)
-        return Reservation(self, count, due_s, predicted_s)
-
-    def ahead(self, due_s: float) -> int:
-        """Return the number of choices that have not begun and are due no later."""
-        return bisect_right(self.waiting, due_s)
+        account.in_flight += count
+        places = [Place(due_s, next(self._numbers), max_tokens) for _ in range(count)]
+        for place in places:
+            insort(self.waiting, place)
+        return Reservation(self, account, places)
 
 
 class Reservation:
-    """Room of one HTTP request, given back choice by choice or all at once."""
+    """Room of one HTTP request on the server and its account, given back choice by choice or all at once."""
 
-    def __init__(self, slots: Slots, count: int, due_s: float, predicted_s: float):
-        self.predicted_s = predicted_s
+    def __init__(self, slots: Slots, account: Account, places: list[Place]):
         self._slots = slots
-        self._due_s = due_s
-        self._held = self._waiting = count
+        self._account = account
+        self._places: list[Place | None] = list(places)
 
-    def begin(self) -> None:
-        """Move one choice from waiting to running, when its first token came; do nothing when none waits."""
-        if self._waiting:
-            self._waiting -= 1
-            del self._slots.waiting[bisect_left(self._slots.waiting, self._due_s)]
+    def received(self, choice: int, tokens: int) -> None:
+        """Count tokens of a choice; the first chunk moves it from the queue to the running ones."""
+        place = self._places[choice]
+        if place is None:
+            return
+        place.tokens += tokens
+        if place not in self._slots.running:
+            self._slots.waiting.remove(place)
+            self._slots.running.add(place)
 
-    def release(self, count: int | None = None) -> None:
-        """Give back `count` choices, or all that are left; never more than are held."""
-        count = self._held if count is None else min(count, self._held)
-        self._held -= count
-        self._slots.used -= count
-        while self._waiting > self._held:
-            self.begin()
+    def release(self, choices: Sequence[int] | None = None, unused_tokens: int = 0) -> None:
+        """Give back the room of these choices, or of all, and tokens that were charged for them and not generated.
 
-
-class RecentArrivals:
-    """Choices admitted in the last seconds, from which overtaking by later arrivals is estimated."""
-
-    def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, float, int]] = deque()  # time, patience (due - time), count
-
-    def add(self, now: float, due_s: float, count: int) -> None:
-        """Note that `count` choices due at `due_s` were admitted."""
-        self._arrivals.append((now, due_s - now, count))
-
-    def overtaking(self, now: float, due_s: float) -> tuple[float, float]:
-        """Estimate which later arrivals overtake a choice that is due at `due_s`.
-
-        Returns:
-            Choices per second, and for how many seconds: a later arrival with less patience is due sooner only if it
-            comes before the difference in patience has passed.
+        What was given back before is left alone.
         """
-        while self._arrivals and self._arrivals[0][0] < now - ARRIVALS_S:
-            self._arrivals.popleft()
-        patience_s = due_s - now
-        sooner = [(at, patience_s - other_s, count) for at, other_s, count in self._arrivals if other_s < patience_s]
-        total = sum(count for _, _, count in sooner)
-        newest = sum(count for at, _, count in sooner if at >= now - BURST_S)
-        during_s = sum(ahead_s * count for _, ahead_s, count in sooner) / max(total, 1)
-        return max(total / ARRIVALS_S, newest / BURST_S), during_s
+        for choice in range(len(self._places)) if choices is None else choices:
+            place, self._places[choice] = self._places[choice], None
+            if place is not None:
+                self._account.in_flight -= 1
+                if place in self._slots.running:
+                    self._slots.running.remove(place)
+                else:
+                    self._slots.waiting.remove(place)
+        self._account.give_back(unused_tokens)
 
 
 class QueueAdmission:
-    """Wait prediction, learned from choices that ended. Used from the event loop only.
+    """Prediction of waits from what runs, what waits and how fast tokens come. Used from the event loop only.
 
     Attributes:
         max_wait_s: Longest wait that a request may have, seconds; 0: nothing is refused.
-        hold_s: Seconds that a choice holds its slot; None until one has ended.
         first_token_s: Seconds from the slot to the first token.
-        bias: Waits over predictions, of requests with and without a TTFT target, since the former overtake the latter.
     """
 
-    def __init__(self, max_wait_s: float):
+    def __init__(self, max_wait_s: float, clock: Callable[[], float] = time.monotonic):
         self.max_wait_s = max_wait_s
-        self.hold_s: float | None = None
         self.first_token_s = 0.0
-        self.bias = {True: 1.0, False: 1.0}
-        self.arrivals = RecentArrivals()
+        self._clock = clock
         self._slots: float | None = None
+        self._ended = 0
+        self._stop_share = 0.0  # of recent choices, those that ended before their limit
+        self._output = 0.0  # tokens of recent choices
+        self._gap_s = self._tokens = self._measured_s = 0.0
 
-    def learn(self, metrics: RequestMetrics) -> None:
-        """Update the averages with a choice that ended."""
-        begin, first, end = metrics.first_scheduled_s, metrics.first_token_s, metrics.last_token_s
-        if begin is None or first is None or end is None:
+    def learn(self, metrics: RequestMetrics, *, stopped: bool) -> None:
+        """Update the averages with a choice that ended; stopped: before its limit of tokens."""
+        if metrics.first_scheduled_s is None or metrics.first_token_s is None:
             return
-        weight = WEIGHT if self.hold_s is not None else 1.0
-        self.hold_s = (1 - weight) * (self.hold_s or 0.0) + weight * (end - begin)
-        self.first_token_s += weight * (first - begin - self.first_token_s)
+        weight = WEIGHT if self._ended else 1.0
+        self._ended += 1
+        self.first_token_s += weight * (metrics.first_token_s - metrics.first_scheduled_s - self.first_token_s)
+        self._stop_share += weight * (stopped - self._stop_share)
+        self._output += weight * (metrics.output_tokens - self._output)
 
-    def correct(self, predicted_s: float, waited_s: float, has_ttft_target: bool) -> None:
-        """Update the bias with the actual wait of a prediction that was above 0."""
-        if predicted_s > 0:
-            bias = self.bias[has_ttft_target] * _bounded(waited_s / predicted_s) ** WEIGHT
-            self.bias[has_ttft_target] = _bounded(bias)
+    def observe_tokens(self, gap_s: float, tokens: int) -> None:
+        """Update the speed: a running choice took `gap_s` for so many tokens."""
+        now = self._clock()
+        kept = math.exp((self._measured_s - now) / SPEED_S)
+        self._gap_s, self._tokens, self._measured_s = self._gap_s * kept + gap_s, self._tokens * kept + tokens, now
 
     def observe_engine(self, running: int, waiting: int, max_running: int) -> None:
         """Update the number of slots from the engine's counts; its pages may allow fewer than `max_running`."""
@@ -153,40 +153,41 @@ class QueueAdmission:
             slots += SHRINK * (running - slots)
         self._slots = min(max(slots, 1.0), max_running)
 
-    def wait_s(
-        self, ahead: int, running: int, has_ttft_target: bool, overtaking: tuple[float, float] = (0.0, 0.0)
-    ) -> float:
-        """Return the predicted seconds until one more choice gets a slot; 0 while one is free or nothing is known.
+    def expected_tokens(self, most: float) -> float:
+        """Return the tokens that a choice still generates, of at most so many.
 
-        With q choices to end first, at u per second, and o overtaking choices per second for d seconds, the wait is
-        q / (u - o) where that is at most d, else (q + o d) / u.
-
-        Args:
-            ahead: Choices that come before it.
-            running: Choices that have a slot now.
-            has_ttft_target: Whether it has a TTFT target.
-            overtaking: Result of `RecentArrivals.overtaking`.
+        Each token ends the text with one chance, estimated from recent choices; those that reached their limit say only
+        that they had not ended before (the estimate for censored exponential times).
         """
-        if self.hold_s is None or self._slots is None:
+        chance = self._stop_share / max(self._output, 1.0)
+        return most if chance * most < 1e-6 else -math.expm1(-chance * most) / chance
+
+    def wait_s(self, slots: Slots, due_s: float, max_tokens: int, count: int = 1) -> float:
+        """Return the predicted seconds until the last of `count` choices gets a slot.
+
+        0 while slots are free, and as long as nothing is known of the engine's speed.
+        """
+        if self._slots is None or not self._tokens:
             return 0.0
-        queue, rate = max(ahead + 1 + running - self._slots, 0.0), self._slots / max(self.hold_s, 1e-9)
-        if not queue:
+        token_s = self._gap_s / self._tokens
+        ahead = slots.waiting[: bisect_right(slots.waiting, due_s, key=lambda place: place.due_s)]
+        free = max(round(self._slots) - len(slots.running), 0)
+        if len(ahead) + count <= free:
             return 0.0
-        overtaking_rate, during_s = overtaking
-        if queue <= (rate - overtaking_rate) * during_s:
-            rate -= overtaking_rate
-        else:
-            queue += overtaking_rate * during_s
-        return self.bias[has_ttft_target] * queue / rate
+        ends = [token_s * self.expected_tokens(max(p.max_tokens - p.tokens, 1)) for p in slots.running] + [0.0] * free
+        heapq.heapify(ends)
+        for most in [place.max_tokens for place in ahead] + [max_tokens] * (count - 1):
+            heapq.heapreplace(ends, ends[0] + self.first_token_s + token_s * self.expected_tokens(most - 1))
+        return ends[0]
 
     def check(self, wait_s: float, ttft_slo_s: float | None) -> None:
-        """Raise OverloadedError when a request would wait longer than `max_wait_s` or its TTFT target allow.
+        """Raise OverloadedError when a request would wait much longer than `max_wait_s` or its TTFT target allow.
 
         A target shorter than the time from slot to first token does not count: an empty server would miss it too.
         """
         if not self.max_wait_s or not wait_s:
             return
-        limit_s, name = self.max_wait_s, "this server lets a request wait"
+        limit_s, name = REFUSE_AT * self.max_wait_s, "this server lets a request wait"
         if ttft_slo_s is not None and self.first_token_s <= ttft_slo_s:
             allowed_s = max(TTFT_SHARE * ttft_slo_s - self.first_token_s, 0.0)
             if allowed_s < limit_s:
@@ -197,7 +198,3 @@ class QueueAdmission:
                 "retry after the time in Retry-After, or elsewhere",
                 retry_after_s=wait_s - limit_s,
             )
-
-
-def _bounded(ratio: float) -> float:
-    return min(max(ratio, 1 / MAX_RATIO), MAX_RATIO)

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.server import errors, routes_generate, routes_info
+from adaserve_jax.server import errors, routes_generate, routes_info, start_page
 from adaserve_jax.server.dashboard import routes as dashboard
 from adaserve_jax.server.dashboard.live import DashboardMonitor
 from adaserve_jax.server.dashboard.routes import BasicAuthMiddleware
@@ -24,7 +24,8 @@ from adaserve_jax.server.middleware import (
     MethodsMiddleware,
     RequestBoundaryMiddleware,
 )
-from adaserve_jax.server.schema import ChatChunk
+from adaserve_jax.server.responses_schema import ResponseEvent, ResponsesBody
+from adaserve_jax.server.schema import ChatBody, ChatChunk, CompletionBody
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
 
@@ -65,6 +66,7 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))
     app.include_router(docs_router(app))
+    app.include_router(start_page.router(settings, keyed=bool(state.keyring)))
     if monitor is not None:
         state.observers.append(monitor.observe)
         app.include_router(dashboard.router(monitor))
@@ -94,12 +96,14 @@ def _document(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         components = schema["components"]
-        event = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
-        components["schemas"] |= event.pop("$defs") | {"ChatChunk": event}
+        # FastAPI leaves out what only events hold, and writes integer bounds as floats, which rounds the largest.
+        for model in (CompletionBody, ChatBody, ChatChunk, ResponsesBody, ResponseEvent):
+            found = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            components["schemas"] |= found.pop("$defs") | {model.__name__: found}
         if keyed:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
-            for path in OPEN_ROUTES:
+            for path in schema["paths"].keys() & set(OPEN_ROUTES):
                 schema["paths"][path]["get"]["security"] = []
         app.openapi_schema = schema
     return app.openapi_schema

@@ -115,13 +115,11 @@ class Account:
             assert self.limits is not None
             raise RateLimited("requests", f"{self.limits.requests_per_minute:g} requests per minute", wait_s)
 
-    def reserve(self, choices: int) -> KeyReservation:
-        """Count `choices` as in flight. Raises RateLimited."""
+    def require_room(self, choices: int) -> None:
+        """Raise RateLimited when `choices` more may not be in flight."""
         if self.in_flight + choices > self.max_choices:
             allowed = f"{self.max_choices} choices in flight, has {self.in_flight} and asks for {choices}"
             raise RateLimited("inflight", allowed, 1)
-        self.in_flight += choices
-        return KeyReservation(self, choices)
 
     def charge(self, tokens: int) -> None:
         """Take `tokens`, the prompts' and the most that may be generated, from the rate. Raises RateLimited."""
@@ -146,35 +144,11 @@ class Account:
         return blake2b(salt.encode(), key=self._salt_key, digest_size=16).hexdigest()
 
 
-class KeyReservation:
-    """Choices in flight that one HTTP request counts on its account, given back one by one or all at once."""
-
-    def __init__(self, account: Account, choices: int):
-        self._account = account
-        self._choices = choices
-
-    def end(self, unused_tokens: int) -> None:
-        """Give back a choice that ended, and the tokens that it was charged for and did not generate."""
-        self._release(min(1, self._choices), unused_tokens)
-
-    def drop(self, choices: int | None = None, unused_tokens: int = 0) -> None:
-        """Give back choices that never begin, or all that are left, and the tokens that were charged for them."""
-        self._release(self._choices if choices is None else min(choices, self._choices), unused_tokens)
-
-    def _release(self, choices: int, tokens: int) -> None:
-        self._choices -= choices
-        self._account.in_flight -= choices
-        self._account.give_back(tokens)
-
-
 class Keyring:
     """Accounts of a server by API key; true when a key is asked for.
 
     anonymous is the account, without limits, of all requests where no key is asked for. Raises ConfigError when two
-    keys have the same secret, or a secret is not where its settings say.
-
-    Args:
-        environ: Variables that hold the secrets of keys with `key_env`.
+    keys have the same secret, or a secret is not where its settings say. environ: holds the secrets of `key_env`.
     """
 
     def __init__(

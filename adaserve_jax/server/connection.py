@@ -6,11 +6,13 @@ It uses parts of uvicorn that are not documented, so pyproject.toml bounds its v
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from functools import partial
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import unquote
 
 import h11
 import uvicorn
@@ -19,34 +21,32 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from adaserve_jax.certificates import check_certificates
+from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.settings import ServerSettings
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Ciphers of TLS 1.2, the oldest version allowed: forward secret and authenticated, as all of TLS 1.3's are."""
 DIRECT_BODY = "adaserve.direct_body"
 """Key of the ASGI extension that holds a connection's DirectBody."""
+ABSOLUTE_TARGET = re.compile(rb"https?://[^/]*", re.IGNORECASE)
+BODY_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 POLL_S = 0.05
 ABORT_GRACE_S = 2.0
 """Seconds that aborted requests get to end when the server stops."""
 
 
 def tls_options(settings: ServerSettings) -> dict[str, Any]:
-    """Return uvicorn's options for https; none without a certificate. Raises ConfigError."""
+    """Return uvicorn's options for https; none without a certificate. Raises ConfigError naming the file."""
     if settings.tls_cert is None:
         return {}
-    check_tls(settings)
+    assert settings.tls_key is not None
+    check_certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)  # before the port opens
     options: dict[str, Any] = {
         "ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key, "ssl_ciphers": CIPHERS,
     }  # fmt: skip
     if settings.tls_client_ca is not None:
         options |= {"ssl_ca_certs": settings.tls_client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
     return options
-
-
-def check_tls(settings: ServerSettings) -> None:
-    """Load certificate, key and CA before the port opens. Raises ConfigError naming setting, file and cause."""
-    assert settings.tls_cert is not None and settings.tls_key is not None
-    check_certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 class DirectBody:
@@ -87,11 +87,23 @@ def cut_off(scope: Scope) -> None:
         direct.abort()
 
 
+def two_lengths() -> ApiError:
+    """Return the refusal of a body with two lengths (RFC 9112, 6.1), which closes the connection: a proxy in between
+    may go by the other one and take a part of the body for the next client's request."""
+    return ApiError(
+        400, "a body must have one length, got Content-Length beside Transfer-Encoding; leave one of them out",
+        code="ambiguous_length", headers={"connection": "close"},
+    )  # fmt: skip
+
+
 class ReceiveTimeoutProtocol(H11Protocol):
     """HTTP protocol that closes a connection whose client takes too long to send a request.
 
     The client gets `receive_timeout` seconds for the headers, from the connection or the first byte, and again for the
     body. uvicorn only limits the time between requests.
+
+    A request with two lengths of its body is refused, and nothing that follows it is read. A target in absolute form,
+    `GET http://host/path`, is served as its path.
     """
 
     def __init__(self, receive_timeout: float, *args: Any, **kwargs: Any):
@@ -102,6 +114,12 @@ class ReceiveTimeoutProtocol(H11Protocol):
         self._inner_app, self.app = self.app, self._with_direct_body
 
     async def _with_direct_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if {name for name, _ in scope["headers"]} >= BODY_LENGTHS:
+            await two_lengths().response()(scope, receive, send)
+            return
+        if absolute := ABSOLUTE_TARGET.match(scope["raw_path"]):
+            scope["raw_path"] = scope["raw_path"][absolute.end() :] or b"/"
+            scope["path"] = unquote(scope["raw_path"].decode("ascii"))
         scope.setdefault("extensions", {})[DIRECT_BODY] = DirectBody(self.transport, self.flow)
         await self._inner_app(scope, receive, send)
 
@@ -140,7 +158,7 @@ class ReceiveTimeoutProtocol(H11Protocol):
 
 
 def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration for these settings. Raises ConfigError (see `check_tls`)."""
+    """Return uvicorn's configuration for these settings. Raises ConfigError (see `tls_options`)."""
     protocol: Any = partial(ReceiveTimeoutProtocol, settings.receive_timeout)
     tls = tls_options(settings)
     return uvicorn.Config(
@@ -159,28 +177,22 @@ def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvico
 
 
 class Drainable(Protocol):
-    """State of a server that can be drained: `ServerState`, or a router's."""
+    """State of a server that can be drained: `ServerState`, or a router's. is_busy: a request has not ended."""
 
     @property
-    def phase(self) -> str:
-        """Phase of the server; "draining" once `drain` was called."""
-        ...
+    def phase(self) -> str: ...
 
     @property
     def settings(self) -> ServerSettings: ...
 
     @property
-    def is_busy(self) -> bool:
-        """True while a request has not ended."""
-        ...
+    def is_busy(self) -> bool: ...
 
     def drain(self) -> None:
         """Take no new requests."""
-        ...
 
     def abort_all(self) -> None:
         """Stop every request that is left."""
-        ...
 
 
 StateT = TypeVar("StateT", bound=Drainable)

@@ -17,7 +17,7 @@ from adaserve_jax.errors import AdaServeError
 MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1.0
 """Value of Retry-After where nothing better is known."""
-_API_FIELD = {"json_schema": "response_format"}  # names of the engine that differ from the API's
+_API_FIELD = {"json_schema": "response_format", "tool_calls": "tools"}  # names of the engine that differ from the API's
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,9 +26,19 @@ _TYPES = {
     503: "service_unavailable",
 }
 
+_BOUNDS = {
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a text of at most {max_length} characters",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+}
+"""Wording of pydantic's errors of bounds, by their type."""
+
 CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
+    "ambiguous_length": "400: Content-Length stands beside Transfer-Encoding; the connection is closed",
     "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the model's context",
+    "crashes_engine": "400: the request was running at each of the engine's last crashes; it is set aside",
     "empty_prompt": "400: a prompt without a token",
     "engine_dead": "503: the engine process ended for good; the server must be restarted",
     "engine_error": "500: the engine failed on this request and goes on with the others",
@@ -37,10 +47,11 @@ CODES: dict[str, str] = {
     "headers_too_large": "431: the first line and the headers are larger than the server takes",
     "internal_error": "500: a bug in the server; it goes on",
     "invalid_api_key": "401: the Authorization header is missing, given twice, or holds no key of this server",
+    "invalid_grammar": "400: regex, choice or grammar is invalid, or cannot be enforced",
     "invalid_json": "400: the body is not JSON",
     "invalid_messages": "400: the chat template refuses the messages",
     "invalid_request": "400: the engine refuses the request for the reason given",
-    "invalid_schema": "400: response_format holds no JSON schema, or one that cannot be enforced",
+    "invalid_schema": "400: response_format or tools hold no JSON schema, or one that cannot be enforced",
     "invalid_slo": "400: a target is not a finite number above 0, or the class is unknown",
     "invalid_text": "400: a text is not valid Unicode",
     "invalid_value": "400: a field has a wrong type or is out of range",
@@ -58,8 +69,9 @@ CODES: dict[str, str] = {
     "request_too_large": "413: the body is larger than the server takes",
     "shutting_down": "503: the server finishes what it has and takes nothing new",
     "slo_infeasible": "400: a target is below what the machine gives one request alone; the message has the least",
+    "too_many_values": "400: the body holds more JSON values than a request can need",
     "unsupported_content": "400: a message holds a part that is not text",
-    "unsupported_parameter": "400: OpenAI's API knows the field, this server does not implement it",
+    "unsupported_parameter": "400: OpenAI's API or another server has the field, this one does not implement it",
 }
 """Every error code: its status, and what it means."""
 
@@ -102,11 +114,16 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Api
     return ApiError(400, message, code=code, param=param)
 
 
+def retry_after(wait_s: float) -> str:
+    """Return the value of the header: whole seconds, at least one."""
+    return str(max(1, math.ceil(wait_s)))
+
+
 def from_code(message: str, code: str, param: str | None = None, retry_after_s: float | None = None) -> ApiError:
     """Return the response of an error code, which decides the status. retry_after_s: None: unknown."""
     status = int(CODES.get(code, "400")[:3])
     wait_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
-    headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else None
+    headers = {"retry-after": retry_after(wait_s)} if status in (429, 503) else None
     return ApiError(status, message, code=code, param=_API_FIELD.get(param or "", param), headers=headers)
 
 
@@ -144,8 +161,8 @@ def _field_path(location: Sequence[str | int], body: Any) -> str:
 
 
 def _expected(error: Mapping[str, Any]) -> str:
-    if error["type"] == "too_short":
-        return f"a list of at least {error['ctx']['min_length']}"
+    if (bound := _BOUNDS.get(error["type"])) is not None:
+        return bound.format(**error["ctx"])
     return str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
 
 
@@ -165,18 +182,13 @@ def from_http(error: StarletteHTTPException) -> ApiError:
 def add_handlers(app: FastAPI) -> None:
     """Make `app` answer every error with an ApiError's body."""
 
-    async def on_validation(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors(), error.body).response()
-
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, RequestValidationError):
+            return from_validation(error.errors(), error.body).response()
+        if isinstance(error, AdaServeError):
+            return from_code(str(error), error.code, error.param, error.retry_after_s).response()
         assert isinstance(error, StarletteHTTPException)
         return from_http(error).response()
 
-    async def on_package(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, AdaServeError)
-        return from_code(str(error), error.code, error.param, error.retry_after_s).response()
-
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(StarletteHTTPException, on_http)
-    app.add_exception_handler(AdaServeError, on_package)
+    for kind in (RequestValidationError, AdaServeError, StarletteHTTPException):
+        app.add_exception_handler(kind, answer)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import codecs
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 from pydantic import BaseModel
 
+from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.sampling import ANSWERING, Thinking
+from adaserve_jax.server.prompt_logprobs import PromptReport
 from adaserve_jax.server.schema import (
+    LEAST_LOGPROB,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatFinishedBy,
     ChatLogprob,
     ChatLogprobs,
     Completion,
@@ -25,14 +30,18 @@ from adaserve_jax.server.schema import (
     CompletionLogprobs,
     Delta,
     FinishedBy,
+    FunctionCall,
+    PromptLogprob,
+    PromptLogprobs,
     ResponseMetrics,
+    ToolCall,
+    ToolCallPiece,
     TopLogprob,
     Usage,
 )
+from adaserve_jax.server.tool_parser import ToolCallDelta, ToolCallParser
 from adaserve_jax.types import TokenLogprob
 
-LEAST_LOGPROB = -9999.0
-"""Value written for minus infinity, which JSON cannot express; OpenAI uses the same."""
 Token = bytes | str
 """Bytes that a token spells, or the name of a special token (`Tokenizer.spelled`)."""
 SpellToken = Callable[[int], Token]
@@ -40,13 +49,14 @@ SpellToken = Callable[[int], Token]
 
 @dataclass(frozen=True)
 class SpelledLogprob:
-    """Log probability of one output token.
+    """Log probability of one token of the output, or of the prompt that is put before it.
 
-    offset: characters of the output before the token. top: the likeliest tokens at its place, best first.
+    logprob: None for the first of a prompt. offset: characters of the text before the token. top: the likeliest tokens
+    at its place, best first.
     """
 
     token: Token
-    logprob: float
+    logprob: float | None
     offset: int
     top: tuple[tuple[Token, float], ...]
 
@@ -55,28 +65,35 @@ class SpelledLogprob:
 class ChoiceDelta:
     """New text of one choice, or all of it in a full response.
 
-    logprobs: one per token; None when the request did not ask for them.
+    logprobs: one per token; None when the request did not ask for them. tool_calls: beginnings and arguments of calls,
+    which the text does not have. prompt_logprobs: like logprobs, of the prompt. reasoning: what was thought, which the
+    text does not have either.
     """
 
     index: int
     text: str
-    finish_reason: str | None = None
+    finish_reason: ChatFinishedBy | None = None
     logprobs: tuple[SpelledLogprob, ...] | None = None
-
-    @property
-    def shown_finish_reason(self) -> FinishedBy | None:
-        return cast("FinishedBy | None", self.finish_reason)
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: tuple[dict[str, PromptLogprob] | None, ...] | None = None
+    reasoning: str = ""
 
     @property
     def is_text_only(self) -> bool:
-        return bool(self.text) and self.finish_reason is None and self.logprobs is None
+        nothing_else = self.logprobs is None and not self.tool_calls and not self.reasoning
+        return bool(self.text) and self.finish_reason is None and nothing_else
 
     @staticmethod
     def join(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         """Concatenate deltas of one choice, in order."""
         first, last = deltas[0], deltas[-1]
         logprobs = None if first.logprobs is None else tuple(one for delta in deltas for one in delta.logprobs or ())
-        return ChoiceDelta(first.index, "".join(delta.text for delta in deltas), last.finish_reason, logprobs)
+        of_prompt = first.prompt_logprobs
+        if of_prompt is not None:
+            of_prompt = tuple(one for delta in deltas for one in delta.prompt_logprobs or ())
+        calls = ToolCallDelta.join(one for delta in deltas for one in delta.tool_calls)
+        text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
+        return ChoiceDelta(first.index, text, last.finish_reason, logprobs, calls, of_prompt, reasoning)
 
 
 class LogprobSpeller:
@@ -87,31 +104,52 @@ class LogprobSpeller:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
-    def add(self, item: TokenLogprob) -> SpelledLogprob:
-        token, offset = self._spell(item.token_id), self._characters
+    def add(self, item: TokenLogprob, most: int | None = None) -> SpelledLogprob:
+        """Return the next token's. most: number of its likeliest tokens to keep; None: all."""
+        token, offset = self._place(item.token_id)
+        top = tuple((self._spell(other), max(value, LEAST_LOGPROB)) for other, value in item.top[:most])
+        return SpelledLogprob(token, max(item.logprob, LEAST_LOGPROB), offset, top)
+
+    def add_unscored(self, token_id: int) -> SpelledLogprob:
+        """Return that of a token that has no probability, the first of a prompt."""
+        token, offset = self._place(token_id)
+        return SpelledLogprob(token, None, offset, ())
+
+    def _place(self, token_id: int) -> tuple[Token, int]:
+        """Return the next token's spelling and offset."""
+        token, offset = self._spell(token_id), self._characters
         if isinstance(token, bytes):
             self._characters += len(self._decoder.decode(token))
-        top = tuple((self._spell(other), max(value, LEAST_LOGPROB)) for other, value in item.top)
-        return SpelledLogprob(token, max(item.logprob, LEAST_LOGPROB), offset, top)
+        return token, offset
 
 
 @dataclass
 class DeltaBuilder:
     """Build the deltas of one HTTP request's choices from the engine's chunks.
 
-    A chunk without text, whose tokens end inside a character, is held back and joined with the next one.
-
-    Args:
-        choices_per_prompt: The request's `n`.
-        echo: Prompt texts that are put before each of their choices, or none.
-        spell: Spells tokens; None when no log probabilities were asked for.
+    A chunk without text, whose tokens end inside a character or which scores a part of the prompt, is held back and
+    joined with the next one.
+    echo: texts of the prompts, put before each of their choices. spell: None: no log probabilities were asked for.
+    tool_format: None: the answer has no tool calls. report: what is told of the prompts. first_tokens: the first token
+    of each prompt, where log probabilities of the echo were asked for. spell_prompt: where prompt_logprobs were.
+    prompt_only: the output is left out. hides_thinking: what was thought is. unscored: log probabilities of what was
+    thought, and of these marks, are left out; None: they are not.
     """
 
     choices_per_prompt: int = 1
     echo: tuple[str, ...] = ()
     spell: SpellToken | None = None
+    tool_format: ToolFormat | None = None
+    report: PromptReport = field(default_factory=PromptReport)
+    first_tokens: tuple[int, ...] = ()
+    spell_prompt: Callable[[int], str] | None = None
+    prompt_only: bool = False
+    hides_thinking: bool = False
+    unscored: Thinking | None = None
+    _states: dict[int, int] = field(default_factory=dict)
     _held: dict[int, ChoiceDelta] = field(default_factory=dict)
     _spellers: dict[int, LogprobSpeller] = field(default_factory=dict)
+    _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
     def is_new(self, index: int) -> bool:
         """Return whether no chunk of this choice was added yet."""
@@ -120,44 +158,67 @@ class DeltaBuilder:
     def is_text_only(self, index: int, chunk: OutputChunk) -> bool:
         """Return whether the chunk's text is all that `add` would return for it, and there is nothing to hold back."""
         held = self._held.get(index)
-        nothing_held = self.spell is None and held is not None and not held.text
-        return nothing_held and bool(chunk.text) and chunk.finish_reason is None
+        nothing_held = self.spell is None and self.tool_format is None and held is not None and not held.text
+        return nothing_held and bool(chunk.text) and chunk.finish_reason is None and not chunk.reasoning
 
     def add(self, index: int, chunk: OutputChunk) -> ChoiceDelta | None:
         """Return the delta to show now, held chunks included; None when this chunk is held back."""
-        logprobs = None
-        if self.spell is not None:
-            speller = self._spellers.setdefault(index, LogprobSpeller(self.spell))
-            logprobs = tuple(speller.add(item) for item in chunk.logprobs)
-        held = self._held.get(index)
-        if held is None:
-            prompt = self.echo[index // self.choices_per_prompt] if self.echo else ""
-            held = ChoiceDelta(index, prompt, logprobs=None if self.spell is None else ())
-        delta = ChoiceDelta.join([held, ChoiceDelta(index, chunk.text, chunk.finish_reason, logprobs)])
-        if not chunk.text and chunk.finish_reason is None:
+        reason = cast("FinishedBy | None", chunk.finish_reason)  # `Generation.chunks` raises for every other
+        if self.prompt_only:
+            reason = reason and "length"
+            chunk = replace(chunk, text="", logprobs=[])
+        if self.hides_thinking:
+            chunk = replace(chunk, reasoning="")
+        if self.unscored is not None and chunk.logprobs:
+            chunk = replace(chunk, logprobs=self._scored(index, chunk.logprobs, self.unscored))
+        held = self._held.get(index) or self._opening(index)
+        new = ChoiceDelta(index, chunk.text, reason, self._logprobs(index, chunk), reasoning=chunk.reasoning)
+        if chunk.prompt_logprobs and self.spell_prompt is not None:
+            entries = (self.report.entry(item, self.spell_prompt) for item in chunk.prompt_logprobs)
+            new = replace(new, prompt_logprobs=tuple(entries))
+        if self.tool_format is not None:
+            new = _with_calls(new, self._parsers.setdefault(index, ToolCallParser(self.tool_format)))
+        delta = ChoiceDelta.join([held, new])
+        if not new.text and not new.reasoning and not new.tool_calls and chunk.finish_reason is None:
             self._held[index] = delta
             return None
-        self._held[index] = ChoiceDelta(index, "", logprobs=None if logprobs is None else ())
+        self._held[index] = ChoiceDelta(index, "", logprobs=None if delta.logprobs is None else ())
         return delta
 
+    def _scored(self, index: int, logprobs: Iterable[TokenLogprob], thinking: Thinking) -> list[TokenLogprob]:
+        """Return those of the answer's tokens."""
+        state, shown = self._states.get(index, thinking.state), list[TokenLogprob]()
+        for item in logprobs:
+            state = thinking.after(before := state, item.token_id)
+            if state == ANSWERING and before < 0:
+                shown.append(item)
+        self._states[index] = state
+        return shown
 
-class ResponseFormatter(Protocol):
-    """Format of one endpoint's responses."""
+    def _opening(self, index: int) -> ChoiceDelta:
+        """Return what precedes the first chunk of a choice: the echo, and the places of the prompt's first token."""
+        prompt, logprobs = index // self.choices_per_prompt, None
+        if self.spell is not None:
+            speller = self._spellers[index] = LogprobSpeller(self.spell)
+            logprobs = (speller.add_unscored(self.first_tokens[prompt]),) if self.first_tokens else ()
+        text = self.echo[prompt] if self.echo else ""
+        return ChoiceDelta(index, text, None, logprobs, (), None if self.spell_prompt is None else (None,))
 
-    @property
-    def id(self) -> str: ...
+    def _logprobs(self, index: int, chunk: OutputChunk) -> tuple[SpelledLogprob, ...] | None:
+        speller = self._spellers.get(index)
+        if speller is None:
+            return None
+        echoed = chunk.prompt_logprobs if self.first_tokens else ()
+        return (*(speller.add(item, self.report.echoed) for item in echoed), *map(speller.add, chunk.logprobs))
 
-    def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
-        """Return the event that precedes a choice's first text, if the endpoint has one. extras: see `event`."""
-        ...
 
-    def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
-        """Return one event of a stream. extras: usage and metrics, written only when given."""
-        ...
-
-    def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
-        """Return the whole response as one body."""
-        ...
+def _with_calls(delta: ChoiceDelta, parser: ToolCallParser) -> ChoiceDelta:
+    """Return a delta with the calls that its text brings, and without their text."""
+    text, calls = parser.push(delta.text, last=delta.finish_reason is not None)
+    ended = delta.finish_reason == "stop" and parser.complete
+    return replace(
+        delta, text=text, tool_calls=tuple(calls), finish_reason="tool_calls" if ended else delta.finish_reason
+    )
 
 
 @dataclass(frozen=True)
@@ -169,12 +230,18 @@ class CompletionFormatter:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
+        """Return the event that precedes a choice's first text, if the endpoint has one. extras: see `event`."""
         return None
 
     def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
+        """Return one event of a stream. extras: usage and metrics, written only when given."""
         choices = [
             CompletionChoice(
-                index=d.index, text=d.text, logprobs=_completion_logprobs(d), finish_reason=d.shown_finish_reason
+                index=d.index,
+                text=d.text,
+                logprobs=_completion_logprobs(d),
+                finish_reason=cast("FinishedBy | None", d.finish_reason),
+                prompt_logprobs=_prompt_logprobs(d),
             )
             for d in deltas
         ]
@@ -183,6 +250,7 @@ class CompletionFormatter:
         )
 
     def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
+        """Return the whole response as one body."""
         return self.event(choices, usage=usage, metrics=metrics)
 
 
@@ -201,8 +269,12 @@ class ChatFormatter:
     def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
         return self._chunk([
             ChatChunkChoice(
-                index=d.index, delta=Delta(content=d.text) if d.text else Delta(), logprobs=_chat_logprobs(d),
-                finish_reason=d.shown_finish_reason,
+                index=d.index,
+                delta=Delta(
+                    content=d.text or None, reasoning_content=d.reasoning or None, reasoning=d.reasoning or None,
+                    tool_calls=_pieces(d),
+                ),
+                logprobs=_chat_logprobs(d), finish_reason=d.finish_reason,
             )
             for d in deltas
         ], **extras)  # fmt: skip
@@ -216,20 +288,55 @@ class ChatFormatter:
         answers = [
             ChatChoice(
                 index=d.index,
-                message=AssistantMessage(content=d.text),
+                message=_message(d),
                 logprobs=_chat_logprobs(d),
-                finish_reason=d.shown_finish_reason or "stop",
+                finish_reason=d.finish_reason or "stop",
             )
             for d in choices
         ]
         return ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=answers, usage=usage, metrics=metrics
-        )
+            id=self.id, created=self.created, model=self.model, choices=answers, usage=usage, metrics=metrics,
+            prompt_logprobs=_prompt_logprobs(choices[0]),
+        )  # fmt: skip
+
+
+EventFormatter = CompletionFormatter | ChatFormatter
+"""Formatters whose streams are events of one kind, which `EventWriter` writes."""
+
+
+class ResponseFormatter(Protocol):
+    """Format of whole responses."""
+
+    def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
+        """Return the response of choices that ended."""
+        ...
 
 
 def to_json(model: BaseModel) -> str:
     """Return the JSON of a response, with usage and metrics only where they were set."""
     return model.model_dump_json(exclude={"usage", "metrics"} - model.model_fields_set)
+
+
+def _message(delta: ChoiceDelta) -> AssistantMessage:
+    calls = [
+        ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in delta.tool_calls
+    ]
+    thought = delta.reasoning or None
+    return AssistantMessage(
+        content=delta.text or None if calls or thought else delta.text,
+        reasoning_content=thought, reasoning=thought, tool_calls=calls or None,
+    )  # fmt: skip
+
+
+def _pieces(delta: ChoiceDelta) -> list[ToolCallPiece] | None:
+    return [
+        ToolCallPiece(
+            index=call.index, id=call.id or None, type="function" if call.id else None,
+            function=FunctionCall(name=call.name or None, arguments=call.arguments),
+        )
+        for call in delta.tool_calls
+    ] or None  # fmt: skip
 
 
 def _completion_logprobs(delta: ChoiceDelta) -> CompletionLogprobs | None:
@@ -240,6 +347,7 @@ def _completion_logprobs(delta: ChoiceDelta) -> CompletionLogprobs | None:
         tokens=[token_text(item.token, "bytes:") for item in delta.logprobs],
         token_logprobs=[item.logprob for item in delta.logprobs],
         top_logprobs=[
+            None if item.logprob is None else
             {token_text(token, "bytes:"): value for token, value in (*item.top, (item.token, item.logprob))}
             for item in delta.logprobs
         ] if asked else None,
@@ -247,16 +355,25 @@ def _completion_logprobs(delta: ChoiceDelta) -> CompletionLogprobs | None:
     )  # fmt: skip
 
 
+def _prompt_logprobs(delta: ChoiceDelta) -> PromptLogprobs | None:
+    return None if delta.prompt_logprobs is None else list(delta.prompt_logprobs)
+
+
 def _chat_logprobs(delta: ChoiceDelta) -> ChatLogprobs | None:
     if delta.logprobs is None:
         return None
-    return ChatLogprobs(content=[
+    return ChatLogprobs(content=chat_logprobs(delta.logprobs))
+
+
+def chat_logprobs(items: Iterable[SpelledLogprob]) -> list[ChatLogprob]:
+    """Return log probabilities as chat writes them."""
+    return [
         ChatLogprob(
-            token=token_text(item.token), logprob=item.logprob, bytes=_numbers(item.token),
+            token=token_text(item.token), logprob=item.logprob or 0.0, bytes=_numbers(item.token),
             top_logprobs=[TopLogprob(token=token_text(t), logprob=value, bytes=_numbers(t)) for t, value in item.top],
         )
-        for item in delta.logprobs
-    ])  # fmt: skip
+        for item in items
+    ]  # fmt: skip
 
 
 def _numbers(token: Token) -> list[int] | None:

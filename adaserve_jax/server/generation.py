@@ -10,13 +10,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.errors import AdaServeError, OverloadedError
 from adaserve_jax.server.admission import Reservation
-from adaserve_jax.server.auth import KeyReservation
 from adaserve_jax.server.errors import ApiError, from_code
 from adaserve_jax.server.formatting import DeltaBuilder
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
-from adaserve_jax.server.schema import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
+from adaserve_jax.server.schema import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    ResponseMetrics,
+    SloMetrics,
+    SpeculativeMetrics,
+    Usage,
+)
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
 
@@ -33,8 +39,8 @@ class _Choice:
     """
 
     tokens: int = 0
+    reasoning_tokens: int = 0
     last_s: float | None = None
-    begun: bool = False
     ended: bool = False
     metrics: RequestMetrics | None = None
     text: list[str] = field(default_factory=list)
@@ -44,25 +50,19 @@ class _Choice:
 class Generation:
     """The choices of one HTTP request; choice c of prompt p has index p * n + c. Used on the event loop.
 
-    Args:
-        state: The server.
-        requests: One per prompt.
-        reservation: The server's room for all choices; a choice's share is given back when the engine ends it, whether
-            or not somebody still reads.
-        key_reservation: The same of the API key's limits.
-        origin: The HTTP request, for observers.
-        deltas: Turns chunks into what is shown.
+    requests: one per prompt. reservation: room for all choices; a choice's share is given back when the engine ends it,
+    whether or not somebody still reads.
     """
 
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
-    key_reservation: KeyReservation
     origin: Origin = field(default_factory=Origin)
     deltas: DeltaBuilder = field(default_factory=DeltaBuilder)
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
     _receiver: Receiver | None = None
+    _cancelled: bool = False
 
     @cached_property
     def choices_per_prompt(self) -> int:
@@ -84,8 +84,7 @@ class Generation:
                 for earlier in self.requests[:position]:
                     self.state.client.abort(earlier.request_id)
                 left = range(position * self.choices_per_prompt, len(self._choices))
-                self.key_reservation.drop(len(left), max_tokens_of(self.requests[position:]))
-                self.reservation.release(len(left))
+                self.reservation.release(left, max_tokens_of(self.requests[position:]))
                 if isinstance(error, AdaServeError):
                     self.state.rejected(self.origin, request.slo, request.slo_class, left, error)
                 raise
@@ -95,6 +94,11 @@ class Generation:
         for position, request in enumerate(self.requests):
             if not self._has_ended(position):
                 self.state.client.abort(request.request_id)
+
+    def cancel(self) -> None:
+        """Stop the choices that still run, because the client has gone."""
+        self._cancelled = True
+        self.abort()
 
     def deliver_to(self, receiver: Receiver) -> None:
         """Offer chunks to `receiver` before `chunks` yields them, until that ends.
@@ -127,12 +131,20 @@ class Generation:
         """
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         output = sum(choice.tokens for choice in self._choices) if output_tokens is None else output_tokens
-        cached = sum(self._cached_tokens(position) for position in range(len(self.requests)))
+        if self.deltas.prompt_only:
+            output = 0
+        cached = sum(
+            min(0 if each.metrics is None else each.metrics.cached_tokens for each in self._choices_of(position))
+            for position in range(len(self.requests))
+        )  # of each prompt the tokens that none of its choices had to compute
+        thinks = any(request.sampling.thinking is not None for request in self.requests)
+        thought = min(output, sum(choice.reasoning_tokens for choice in self._choices))
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=output,
             total_tokens=prompt + output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=thought) if thinks else None,
         )
 
     def metrics(self) -> ResponseMetrics:
@@ -149,7 +161,7 @@ class Generation:
     def _deliver(self, position: int, chunk: OutputChunk, now: float) -> None:
         index = position * self.choices_per_prompt + chunk.choice
         try:
-            self._settle(position, self._choices[index], chunk)
+            self._settle(index, chunk)
             self._observe(index, self.requests[position], chunk, now)
         finally:  # the client gets the chunk even if counting it failed
             if not self._received(index, chunk):
@@ -164,16 +176,15 @@ class Generation:
             _log.exception("a chunk could not be written at once")
             return False
 
-    def _settle(self, position: int, choice: _Choice, chunk: OutputChunk) -> None:
+    def _settle(self, index: int, chunk: OutputChunk) -> None:
         """Update the choice, and give back its room when it ended."""
-        if not choice.begun:
-            choice.begun = True
-            self.reservation.begin()
+        choice, position = self._choices[index], index // self.choices_per_prompt
         choice.tokens += len(chunk.token_ids)
+        choice.reasoning_tokens += chunk.reasoning_tokens
+        self.reservation.received(index, len(chunk.token_ids))
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
-            self.reservation.release(1)
-            self.key_reservation.end(self.requests[position].sampling.max_tokens - choice.tokens)
+            self.reservation.release([index], self.requests[position].sampling.max_tokens - choice.tokens)
             if self._has_ended(position):
                 self.state.in_flight.discard(chunk.request_id)
 
@@ -183,21 +194,14 @@ class Generation:
         if chunk.token_ids:
             if choice.last_s is not None:
                 self.state.metrics.observe_tokens(now - choice.last_s, len(chunk.token_ids))
+                self.state.admission.observe_tokens(now - choice.last_s, len(chunk.token_ids))
             elif len(chunk.token_ids) > 1:
                 self.state.metrics.observe_tokens(0.0, len(chunk.token_ids) - 1)
             choice.last_s = now
         if self.state.settings.record_text:
-            choice.text.append(chunk.text)
+            choice.text.append(chunk.reasoning + chunk.text)
         if chunk.finish_reason is not None:
-            if all(each.ended for each in self._choices):
-                self._correct_admission(request.slo.ttft_s is not None)
             self.state.ended(self._ended_choice(index, request, chunk))
-
-    def _correct_admission(self, has_ttft_target: bool) -> None:
-        """Compare the longest wait of the choices with the wait that admission predicted."""
-        waits = [c.metrics.queue_s for c in self._choices if c.metrics is not None and c.metrics.queue_s is not None]
-        if len(waits) == len(self._choices):
-            self.state.admission.correct(self.reservation.predicted_s, max(waits), has_ttft_target)
 
     def _ended_choice(self, index: int, request: GenerateRequest, chunk: OutputChunk) -> EndedChoice:
         assert chunk.finish_reason is not None
@@ -205,16 +209,18 @@ class Generation:
         tpot_s = request.slo.tpot_s(self.state.info.baseline_s) if metrics is None else metrics.tpot_slo_s
         recorded = self.state.settings.record_text
         text = ChoiceText(request.prompt_ids, "".join(self._choices[index].text)) if recorded else None
-        return self.origin.ended(
-            index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
-            slo_class=request.slo_class, tpot_slo_s=tpot_s, ttft_slo_s=request.slo.ttft_s, metrics=metrics, text=text,
-        )  # fmt: skip
+        ending = "rejected" if metrics is None else chunk.finish_reason
+        if chunk.finish_reason == "abort" and self._cancelled:
+            ending = "cancelled"
+        return EndedChoice(
+            self.origin, index, ending, chunk.error_code, request.slo_class, tpot_s, request.slo.ttft_s, metrics, text
+        )
 
     def _failure(self, chunk: OutputChunk) -> ApiError:
         if chunk.finish_reason == "abort":
             return from_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
-        wait_s = self.state.client.stats().back_in_s
+        wait_s = self.state.retry_after_s() if code == OverloadedError.code else self.state.client.stats().back_in_s
         return from_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
 
     def _choices_of(self, position: int) -> list[_Choice]:
@@ -223,11 +229,6 @@ class Generation:
 
     def _has_ended(self, position: int) -> bool:
         return all(choice.ended for choice in self._choices_of(position))
-
-    def _cached_tokens(self, position: int) -> int:
-        """Return the tokens of one prompt that none of its choices had to compute."""
-        metrics = [choice.metrics for choice in self._choices_of(position)]
-        return min(0 if one is None else one.cached_tokens for one in metrics)
 
 
 def max_tokens_of(requests: Iterable[GenerateRequest]) -> int:

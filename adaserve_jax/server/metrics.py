@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.results.records import status_of
+from adaserve_jax.results.records import judged, status_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.stats import DrafterStats, MetricSpec, ServiceState, StepStats, metrics_of
 
@@ -38,7 +38,7 @@ class ServerMetrics:
         self.registry.register(EngineCollector(client))
         self._slo = Counter(
             "adaserve_slo_requests",
-            "Choices that carried a target, by class, target (tpot, ttft) and outcome (met, missed, rejected).",
+            "Choices with a target, by class, metric (tpot, ttft) and outcome (met, missed, rejected, cancelled).",
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
@@ -82,12 +82,12 @@ class ServerMetrics:
         self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
-        """Count a choice that ended; one that did not finish has met no target."""
+        """Count a choice that ended; one that did not finish met no target, and a cancelled one is not judged."""
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
-        met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None and status == "finished" else (False, False)
+        met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None else (False, False)
         for kind, target_s, kept in zip(("tpot", "ttft"), (choice.tpot_slo_s, choice.ttft_slo_s), met, strict=True):
             if target_s is not None:
-                outcome = "rejected" if status == "rejected" else "met" if kept else "missed"
+                outcome = status if status in ("rejected", "cancelled") else "met" if judged(kept, status) else "missed"
                 self._slo.labels(choice.slo_class, kind, outcome).inc()
         if metrics is None:
             return
@@ -160,11 +160,7 @@ def _families(
     """Yield a metric family per declared name.
 
     Counters by draft or by reason begin at 0 for all of them once there are drafts, so that rates see the first count.
-
-    Args:
-        specs: Declared metrics by field of the statistics.
-        values: Values by field.
-        drafts: Names of the drafts that learn.
+    specs, values: by field of the statistics. drafts: names of the drafts that learn.
     """
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for field, spec in specs.items():
@@ -173,15 +169,12 @@ def _families(
         kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
         family = families.setdefault(spec.name, kind(f"adaserve_{spec.name}", spec.text, labels=spec.labels))
         value = values[field]
-        if drafts and spec.kind == "counter":
-            value = _with_zeros(value, spec.values or (drafts if spec.labels == ("draft",) else ()))
+        keys = spec.values or (drafts if spec.labels == ("draft",) else ())
+        if drafts and keys and spec.kind == "counter":
+            value = dict.fromkeys(keys, 0) | value
         for labels, number in _samples(value, spec.values):
             family.add_metric((spec.row, *labels) if spec.row else labels, number)
     yield from families.values()
-
-
-def _with_zeros(value: Any, keys: Collection[str]) -> Any:
-    return dict.fromkeys(keys, 0) | value if keys else value
 
 
 def _samples(value: Any, states: Sequence[str]) -> Iterator[tuple[tuple[str, ...], float]]:

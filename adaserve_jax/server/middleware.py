@@ -6,31 +6,23 @@ import logging
 import re
 import uuid
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve_jax.server.auth import Account, Keyring, RateLimited
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.metrics import ServerMetrics
 
-REQUEST_ID = b"x-request-id"
-OPEN_ROUTES = ("/health",)
-"""Routes that need no API key."""
+REQUEST_ID = "x-request-id"
+OPEN_ROUTES = ("/", "/health", "/ping")
+"""Routes that need no API key: they say nothing of what is served."""
 OPERATOR_ROUTES = ("/metrics", "/dashboard")
 """Routes that show the requests of all clients; they and the paths below them need an operator's key."""
-SECURITY_HEADERS = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-)
+SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 """Headers of every response that does not set its own."""
 WEBSOCKET_POLICY_VIOLATION = 1008
-_VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _log = logging.getLogger(__name__)
-
-
-def header_values(scope: Scope, name: bytes) -> list[bytes]:
-    """Return every value of the header `name`, which is lower case."""
-    return [value for key, value in scope["headers"] if key == name]
 
 
 def is_at(path: str, route: str) -> bool:
@@ -52,25 +44,26 @@ class RequestBoundaryMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = next(iter(header_values(scope, REQUEST_ID)), b"")
+        request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not _VALID_REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
         started = False
 
         async def send_with_headers(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                headers = [*message.get("headers", ()), (REQUEST_ID, request_id)]
-                own = {name for name, _ in headers}
-                message["headers"] = [*headers, *(pair for pair in SECURITY_HEADERS if pair[0] not in own)]
+                headers = MutableHeaders(scope=message)
+                headers.append(REQUEST_ID, request_id)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         try:
             await self.app(scope, receive, send_with_headers)
         except Exception:
-            _log.exception("request %s failed", request_id.decode())
+            _log.exception("request %s failed", request_id)
             if started:
                 raise
             error = ApiError(500, "the server failed on this request and goes on", code="internal_error")
@@ -81,7 +74,7 @@ class ApiKeyMiddleware:
     """Ask for `Authorization: Bearer KEY` and count the requests of each key.
 
     OPEN_ROUTES need no key, OPERATOR_ROUTES need an operator's. Websockets are refused. A request that passes has its
-    account in `request.state.account` and the key's name in `request.state.key`.
+    account in `request.state.account`.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring, metrics: ServerMetrics):
@@ -115,7 +108,7 @@ class ApiKeyMiddleware:
             )
         if not account.is_operator and any(is_at(scope["path"], route) for route in OPERATOR_ROUTES):
             raise ApiError(403, "this route needs an API key of an operator of this server", code="not_allowed")
-        scope.setdefault("state", {}).update(account=account, key=account.name)
+        scope.setdefault("state", {}).update(account=account)
         if scope["method"] == "POST":
             try:
                 account.begin_request()
@@ -125,10 +118,10 @@ class ApiKeyMiddleware:
 
     def _account(self, scope: Scope) -> Account | None:
         """Return the account of the Authorization header; None where the key is unknown or the header is repeated."""
-        values = header_values(scope, b"authorization")
-        scheme, _, secret = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        account = self.keyring.find(secret.strip(b" "))
-        return account if scheme.lower() == b"bearer" else None
+        values = Headers(scope=scope).getlist("authorization")
+        scheme, _, secret = values[0].partition(" ") if len(values) == 1 else ("", "", "")
+        account = self.keyring.find(secret.strip(" ").encode("latin-1"))
+        return account if scheme.lower() == "bearer" else None
 
 
 class HeaderLimitMiddleware:
@@ -175,8 +168,8 @@ class BodyLimitMiddleware:
             f"the body must be at most {self.max_bytes} bytes; shorten it or start the server with a larger cap",
             code="request_too_large",
         )
-        length = next(iter(header_values(scope, b"content-length")), b"")
-        if length.isdigit() and int(length) > self.max_bytes:
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self.max_bytes:
             await too_large.response()(scope, receive, send)
             return
         received = 0
@@ -212,13 +205,13 @@ class MethodsMiddleware:
         async def send_allow(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start":
-                headers = [(name, self._allow(value) if name == b"allow" else value) for name, value in
-                           message.get("headers", ())]  # fmt: skip
+                headers = MutableHeaders(scope=message)
+                if "allow" in headers:
+                    headers["allow"] = self._allow(headers["allow"])
                 refused = method == "OPTIONS" and message["status"] == 405
                 if refused:
-                    message = {**message, "status": 204, "headers": [pair for pair in headers if pair[0] == b"allow"]}
-                else:
-                    message["headers"] = headers
+                    message["status"] = 204
+                    message["headers"] = [pair for pair in headers.raw if pair[0] == b"allow"]
             elif refused and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
@@ -226,7 +219,7 @@ class MethodsMiddleware:
         await self.app({**scope, "method": "GET"} if method == "HEAD" else scope, receive, send_allow)
 
     @staticmethod
-    def _allow(value: bytes) -> bytes:
+    def _allow(value: str) -> str:
         """Return the methods of a route with those that are answered here."""
-        head = [b"HEAD"] if b"GET" in value and b"HEAD" not in value else []
-        return b", ".join([value, *head, b"OPTIONS"])
+        head = ["HEAD"] if "GET" in value and "HEAD" not in value else []
+        return ", ".join([value, *head, "OPTIONS"])

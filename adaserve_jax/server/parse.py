@@ -6,7 +6,6 @@ Errors are RequestError and ApiError that name the field.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,12 @@ from typing import Any, TypeVar, cast
 
 from starlette.datastructures import Headers
 
-from adaserve_jax.engine.client import EngineInfo, check_ids
+from adaserve_jax.engine.client import EngineInfo, check_ids, check_prompt
 from adaserve_jax.errors import RequestError
-from adaserve_jax.server.errors import ApiError, invalid
-from adaserve_jax.server.schema import ChatBody, CompletionBody, GenerationBody, Message, ResponseFormat
+from adaserve_jax.server.constraint_fields import ANY_OBJECT, constraints_of, json_text
+from adaserve_jax.server.errors import invalid
+from adaserve_jax.server.prompt_logprobs import PromptReport, is_prompt_only
+from adaserve_jax.server.schema import MIN_SEED, ChatBody, CompletionBody, GenerationBody, ResponseFormat
 from adaserve_jax.server.settings import DEFAULT_CLASS, KeySettings, ServerSettings, SloClass
 from adaserve_jax.server.state import TextCodec
 from adaserve_jax.types import SLO, SamplingParams
@@ -27,7 +28,6 @@ LONG_TEXT = 8192
 MAX_SHOWN = 40
 MAX_TOKENS_UNSET = 2**31 - 1
 """Value of max_tokens until the prompt's length is known."""
-ANY_OBJECT = '{"type": "object"}'
 TARGET_HEADERS = {
     "slo_tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
@@ -44,7 +44,7 @@ AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
 def check_supported(body: GenerationBody) -> None:
     """Raise ApiError for fields that ask for something this server does not implement."""
-    name = body.unsupported_field()
+    name = body.refused_field()
     if name is not None:
         what = type(body).model_fields[name].description or ""
         raise invalid(f"{name} is {what[:1].lower()}{what[1:]}", name, "unsupported_parameter")
@@ -75,50 +75,50 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     return prompts
 
 
-def chat_messages(messages: list[Message]) -> list[dict[str, str]]:
-    """Return the messages for a chat template; "developer" is the newer name of the role "system"."""
-    return [
-        {"role": "system" if m.role == "developer" else m.role, "content": _content(m, i)}
-        for i, m in enumerate(messages)
-    ]
-
-
-def _content(message: Message, index: int) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            got = f"of type {part.type!r}" if part.type != "text" else "without a text"
-            raise invalid(
-                f"messages[{index}].content must hold parts of type text, got a part {got}",
-                "messages",
-                "unsupported_content",
-            )
-    return "".join(part.text or "" for part in message.content)
-
-
 async def run_sized(size: int, work: Callable[[], T]) -> T:
     """Run `work`, in a thread when its input is longer than LONG_TEXT; return or raise what it does."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
 
-async def encode(tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab_size: int) -> list[list[int]]:
+async def encode(
+    tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab_size: int, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Return the token ids of each prompt. Raises RequestError."""
-    size = sum(map(len, prompts))
-    return await run_sized(size, lambda: [_encoded(tokenizer, prompt, vocab_size) for prompt in prompts])
+
+    def encoded(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, add_special_tokens)
+        check_ids(prompt, vocab_size)
+        return prompt
+
+    return await run_sized(sum(map(len, prompts)), lambda: [encoded(prompt) for prompt in prompts])
 
 
-def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    check_ids(prompt, vocab_size)
-    return prompt
+def check_rows(prompts: Sequence[list[int]], tokenizer: TextCodec, vocab_size: int, param: str) -> None:
+    """Raise RequestError, naming the token, if a prompt has one of the tokenizer's that the model has no row for."""
+    for token in map(max, filter(None, prompts)):
+        if token >= vocab_size:
+            spelled = tokenizer.spelled(token)
+            text = spelled if isinstance(spelled, str) else spelled.decode(errors="replace")
+            raise RequestError(
+                f"{param} must hold tokens of the model, whose ids are from 0 to {vocab_size - 1}, got "
+                f"{text[:MAX_SHOWN]!r} ({token}), which only its tokenizer has; leave it out",
+                param=param,
+                code="invalid_value",
+            )
 
 
-async def encode_chat(tokenizer: TextCodec, messages: list[Message]) -> list[int]:
-    """Return the token ids of a conversation. Raises RequestError."""
-    plain = chat_messages(messages)
-    return await run_sized(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
+def truncated(body: GenerationBody, ids: list[int], info: EngineInfo) -> list[int]:
+    """Return the tokens of a prompt that truncate_prompt_tokens keeps. Raises ApiError."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most != -1 and most < 1:
+        raise invalid(f"truncate_prompt_tokens must be -1 or above 0, got {most}", "truncate_prompt_tokens")
+    if most == -1:
+        asked = _max_tokens(body)[0] or (1 if isinstance(body, ChatBody) else SamplingParams.max_tokens)
+        most = max(1, info.max_context - max(asked, body.min_tokens or 0))
+    return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
 
 def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -131,22 +131,28 @@ def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
     }
     if given.get("top_k") == -1:
         given["top_k"] = 0
+    if given.get("top_p") == 0:  # the smallest nucleus is the likeliest token
+        given |= {"top_p": 1.0, "top_k": 1}
+    if MIN_SEED <= given.get("seed", 0) < 0:
+        given["seed"] = None if given["seed"] == -1 else given["seed"] % 2**64
     given["logit_bias"] = _biases(body.logit_bias or {})
     given["logprobs"], logprobs_name = _logprobs(body)
-    given["json_schema"] = _json_schema(body.response_format)
+    given["prompt_logprobs"] = PromptReport.of(body).top
+    form, names_of_form = constraints_of(body, _json_schema(body.response_format))
+    given |= form
     limit, limit_name = _max_tokens(body)
     if limit is not None:
-        given["max_tokens"] = limit
+        given["max_tokens"] = 1 if is_prompt_only(body) else limit  # the token is drawn and not shown
     elif isinstance(body, ChatBody):
         given["max_tokens"] = MAX_TOKENS_UNSET
-    names = {"max_tokens": limit_name, "logprobs": logprobs_name}
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name} | names_of_form
     try:
         return SamplingParams(**given)
     except RequestError as error:
         name = names.get(error.param or "")
-        if name is None or name == error.param:
+        if name is None:
             raise
-        raise RequestError(str(error).replace(str(error.param), name, 1), param=name, code=error.code) from None
+        raise invalid(str(error).replace(str(error.param), name, 1), name, error.code) from None
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -162,12 +168,6 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 def _logprobs(body: GenerationBody) -> tuple[int | None, str]:
     """Return how many likeliest tokens to report (None: no log probabilities) and the field that asks for it."""
     if isinstance(body, CompletionBody):
-        if body.echo and body.logprobs is not None:
-            raise invalid(
-                "logprobs together with echo is not implemented: the prompt's tokens have none; leave one of them out",
-                "logprobs",
-                "unsupported_parameter",
-            )
         return body.logprobs, "logprobs"
     assert isinstance(body, ChatBody)
     if not body.logprobs:
@@ -188,26 +188,12 @@ def _json_schema(wanted: ResponseFormat | None) -> str | None:
         return None
     if wanted.json_schema is None:
         return ANY_OBJECT
-    try:
-        text = json.dumps(wanted.json_schema.schema_, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        raise invalid(
-            "response_format.json_schema.schema must be valid Unicode, got half of a surrogate pair",
-            "response_format",
-            "invalid_text",
-        ) from None
-    except (ValueError, RecursionError):
-        raise invalid(
-            "response_format.json_schema.schema must be JSON, not nested too deeply and without NaN or infinity",
-            "response_format",
-        ) from None
+    return json_text("response_format.json_schema.schema", wanted.json_schema.schema_)
 
 
 def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
     """Return the limit that the body asks for and the field that holds it."""
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if body.max_completion_tokens is not None:
         return body.max_completion_tokens, "max_completion_tokens"
     return body.max_tokens, "max_tokens"
 
@@ -219,7 +205,7 @@ def fit_context(body: GenerationBody, sampling: SamplingParams, prompt_tokens: i
     as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
     is_chat = isinstance(body, ChatBody)
-    info.check_prompt(prompt_tokens, "messages" if is_chat else "prompt")
+    check_prompt(prompt_tokens, info.max_context, "messages" if is_chat else "prompt")
     room = info.max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
@@ -271,7 +257,10 @@ def targets_of(
     if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
         tpot_ms, relative = relative * baseline_s * 1e3, None
     slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms), relative)
-    return RequestTargets(slo, default.name, _priority(body, default, limits))
+    priority = default.priority if body.priority is None else body.priority
+    if limits is not None and limits.min_priority is not None:
+        priority = max(priority, limits.min_priority)
+    return RequestTargets(slo, default.name, priority)
 
 
 def _class_of(
@@ -292,13 +281,6 @@ def _class_of(
             f"{param} must be one of {', '.join(allowed)}, got {name!r}", param=param, code="invalid_slo"
         )
     return classes[name]
-
-
-def _priority(body: GenerationBody, default: SloClass, limits: KeySettings | None) -> int:
-    priority = default.priority if body.priority is None else body.priority
-    if limits is None or limits.min_priority is None:
-        return priority
-    return max(priority, limits.min_priority)
 
 
 def _clamp(value: float | None, low: float, high: float) -> float | None:
@@ -330,12 +312,9 @@ def _target(headers: Headers, name: str) -> float | None:
     if not values:
         return None
     if len(values) > 1:
-        raise _refusal(name, "given once", f"{len(values)} of them")
+        raise invalid(f"the header {name} must be given once, got {len(values)} of them", name, "invalid_slo")
     try:
         return SLO(tpot_ms=float(values[0])).tpot_ms
     except (ValueError, RequestError):
-        raise _refusal(name, "a finite number above 0", repr(values[0][:40])) from None
-
-
-def _refusal(name: str, expected: str, got: str) -> ApiError:
-    return invalid(f"the header {name} must be {expected}, got {got}", name, "invalid_slo")
+        got = repr(values[0][:MAX_SHOWN])
+        raise invalid(f"the header {name} must be a finite number above 0, got {got}", name, "invalid_slo") from None

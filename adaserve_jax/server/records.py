@@ -73,8 +73,11 @@ class ChoiceStamper:
             if self._run is None:
                 raise
             return self._run
-        engine = info, self._state.client.stats().restarts
-        if self._run is None or engine != self._engine:
+        stats = self._state.client.stats()
+        engine = info, stats.restarts
+        if self._run is None or (
+            engine != self._engine and stats.back_in_s is None
+        ):  # else the run is still the dead one's
             self._engine = engine
             self._run = ServerRun(
                 uuid.uuid4().hex, now_unix_s, adaserve_jax.__version__, info.jax_version, info.device, info.policy,
@@ -108,9 +111,9 @@ class RecordMaker:
         return served_record(
             metrics,
             run=stamped.run,
-            request_id=ended.request_id,
+            request_id=ended.origin.request_id,
             choice=ended.index,
-            key=ended.key,
+            key=ended.origin.key,
             ending=ended.ending,
             error_code=ended.error_code,
             arrival_unix_s=arrival_unix_s,
@@ -141,13 +144,8 @@ class BatchThread(Generic[T]):
     """Thread that calls `work(items)` every `every_s` seconds with the items put since, also with none.
 
     `work` returns the items that it wants to get again. If it raises, its items are dropped and the thread goes on.
-
-    Args:
-        name: Name of the thread.
-        work: See above.
-        dropped: Called with a number of items that were never worked off, from either thread.
-        every_s: Seconds between calls.
-        limit: Most items that wait or are worked on; more are dropped.
+    dropped: called with a number of items that were never worked off, from either thread. limit: most items that wait
+    or are worked on; more are dropped.
     """
 
     def __init__(

@@ -1,44 +1,62 @@
-"""Routes that generate: POST /v1/completions and /v1/chat/completions."""
+"""Routes that generate: POST /v1/completions, /v1/chat/completions and /v1/responses."""
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.errors import QueueFullError
+from adaserve_jax.errors import AdaServeError, QueueFullError
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.auth import Account, RateLimited
-from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.formatting import ChatFormatter, CompletionFormatter, DeltaBuilder
+from adaserve_jax.server.body import BoundedRoute
+from adaserve_jax.server.conversation import chat_prompt, encode_chat
+from adaserve_jax.server.errors import ApiError, invalid
+from adaserve_jax.server.formatting import (
+    ChatFormatter,
+    CompletionFormatter,
+    DeltaBuilder,
+    EventFormatter,
+    token_text,
+)
 from adaserve_jax.server.generation import Generation, max_tokens_of
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.parse import (
-    RequestTargets,
     check_draft_tag,
+    check_rows,
     check_supported,
     encode,
-    encode_chat,
     fit_context,
     prompts_of,
     sampling_of,
     targets_of,
+    truncated,
     with_header_targets,
 )
+from adaserve_jax.server.prompt_logprobs import PromptReport, is_prompt_only
+from adaserve_jax.server.reasoning import with_thinking
+from adaserve_jax.server.responses_input import as_chat
+from adaserve_jax.server.responses_output import ResponseEventWriter, ResponsesFormatter
+from adaserve_jax.server.responses_schema import ResponseObject, ResponsesBody
 from adaserve_jax.server.schema import (
-    Body,
     ChatBody,
     ChatCompletion,
     Completion,
     CompletionBody,
     ErrorBody,
     GenerationBody,
+    RequestModel,
+    StreamOptions,
 )
 from adaserve_jax.server.state import ServerState, TextCodec
-from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, EventWriter, UsageOptions, collect
-from adaserve_jax.types import SamplingParams
+from adaserve_jax.server.streaming import EventStream, EventWriter, collect, with_warning
+from adaserve_jax.server.tools import offered_tools, tool_format, with_tool_calls
 
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
@@ -73,29 +91,24 @@ def _stream_response(chunk: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"content": {"text/event-stream": {"schema": event}}}}
 
 
-def warning_headers(body: Body, query: Iterable[str] = ()) -> dict[str, str]:
+def warning_headers(body: RequestModel, query: Iterable[str]) -> Mapping[str, str]:
     """Return a warning header that names ignored fields and query parameters, in ASCII and at bounded length."""
-    warnings = [
-        f"ignored unknown {what}: {_named(names)}"
-        for what, names in (("fields", body.unknown_fields()), ("query parameters", sorted(set(query))))
-        if names
-    ]
-    return {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
+    headers: Mapping[str, str] = {}
+    for what, names in (("fields", body.ignored_fields()), ("query parameters", sorted(set(query)))):
+        if names:
+            headers = with_warning(headers, f"ignored {what}: {_named(names)}")
+    return headers
 
 
 def _named(names: list[str]) -> str:
-    named = [_printable(name[:MAX_NAME]) or "''" for name in names[:MAX_NAMED_FIELDS]]
+    shown = (re.sub(r"[^!-~]", "?", name[:MAX_NAME]) or "''" for name in names[:MAX_NAMED_FIELDS])
     more = f" and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
-    return ", ".join(named) + more
-
-
-def _printable(name: str) -> str:
-    return "".join(c if 32 < ord(c) < 127 else "?" for c in name)
+    return ", ".join(shown) + more
 
 
 def router(state: ServerState) -> APIRouter:
-    """Return the two routes."""
-    routes = APIRouter(tags=["generation"])
+    """Return the routes."""
+    routes = APIRouter(tags=["generation"], route_class=BoundedRoute)
     errors = error_responses(400, 401, 404, 413, 429, 503)
 
     @routes.post(
@@ -118,59 +131,78 @@ def router(state: ServerState) -> APIRouter:
     async def chat(body: ChatBody, http: Request) -> Response:
         return await generate(state, body, http, ChatFormatter)
 
+    @routes.post(
+        "/v1/responses",
+        response_model=ResponseObject,
+        responses=errors | _stream_response("ResponseEvent"),
+        operation_id="create_response",
+        summary="Answer a conversation, by the Responses API",
+    )
+    async def responses(body: ResponsesBody, http: Request) -> Response:
+        chat, names = as_chat(body)
+        try:
+            return await generate(state, chat, http, partial(ResponsesFormatter, body, names), body)
+        except (ApiError, AdaServeError) as error:
+            raise names.error(error) from None
+
     return routes
 
 
 async def generate(
     state: ServerState, body: CompletionBody | ChatBody, http: Request,
-    formatter: type[CompletionFormatter] | type[ChatFormatter],
+    formatter: Callable[[str], EventFormatter | ResponsesFormatter], asked: RequestModel | None = None,
 ) -> Response:  # fmt: skip
-    """Serve one request, from the body to the response. Raises ApiError and AdaServeError."""
+    """Serve one request, from the body to the response. Raises ApiError and AdaServeError.
+
+    formatter: makes the response's, of the model's name. asked: the body that came, where `body` was made of it.
+    """
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
     state.require_model(body.model)
     response = formatter(state.model_name)  # before submitting: once the engine ends, the model's name is unknown
     account: Account = getattr(http.state, "account", state.keyring.anonymous)
-    generation = await begin(state, body, _origin(http), account)
-    headers = warning_headers(body, http.query_params)
-    if warning:
-        headers[WARNING_HEADER] = "; ".join(filter(None, (headers.get(WARNING_HEADER), warning)))
+    operation = "chat" if isinstance(body, ChatBody) else "text_completion"
+    traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
+    origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent)
+    generation = await begin(state, body, origin, account)
+    if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
+        generation.deltas.unscored = generation.requests[0].sampling.thinking
+    headers = with_warning(warning_headers(asked or body, http.query_params), warning)
     if not body.stream:
         return await collect(generation, response, http, headers)
-    options = body.stream_options
-    usage = UsageOptions(
-        in_last_event=options is not None and bool(options.include_usage),
-        in_every_event=options is not None and bool(options.continuous_usage_stats),
-    )
-    return EventStream(EventWriter(generation, response, usage), headers)
-
-
-def _origin(http: Request) -> Origin:
-    """Return the request's id, key name, operation and trace, as the middleware noted them."""
-    operation = "chat" if "chat" in http.url.path else "text_completion"
-    traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""), operation, traceparent)
+    if isinstance(response, ResponsesFormatter):
+        return EventStream(ResponseEventWriter(generation, response), headers)
+    return EventStream(EventWriter(generation, response, body.stream_options or StreamOptions()), headers)
 
 
 async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account) -> Generation:
     """Check what needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
+    if isinstance(body, ChatBody):
+        sampling = with_tool_calls(sampling, body, tool_format(state))
     targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits)
     salt, learn = account.salt(body.cache_salt), account.may_learn and body.learn is not False
     draft_tag = check_draft_tag(body, state.info.drafts)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
+    chat = PLAIN_CHAT
+    if isinstance(body, ChatBody):
+        chat = chat_prompt(body, state.settings)
     count, max_count = len(prompts) * sampling.n, min(state.settings.max_choices, account.max_choices)
     if count > max_count:
         raise invalid(f"prompts times n must be at most {max_count}, got {len(prompts)} times {sampling.n}", "n")
-    key_reservation = reservation = None
+    reservation = None
     try:
-        key_reservation = account.reserve(count)
-        reservation = state.admit(count, targets.slo, targets.priority)
         info, tokenizer = state.info, state.tokenizer
+        most = min(sampling.max_tokens, info.max_context)
+        reservation = state.admit(account, count, most, targets.slo, targets.priority)
         if isinstance(body, ChatBody):
-            encoded = [await encode_chat(tokenizer, body.messages)]
+            encoded = [await encode_chat(tokenizer, body.messages, tool_format(state), offered_tools(body), chat)]
         else:
-            encoded = await encode(tokenizer, prompts, info.vocab_size)
+            encoded = await encode(tokenizer, prompts, info.vocab_size, body.add_special_tokens is not False)
+        encoded = [truncated(body, ids, info) for ids in encoded]
+        check_rows(encoded, tokenizer, info.vocab_size, "messages" if isinstance(body, ChatBody) else "prompt")
+        if isinstance(body, ChatBody):
+            sampling = with_thinking(sampling, body, encoded[0], state)
         requests = [
             GenerateRequest(
                 uuid.uuid4().hex,
@@ -183,37 +215,44 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
                 learn=learn,
                 tenant=account.name,
                 draft_tag=draft_tag,
+                max_wait_s=state.settings.max_queue_wait,
             )
             for ids in encoded
         ]
-        deltas = _delta_builder(body, prompts, sampling, tokenizer)
+        PromptReport.of(body).check(requests, stream=bool(body.stream))
+        texts = prompts if body.truncate_prompt_tokens is None else encoded
+        deltas = _delta_builder(body, texts, requests, tokenizer)
         account.charge(max_tokens_of(requests))
     except BaseException as error:
         if reservation is not None:
             reservation.release()
-        if key_reservation is not None:
-            key_reservation.drop()
+        if isinstance(error, RateLimited):
+            state.metrics.observe_rate_limited(error.limit)
         if isinstance(error, RateLimited) or (reservation is None and isinstance(error, QueueFullError)):
-            _report_rejected(state, origin, targets, count, error)
+            state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
         raise
-    generation = Generation(state, requests, reservation, key_reservation, origin, deltas)
+    generation = Generation(state, requests, reservation, origin, deltas)
     generation.start()  # gives back by itself what does not begin
     return generation
 
 
 def _delta_builder(
-    body: GenerationBody, prompts: Sequence[str | list[int]], sampling: SamplingParams, tokenizer: TextCodec
+    body: GenerationBody, prompts: Sequence[str | list[int]], requests: Sequence[GenerateRequest], tokenizer: TextCodec
 ) -> DeltaBuilder:
     """Return the builder of what the client sees: echoed prompts and spelled tokens where it asks for them."""
     echo: tuple[str, ...] = ()
+    sampling, report = requests[0].sampling, PromptReport.of(body)
     if isinstance(body, CompletionBody) and body.echo:
         echo = tuple(one if isinstance(one, str) else tokenizer.decode(one) for one in prompts)
-    return DeltaBuilder(sampling.n, echo, None if sampling.logprobs is None else tokenizer.spelled)
-
-
-def _report_rejected(
-    state: ServerState, origin: Origin, targets: RequestTargets, count: int, error: QueueFullError | RateLimited
-) -> None:
-    if isinstance(error, RateLimited):
-        state.metrics.observe_rate_limited(error.limit)
-    state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
+    return DeltaBuilder(
+        sampling.n,
+        echo,
+        None if sampling.logprobs is None else tokenizer.spelled,
+        None if sampling.tool_calls is None else FORMATS[sampling.tool_calls.format],
+        report,
+        () if report.echoed is None else tuple(request.prompt_ids[0] for request in requests),
+        None if report.listed is None else lambda token: token_text(tokenizer.spelled(token), "bytes:"),
+        is_prompt_only(body),
+        hides_thinking := isinstance(body, ChatBody) and body.include_reasoning is False,
+        sampling.thinking if hides_thinking else None,
+    )

@@ -12,9 +12,11 @@ from pydantic import BaseModel
 import adaserve_jax
 from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.server.errors import invalid
+from adaserve_jax.server.body import BoundedRoute
+from adaserve_jax.server.conversation import encode_chat
+from adaserve_jax.server.errors import RETRY_AFTER_S, invalid, retry_after
 from adaserve_jax.server.formatting import token_text
-from adaserve_jax.server.parse import encode, encode_chat, run_sized
+from adaserve_jax.server.parse import encode, run_sized
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.schema import (
     DetokenizeBody,
@@ -28,11 +30,12 @@ from adaserve_jax.server.schema import (
     Version,
 )
 from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.tools import tool_format
 
 
 def router(state: ServerState) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=BoundedRoute)
     _add_models(routes, state)
     _add_tokens(routes, state)
     _add_operations(routes, state)
@@ -82,7 +85,7 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("either prompt or messages must be given, and not both", "prompt")
         if body.messages is not None:
-            ids = await encode_chat(state.tokenizer, body.messages)
+            ids = await encode_chat(state.tokenizer, body.messages, tool_format(state), body.tools or [])
         else:
             (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size)
         tokenizer, most = state.tokenizer, state.info.max_context
@@ -131,8 +134,19 @@ def _add_operations(routes: APIRouter, state: ServerState) -> None:
     )  # fmt: skip
     async def ready(response: Response) -> Health:
         found = state.health()
-        response.status_code = 200 if found.status == "ok" else 503
+        if found.status != "ok":
+            response.status_code = 503
+            wait_s = state.client.stats().back_in_s
+            response.headers["retry-after"] = retry_after(RETRY_AFTER_S if wait_s is None else wait_s)
         return found
+
+    @routes.get(
+        "/ping", tags=["operations"], operation_id="ping", summary="Probe of hosting services. Needs no key",
+        response_class=Response, responses={503: {"description": "Starting, or the engine ended for good, or stalls."}},
+    )  # fmt: skip
+    async def ping() -> Response:
+        unfit = state.health().status in ("starting", "stalled", "dead")
+        return Response(status_code=503 if unfit else 200)
 
     @routes.get(
         "/metrics", tags=["operations"], operation_id="metrics", summary="Prometheus metrics", response_class=Response,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shlex
 import signal
 import socket
 import ssl
+import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.reasoning_formats import marks_of
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import SupervisedEngine
@@ -26,7 +30,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.server.app import create_app
-from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, check_tls, http_config
+from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config, tls_options
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
@@ -51,29 +55,27 @@ _log = logging.getLogger(__name__)
 def run(
     settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False, reread: Reread | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError and what loading the engine raises.
+    """Serve until SIGTERM or SIGINT, then drain. Return 0, or DEAD_STATUS when its engine ended the server.
 
-    Args:
-        settings: Settings of the server; errors in keys or certificates and a port in use raise ConfigError.
-        engine_config: Configuration of the engine.
-        in_process: Run the engine in a thread of this process, which cannot be started again.
-        reread: Reads the settings again on SIGHUP, for new API keys.
-
-    Returns:
-        Exit status: 0, or DEAD_STATUS when the server ended because its engine did.
+    Raises ConfigError, also for errors in keys or certificates and a port in use, and what loading the engine raises.
+    in_process: run the engine in a thread of this process, which cannot be started again. reread: reads the settings
+    again on SIGHUP, for new API keys.
     """
     bar = WarmUpBar(Console(stderr=True))
-    if in_process:
-        from adaserve_jax.engine.thread_engine import LocalEngine  # imports jax
+    with contextlib.ExitStack() as on_exit:
+        if in_process:
+            from adaserve_jax.engine.thread_engine import LocalEngine  # imports jax
 
-        client: EngineClient = LocalEngine(engine_config, bar.update)
-    else:
-        client = SupervisedEngine(
-            lambda on_death: ProcessEngine(engine_config, bar.update, on_death=on_death),
-            max_restarts=settings.max_restarts,
-            window_s=settings.restart_window,
-        )
-    return serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
+            client: EngineClient = LocalEngine(engine_config, bar.update)
+        else:
+            warm_folder = on_exit.enter_context(tempfile.TemporaryDirectory(prefix="adaserve-warm-"))
+            client = SupervisedEngine(
+                lambda on_death: ProcessEngine(engine_config, bar.update, warm_folder=warm_folder, on_death=on_death),
+                max_restarts=settings.max_restarts,
+                window_s=settings.restart_window,
+                backoff_s=settings.restart_backoff,
+            )
+        return serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
 
 
 def load_tokenizer(target: str) -> TextCodec:
@@ -92,25 +94,18 @@ def serve(
 ) -> int:
     """Start `client` behind an open port, serve it until a signal and close it. Return the exit status of `run`."""
     with Observability(settings) as observability:
-        return _serve_observed(settings, client, tokenizer, bar, reread, observability)
-
-
-def _serve_observed(
-    settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar,
-    reread: Reread | None, observability: Observability,
-) -> int:  # fmt: skip
-    app = create_app(client, None, settings)
-    observability.attach(app.state.server)
-    config = http_config(app, settings, lifespan="on", timeout_graceful_shutdown=int(ABORT_GRACE_S))
-    listener = listen(settings)  # last: what is wrong with keys and certificates is said before the port opens
-    warn_if_open(app.state.server, listener)
-    try:
-        server = DrainingServer(config, app.state.server)
-        return asyncio.run(_serve(server, listener, tokenizer, bar, reread))
-    finally:
-        client.close()
-        listener.close()
-        bar.close()
+        app = create_app(client, None, settings)
+        observability.attach(app.state.server)
+        config = http_config(app, settings, lifespan="on", timeout_graceful_shutdown=int(ABORT_GRACE_S))
+        listener = listen(settings)  # last: what is wrong with keys and certificates is said before the port opens
+        warn_if_open(app.state.server, listener)
+        try:
+            server = DrainingServer(config, app.state.server)
+            return asyncio.run(_serve(server, listener, tokenizer, bar, reread))
+        finally:
+            client.close()
+            listener.close()
+            bar.close()
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -150,11 +145,19 @@ async def _serve(
     state = server.state
     if reread is not None or state.settings.tls_cert is not None:
         reload_on_hangup(state, reread, lambda: server.config.ssl)
-    loading = in_thread(lambda: _load(state.client, tokenizer))
+
+    def load() -> TextCodec:
+        loaded = tokenizer()  # first: it says within a second that a checkpoint is not one
+        marks_of(state.settings.reasoning_parser, loaded)
+        state.client.start()
+        return loaded
+
+    loading = in_thread(load)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving  # stopped while loading
+        loading.cancel()
         return 0
     error = loading.exception()
     if error is None:
@@ -180,37 +183,19 @@ async def _end_with_engine(server: DrainingServer[ServerState]) -> None:
     server.begin_drain()
 
 
-def _load(client: EngineClient, tokenizer: Callable[[], TextCodec]) -> TextCodec:
-    """Load the tokenizer, then start the engine. Return the tokenizer; raise what either raised."""
-    loaded = tokenizer()
-    client.start()
-    return loaded
-
-
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run `work` in a daemon thread, which does not delay the end of the program. Return its result as a future."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # from here on a caller who gives up leaves the thread alone
 
     def target() -> None:
-        result, error = None, None
         try:
-            result = work()
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=target, name="engine-start", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 def _announce(state: ServerState, listener: socket.socket) -> None:
@@ -300,7 +285,7 @@ def reload_keys(state: ServerState, reread: Reread) -> None:
 def reload_certificate(context: ssl.SSLContext, settings: ServerSettings) -> None:
     """Load the certificate and its key again for new connections; on an error, which is logged, the old ones stay."""
     try:
-        check_tls(settings)  # first into another context: a pair that does not match must not be loaded by half
+        tls_options(settings)  # first into another context: a pair that does not match must not be loaded by half
         assert settings.tls_cert is not None
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except (ConfigError, OSError) as error:
@@ -330,21 +315,15 @@ class WarmUpBar:
             if self._closed:
                 return
             if self._console.is_terminal:
-                self._draw(what, done, total)
-            else:
-                self._print(what, done, total)
-
-    def _draw(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._progress.start()
-            self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done, total=total)
-
-    def _print(self, what: str, done: int, total: int) -> None:
-        tenth = WARM_UP_LINES * done // max(total, 1)
-        if tenth > self._lines.get(what, -1):
-            self._lines[what] = tenth
-            self._console.print(f"{what} {done}/{total}", highlight=False)
+                if what not in self._tasks:
+                    self._progress.start()
+                    self._tasks[what] = self._progress.add_task(what, total=total)
+                self._progress.update(self._tasks[what], completed=done, total=total)
+                return
+            tenth = WARM_UP_LINES * done // max(total, 1)
+            if tenth > self._lines.get(what, -1):
+                self._lines[what] = tenth
+                self._console.print(f"{what} {done}/{total}", highlight=False)
 
     def close(self) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Literal
 
@@ -56,16 +56,6 @@ class SloClass(Settings):
                 "slo_classes must be like name=tpot_ms or name=tpot_ms:ttft_ms, with nothing where there is no "
                 f"target, got {text!r}"
             ) from error
-
-
-def tiers_of(classes: Iterable[SloClass]) -> dict[str, str]:
-    """Return the class that each service tier stands for. Raises ConfigError when two classes claim one tier."""
-    tiers: dict[str, str] = {}
-    for one in classes:
-        for tier in one.service_tiers:
-            if tiers.setdefault(tier, one.name) != one.name:
-                raise ConfigError(f"service_tiers: {tier!r} must belong to one class, got {tiers[tier]} and {one.name}")
-    return USUAL_TIERS | tiers
 
 
 def digest_of(secret: str | bytes) -> bytes:
@@ -144,8 +134,8 @@ class HttpSettings(Settings):
     )
     port: int = setting(8000, "TCP port; 0: any free one, which is printed", Panel.ADDRESS, ge=0, le=65535)
     api_key: str | None = setting(
-        None, "clients must send it as 'Authorization: Bearer KEY' on every route but /health; several with commas; "
-        "none: open, unless a configuration file has keys", Panel.ADDRESS, secret=True,
+        None, "clients must send it as 'Authorization: Bearer KEY' on every route but /, /health and /ping; several "
+        "with commas; none: open, unless a configuration file has keys", Panel.ADDRESS, secret=True,
     )  # fmt: skip
     max_body_bytes: int = setting(
         4 * 2**20, "largest request body, bytes; a larger one is refused with 413", Panel.LIMITS, ge=1
@@ -214,6 +204,13 @@ class ServerSettings(HttpSettings):
     use_generation_config: bool = setting(
         True, "sampling that a request leaves out is that of the target's generation_config.json", Panel.LIMITS
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "mistral_v11"] = setting(
+        "auto", "format in which the model writes tool calls; auto: that of its chat template", Panel.LIMITS
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"] = setting(
+        "auto", "marks between which the model thinks; auto: those that its chat template writes; none: thinking is "
+        "part of the text", Panel.LIMITS,
+    )  # fmt: skip
     records: PathText | None = setting(
         None, "SQLite file that gets a record of every choice that ends, without its text; none: no records",
         Panel.MONITORING,
@@ -235,6 +232,10 @@ class ServerSettings(HttpSettings):
         False, "take targets that the body leaves out from a gateway's headers, x-llm-d-slo-tpot-ms and others",
         Panel.ADDRESS,
     )  # fmt: skip
+    trust_request_chat_template: bool = setting(
+        False, "take a chat template from a request's chat_template; it is rendered in a process with limits",
+        Panel.LIMITS,
+    )  # fmt: skip
     classes: tuple[SloClass, ...] = setting(
         (), "named targets with priorities and service tiers: tables [[classes]] of a configuration file"
     )
@@ -244,14 +245,25 @@ class ServerSettings(HttpSettings):
         Panel.FAILURES, ge=0, unit="seconds",
     )  # fmt: skip
     max_restarts: int = setting(
-        1, "most times within restart_window that an engine process that ended is started again", Panel.FAILURES, ge=0
+        3,
+        "most times in a row that an engine process that ended without a finished request is started again; 0: none is",
+        Panel.FAILURES,
+        ge=0,
     )
     restart_window: float = setting(
-        600.0, "seconds in which restarts are counted", Panel.FAILURES, ge=0, unit="seconds"
+        600.0,
+        "seconds of service after which earlier ends of the engine are forgotten",
+        Panel.FAILURES,
+        ge=0,
+        unit="seconds",
     )
+    restart_backoff: float = setting(
+        1.0, "seconds before the second restart within restart_window; each later one waits twice as long, at most a "
+        "minute", Panel.FAILURES, ge=0, unit="seconds",
+    )  # fmt: skip
     max_queue_wait: float = setting(
-        5.0, "longest predicted wait for a turn, seconds; what would wait longer, or longer than its TTFT target "
-        "allows, is refused with 429; 0: none is", Panel.LIMITS, ge=0, unit="seconds",
+        5.0, "longest wait for a turn, seconds; what waits longer, is predicted to wait much longer, or longer than "
+        "its TTFT target allows, is answered with 429; 0: none is", Panel.LIMITS, ge=0, unit="seconds",
     )  # fmt: skip
     exit_when_dead: bool = setting(
         False, "end the server, with status 70, when its engine ended and is not started again", Panel.FAILURES
@@ -300,8 +312,15 @@ class ServerSettings(HttpSettings):
         return {one.name: one for one in found}
 
     def tiers(self) -> dict[str, str]:
-        """Return the class that each service tier stands for. Raises ConfigError."""
-        return tiers_of(self.classes)
+        """Return the class that each service tier stands for. Raises ConfigError when two classes claim one tier."""
+        tiers: dict[str, str] = {}
+        for one in self.classes:
+            for tier in one.service_tiers:
+                if tiers.setdefault(tier, one.name) != one.name:
+                    raise ConfigError(
+                        f"service_tiers: {tier!r} must belong to one class, got {tiers[tier]} and {one.name}"
+                    )
+        return USUAL_TIERS | tiers
 
     def all_keys(self) -> tuple[KeySettings, ...]:
         """Return the keys of `api_key`, which are operators' and have no limits, then those of the file.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
-from adaserve_jax.engine.client import EngineClient, EngineInfo
+from adaserve_jax.constraints.reasoning_formats import ReasoningMarks, marks_of
+from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.server.admission import QueueAdmission, Reservation, Slots
-from adaserve_jax.server.auth import Keyring
+from adaserve_jax.server.auth import Account, Keyring
 from adaserve_jax.server.errors import ApiError, from_code
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, notify
@@ -22,6 +25,7 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
+Status = Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
 CODE_OF_STATUS = {
     "starting": "not_ready",
     "restarting": "engine_restarting",
@@ -36,13 +40,22 @@ _log = logging.getLogger(__name__)
 class TextCodec(Protocol):
     """Part of `models.tokenizer.Tokenizer` that the server uses."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    longest_token: int
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def spelled(self, token_id: int) -> bytes | str: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def id_of(self, text: str) -> int | None: ...
+
+    @property
+    def chat_template(self) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], prompt: ChatPrompt = PLAIN_CHAT
+    ) -> list[int]: ...
 
 
 class Mailbox:
@@ -72,7 +85,8 @@ class Mailbox:
 class ServerState:
     """State of one server for as long as its app lives. Used from the event loop only.
 
-    in_flight: ids of the requests that the engine has.
+    in_flight: ids of the requests that the engine has. longest_token: most bytes that one token of the model stands
+    for. marks: those between which the model thinks; None: it has none.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings):
@@ -88,11 +102,15 @@ class ServerState:
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.in_flight: set[str] = set()
+        self.longest_token = 0
+        self.marks: ReasoningMarks | None = None
         self._tokenizer: TextCodec | None = None
 
     def become_ready(self, tokenizer: TextCodec) -> None:
-        """Take requests from now on: the engine has started."""
+        """Take requests from now on: the engine has started. Raises ConfigError: see `marks_of`."""
+        self.marks = marks_of(self.settings.reasoning_parser, tokenizer)
         self._tokenizer = tokenizer
+        self.longest_token = tokenizer.longest_token
         if self.phase == "starting":
             self.phase = "ok"
 
@@ -113,22 +131,30 @@ class ServerState:
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
-        alive = (
-            self.client.is_alive()
-        )  # before stats: an engine that ends in between is then known to come back, or not
-        stats, limit_s = self.client.stats(), self.settings.watchdog
-        if stats.back_in_s is None and not (alive or self.client.is_alive()):
-            return Health(status="dead", detail="the engine ended; restart the server")
+        alive = self.client.is_alive()  # before stats: whether an engine that ends now comes back is then known
+        stats = self.client.stats()
+        status, detail = self._status(stats, alive or self.client.is_alive())
+        crash = stats.last_crash
+        if crash is None:
+            return Health(status=status, detail=detail)
+        return Health(
+            status=status, detail=detail, restarts=stats.restarts, last_crash=crash.why, last_crash_unix_s=crash.unix_s
+        )
+
+    def _status(self, stats: EngineStats, alive: bool) -> tuple[Status, str]:
+        """Return what the server does, and the same in words."""
+        limit_s = self.settings.watchdog
+        why = "" if stats.last_crash is None else f" ({stats.last_crash.why})"
+        if stats.back_in_s is None and not alive:
+            return "dead", f"the engine ended{why}; restart the server"
         if self.phase == "draining":
-            return Health(status="draining", detail="the server finishes what it has and takes nothing new")
+            return "draining", "the server finishes what it has and takes nothing new"
         if stats.back_in_s is not None:
-            return Health(status="restarting", detail="the engine ended and is started again; retry in a few seconds")
+            return "restarting", f"the engine ended{why} and is started again; retry in a few seconds"
         if 0 < limit_s < stats.step_age_s:
-            return Health(
-                status="stalled",
-                detail=f"requests wait and no step was completed for {stats.step_age_s:.0f} s, more than {limit_s:g} s",
-            )
-        return Health(status="ok", detail="requests are served")
+            waited = f"no step was completed for {stats.step_age_s:.0f} s, more than {limit_s:g} s"
+            return "stalled", f"requests wait and {waited}"
+        return "ok", "requests are served"
 
     def require_ready(self) -> None:
         """Raise the 503 that fits when no request can be served."""
@@ -171,25 +197,30 @@ class ServerState:
                 param="model",
             )
 
-    def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
-        """Reserve room for choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
-        info, steps, slots = self.info, self.client.stats().scheduler, self.slots
-        now = time.monotonic()
-        due_s = info.due_s(now, priority, slo.ttft_s)
-        self.admission.observe_engine(steps.running, steps.waiting, info.max_requests)
-        ahead = slots.ahead(due_s) + choices - 1  # of the last of them
-        wait_s = self.admission.wait_s(
-            ahead, slots.running, slo.ttft_s is not None, self.admission.arrivals.overtaking(now, due_s)
-        )
-        self.admission.check(wait_s, slo.ttft_s)
-        reservation = slots.reserve(choices, due_s, wait_s)
-        self.admission.arrivals.add(now, due_s, choices)
-        return reservation
+    def admit(self, account: Account, choices: int, max_tokens: int, slo: SLO, priority: int) -> Reservation:
+        """Reserve room for choices of at most so many tokens each.
+
+        Raises RateLimited, OverloadedError (their turn comes too late), QueueFullError.
+        """
+        account.require_room(choices)
+        due_s = self.info.due_s(time.monotonic(), priority, slo.ttft_s)
+        self.admission.check(self._wait_s(due_s, max_tokens, choices), slo.ttft_s)
+        return self.slots.reserve(account, choices, due_s, max_tokens)
+
+    def retry_after_s(self) -> float | None:
+        """Return the seconds after which a request that waited too long may come again; None where it is unknown."""
+        wait_s = self._wait_s(math.inf, 1, 1)
+        return max(wait_s - self.admission.max_wait_s, 0.0) if wait_s else self.client.stats().back_in_s
+
+    def _wait_s(self, due_s: float, max_tokens: int, choices: int) -> float:
+        steps = self.client.stats().scheduler
+        self.admission.observe_engine(steps.running, steps.waiting, self.info.max_requests)
+        return self.admission.wait_s(self.slots, due_s, max_tokens, choices)
 
     def ended(self, choice: EndedChoice) -> None:
         """Report a choice that ended to admission, metrics and observers."""
         if choice.metrics is not None:
-            self.admission.learn(choice.metrics)
+            self.admission.learn(choice.metrics, stopped=choice.ending == "stop")
         self.metrics.observe_end(choice)
         notify(self.observers, choice)
 
@@ -199,6 +230,4 @@ class ServerState:
         """Report the choices of one request, by index, that got no room or that the engine did not take."""
         tpot_s = slo.tpot_s(self.info.baseline_s)
         for index in choices:
-            self.ended(origin.ended(
-                index, "rejected", error.code, slo_class=slo_class, tpot_slo_s=tpot_s, ttft_slo_s=slo.ttft_s,
-            ))  # fmt: skip
+            self.ended(EndedChoice(origin, index, "rejected", error.code, slo_class, tpot_s, slo.ttft_s))

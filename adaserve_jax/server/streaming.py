@@ -7,8 +7,8 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
+from typing import Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.server.connection import DirectBody, direct_body
 from adaserve_jax.server.errors import ApiError
-from adaserve_jax.server.formatting import ChoiceDelta, ResponseFormatter, to_json
+from adaserve_jax.server.formatting import ChoiceDelta, EventFormatter, ResponseFormatter, to_json
 from adaserve_jax.server.generation import Generation
-from adaserve_jax.server.schema import ResponseMetrics, Usage
+from adaserve_jax.server.schema import StreamOptions, Usage
 
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"
@@ -28,12 +28,21 @@ _TEXT_MARK = uuid.uuid4().hex
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class UsageOptions:
-    """Events of a stream that report token counts: a last one without choices, and every one (counts so far)."""
+class StreamWriter(Protocol):
+    """Write the events of a stream: `write` per chunk, in order, then `end`, or `failed` where it fails midway.
 
-    in_last_event: bool = False
-    in_every_event: bool = False
+    `named` returns an error in the endpoint's words.
+    """
+
+    generation: Generation
+
+    def write(self, index: int, chunk: OutputChunk) -> str: ...
+
+    def end(self) -> str: ...
+
+    def failed(self, error: ApiError) -> str: ...
+
+    def named(self, error: ApiError) -> ApiError: ...
 
 
 class EventWriter:
@@ -42,10 +51,10 @@ class EventWriter:
     Metrics are in the last event, which carries the usage too when that is asked for.
     """
 
-    def __init__(self, generation: Generation, formatter: ResponseFormatter, usage: UsageOptions):
+    def __init__(self, generation: Generation, formatter: EventFormatter, options: StreamOptions):
         self.generation = generation
         self._formatter = formatter
-        self._usage = usage
+        self._options = options
         self._unfinished = len(generation.requests) * generation.choices_per_prompt
         self._tokens = 0
         self._text_frames: dict[int, tuple[str, str]] = {}
@@ -67,26 +76,32 @@ class EventWriter:
         delta = deltas.add(index, chunk)
         if delta is None:
             return first
-        if delta.is_text_only and not self._usage.in_every_event:
+        if delta.is_text_only and not self._options.continuous_usage_stats:
             if index not in self._text_frames:
                 self._text_frames[index] = self._text_frame(index)
             before, after = self._text_frames[index]
             return f"{first}{before}{encode_basestring_ascii(delta.text)}{after}"
-        is_last = not self._unfinished and not self._usage.in_last_event
+        is_last = not self._unfinished and not self._options.include_usage
         last = {"metrics": self.generation.metrics()} if is_last else {}
         return first + _event(to_json(formatter.event([delta], **self._counts(), **last)))
 
     def end(self) -> str:
         """Return the event with the usage that comes after the last choice; empty unless it is asked for."""
-        if not self._usage.in_last_event:
+        if not self._options.include_usage:
             return ""
         usage, metrics = self.generation.usage(), self.generation.metrics()
         return _event(to_json(self._formatter.event([], usage=usage, metrics=metrics)))
 
+    def failed(self, error: ApiError) -> str:
+        return _event(json.dumps(error.body()))
+
+    def named(self, error: ApiError) -> ApiError:
+        return error
+
     def _counts(self) -> dict[str, Usage | None]:
-        if self._usage.in_every_event:
+        if self._options.continuous_usage_stats:
             return {"usage": self.generation.usage(self._tokens)}
-        return {"usage": None} if self._usage.in_last_event else {}
+        return {"usage": None} if self._options.include_usage else {}
 
     def _text_frame(self, index: int) -> tuple[str, str]:
         """Return the parts before and after the text of an event that carries only text."""
@@ -99,10 +114,10 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-async def events(writer: EventWriter) -> AsyncIterator[str]:
+async def events(writer: StreamWriter) -> AsyncIterator[str]:
     """Yield the events of a stream as they come, the last one `data: [DONE]`.
 
-    A failure is an event with an `error` object; before the first event it is raised as ApiError instead.
+    A failure is an event too; before the first event it is raised as ApiError instead.
     """
     began = False
     try:
@@ -117,9 +132,10 @@ async def events(writer: EventWriter) -> AsyncIterator[str]:
         if not isinstance(error, ApiError):
             _log.exception("a stream failed")
             error = ApiError(500, "the server failed on this request and goes on", code="internal_error")
+        error = writer.named(error)
         if not began:
             raise error from None
-        yield _event(json.dumps(error.body()))
+        yield writer.failed(error)
     yield _event("[DONE]")
 
 
@@ -130,7 +146,7 @@ class EventStream(StreamingResponse):
     and the end of a choice, events are written straight to the connection where `DirectBody` allows it.
     """
 
-    def __init__(self, writer: EventWriter, headers: Mapping[str, str]):
+    def __init__(self, writer: StreamWriter, headers: Mapping[str, str]):
         self._events = events(writer)
         super().__init__(self._events, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         self._writer = writer
@@ -139,9 +155,11 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _finish_first(self._respond(scope, receive, send), self.listen_for_disconnect(receive))
+            if not await finish_first(self._respond(scope, receive, send), self.listen_for_disconnect(receive)):
+                self._writer.generation.cancel()
         except OSError:
             _log.debug("the client disconnected while an event was sent")
+            self._writer.generation.cancel()
         finally:
             self._writer.generation.abort()
 
@@ -195,7 +213,9 @@ async def collect(
             pass
 
     try:
-        finished = await _finish_first(gather(), disconnected())
+        finished = await finish_first(gather(), disconnected())
+        if not finished:
+            generation.cancel()
     finally:
         generation.abort()
     if not finished:
@@ -203,17 +223,18 @@ async def collect(
     choices = [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
     metrics = generation.metrics()
     body = to_json(formatter.full(choices, generation.usage(), metrics))
-    return Response(body, media_type="application/json", headers=_with_infeasible_warning(headers, metrics))
+    headers = with_warning(headers, INFEASIBLE if metrics.slo.feasible is False else "")
+    return Response(body, media_type="application/json", headers=headers)
 
 
-def _with_infeasible_warning(headers: Mapping[str, str], metrics: ResponseMetrics) -> dict[str, str]:
-    if metrics.slo.feasible is not False:
-        return dict(headers)
-    warnings = [text for text in (headers.get(WARNING_HEADER), INFEASIBLE) if text]
-    return {**headers, WARNING_HEADER: "; ".join(warnings)}
+def with_warning(headers: Mapping[str, str], text: str) -> Mapping[str, str]:
+    """Return the headers with one more warning; as they are where `text` is empty."""
+    if not text:
+        return headers
+    return {**headers, WARNING_HEADER: "; ".join(filter(None, (headers.get(WARNING_HEADER), text)))}
 
 
-async def _finish_first(work: Awaitable[None], other: Awaitable[None]) -> bool:
+async def finish_first(work: Awaitable[None], other: Awaitable[None]) -> bool:
     """Run both until one ends and cancel the rest. Return whether `work` ended; raise what it raised."""
     tasks = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:

@@ -88,8 +88,8 @@ class Tracer:
         return []
 
     def _span(self, choice: StampedChoice) -> ReadableSpan | None:
-        ended = choice.ended
-        return self._spans.make(self._maker.make(choice), operation=ended.operation, traceparent=ended.traceparent)
+        origin = choice.ended.origin
+        return self._spans.make(self._maker.make(choice), operation=origin.operation, traceparent=origin.traceparent)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         try:
@@ -130,11 +130,8 @@ class SpanMaker:
     def make(self, choice: ServedRecord, *, operation: str, traceparent: str) -> ReadableSpan | None:
         """Return the span of a choice, from its arrival to its end; None where it is not sampled.
 
-        Args:
-            choice: Record of the choice.
-            operation: gen_ai.operation.name.
-            traceparent: Header of the caller; without one the span begins a trace, with the request id as its id where
-                that is a valid one.
+        traceparent: header of the caller; without one the span begins a trace, with the request id as its id where that
+        is a valid one.
         """
         request_id = choice.request_id
         self._ids.trace_id = int(request_id, 16) if _TRACE_ID.fullmatch(request_id) else None
@@ -180,12 +177,9 @@ class _LastSpan(SpanProcessor):
 
 def _phases(record: ServedRecord) -> Iterator[tuple[str, float]]:
     """Yield the events that a choice reached with their Unix times."""
-    for name, offset_s in (
-        ("queued", 0.0),
-        ("first_scheduled", record.queue_s),
-        ("first_token", record.ttft_s),
-        ("last_token", record.e2e_s),
-    ):
+    reached = {"first_scheduled": record.queue_s, "first_token": record.ttft_s, "last_token": record.e2e_s}
+    yield "queued", record.arrival_unix_s
+    for name, offset_s in reached.items():
         if offset_s is not None:
             yield name, record.arrival_unix_s + offset_s
     yield "ended", record.ended_unix_s

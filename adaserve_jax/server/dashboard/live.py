@@ -142,7 +142,7 @@ class DashboardMonitor:
         cause = self._choices.add(self._clock(), record)
         metrics = choice.metrics
         self._last.append(LastRequest(
-            ended_unix_s=round(choice.ended_unix_s, 3), request_id=choice.request_id, index=choice.index,
+            ended_unix_s=round(choice.ended_unix_s, 3), request_id=choice.origin.request_id, index=choice.index,
             slo_class=choice.slo_class, ending=choice.ending, error_code=choice.error_code, cause=cause,
             met=record.slo_met, prompt_tokens=record.prompt_tokens,
             cached_tokens=metrics.cached_tokens if metrics is not None else 0, output_tokens=record.output_tokens,
@@ -228,18 +228,17 @@ def _ms(seconds: float | None) -> float | None:
 
 def learning_drafts(stats: LearningStats) -> list[LearningDraft]:
     """Return the drafts in the engine's order; none where nothing learns."""
-    return [_draft(stats, name, version) for name, version in stats.version.items()]
-
-
-def _draft(stats: LearningStats, name: str, version: int) -> LearningDraft:
-    drafted = stats.drafted_tokens.get(name, 0)
-    return LearningDraft(
-        name=name, version=version,
-        acceptance_rate=round(stats.accepted_tokens.get(name, 0) / drafted, 6) if drafted else None,
-        held_out_acceptance=_rounded(stats.held_out_acceptance.get(name)), loss=_rounded(stats.loss.get(name)),
-        updates=stats.updates.get(name, 0), refused=stats.refused.get(name, 0),
-        rolled_back=stats.rolled_back.get(name, 0), records=stats.records.get(name, 0),
-    )  # fmt: skip
+    drafts: list[LearningDraft] = []
+    for name, version in stats.version.items():
+        drafted = stats.drafted_tokens.get(name, 0)
+        rate = stats.accepted_tokens.get(name, 0) / drafted if drafted else None
+        drafts.append(LearningDraft(
+            name=name, version=version, acceptance_rate=_rounded(rate),
+            held_out_acceptance=_rounded(stats.held_out_acceptance.get(name)), loss=_rounded(stats.loss.get(name)),
+            updates=stats.updates.get(name, 0), refused=stats.refused.get(name, 0),
+            rolled_back=stats.rolled_back.get(name, 0), records=stats.records.get(name, 0),
+        ))  # fmt: skip
+    return drafts
 
 
 def _rounded(value: float | None) -> float | None:

@@ -6,7 +6,7 @@ docs/metrics.md has the definitions. A choice is judged once, when it ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -22,16 +22,16 @@ ALL = "all"
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NONE = -1
 _COLUMNS = {
-    "ended_s": "f8", "slo_class": "i2", "met": "i1", "cause": "i1", "output": "i4", "verify": "i4", "accepted": "i4",
-    "ttft_s": "f8", "tpot_s": "f8", "over": "f8",
+    "ended_s": "f8", "slo_class": "i2", "met": "i1", "cancelled": "?", "cause": "i1", "output": "i4", "verify": "i4",
+    "accepted": "i4", "ttft_s": "f8", "tpot_s": "f8", "over": "f8",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Attainment:
-    """Choices of one class that ended, that carried a target, and that met all of theirs.
+    """Choices of one class that ended, that carried a target, that met all of theirs, and that their client cancelled.
 
-    attainment: met / with_target; None where none carried a target.
+    with_target: without the cancelled ones. attainment: met / with_target; None where that is 0.
     """
 
     slo_class: str
@@ -39,6 +39,7 @@ class Attainment:
     with_target: int
     met: int
     attainment: float | None
+    cancelled: int
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class ChoiceWindow:
 
 
 def record_of(choice: EndedChoice) -> RequestRecord:
-    """Return the choice's record, as results judge it: one that did not finish has met no target that it carried."""
+    """Return the choice's record, as results judge it."""
     metrics = choice.metrics
     if metrics is None:
         metrics = unstarted_metrics(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
     return RequestRecord.of(
-        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id,
+        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.origin.request_id,
         status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
     )  # fmt: skip
 
@@ -107,10 +108,13 @@ class ChoiceHistory:
         cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
         over = record.tpot_s / record.tpot_slo_s if record.tpot_s is not None and record.tpot_slo_s else np.nan
         if self._held == 2 * self._capacity:
-            self._drop_older_half()
+            for column in self._columns.values():  # the newer half moves to the front: contiguous and in order
+                column[: self._capacity] = column[self._capacity :]
+            self._held = self._capacity
         row = (
             now_s, self._classes.setdefault(record.slo_class, len(self._classes)),
-            _NONE if record.slo_met is None else record.slo_met, _NONE if cause is None else CAUSES.index(cause),
+            _NONE if record.slo_met is None else record.slo_met, record.status == "cancelled",
+            _NONE if cause is None else CAUSES.index(cause),
             record.output_tokens, record.verify_steps, record.accepted_tokens,
             _nan_if_none(record.ttft_s), _nan_if_none(record.tpot_s), over,
         )  # fmt: skip
@@ -119,12 +123,6 @@ class ChoiceHistory:
         self._held += 1
         self._count += 1
         return cause
-
-    def _drop_older_half(self) -> None:
-        """Drop the older half; the newer half moves to the front, so that columns stay contiguous and in order."""
-        for column in self._columns.values():
-            column[: self._capacity] = column[self._capacity :]
-        self._held = self._capacity
 
     def window(self, now_s: float, window_s: float) -> ChoiceWindow:
         """Return the figures of the last `window_s` seconds."""
@@ -138,10 +136,11 @@ class ChoiceHistory:
         met_tokens = int(rows["output"][rows["met"] == 1].sum())
         missed = np.bincount(rows["cause"][rows["cause"] != _NONE], minlength=len(CAUSES))
         verified = int(rows["verify"].sum())
+        by_class = [_attained(name, rows, rows["slo_class"] == i) for name, i in self._classes.items()]
         return ChoiceWindow(
             window_s=window_s,
             covered_s=round(covered_s, 3),
-            attainment=self._attainment(rows["slo_class"], rows["met"]),
+            attainment=[_attained(ALL, rows, slice(None)), *by_class],
             goodput_tps=round(met_tokens / covered_s, 3) if covered_s > 0 else 0.0,
             ttft_ms=_percentiles_ms(rows["ttft_s"]),
             tpot_ms=_percentiles_ms(rows["tpot_s"]),
@@ -150,18 +149,15 @@ class ChoiceHistory:
             causes={name: int(count) for name, count in zip(CAUSES, missed, strict=True) if count},
         )
 
-    def _attainment(self, slo_class: np.ndarray, met: np.ndarray) -> list[Attainment]:
-        by_class = [_attained(name, met[slo_class == number]) for name, number in self._classes.items()]
-        return [_attained(ALL, met), *by_class]
-
 
 def _nan_if_none(seconds: float | None) -> float:
     return np.nan if seconds is None else seconds
 
 
-def _attained(name: str, met: np.ndarray) -> Attainment:
+def _attained(name: str, rows: Mapping[str, np.ndarray], chosen: np.ndarray | slice) -> Attainment:
+    met, cancelled = rows["met"][chosen], int(rows["cancelled"][chosen].sum())
     carried, kept = int((met != _NONE).sum()), int((met == 1).sum())
-    return Attainment(name, len(met), carried, kept, round(kept / carried, 6) if carried else None)
+    return Attainment(name, len(met), carried, kept, round(kept / carried, 6) if carried else None, cancelled)
 
 
 def _histogram(over: np.ndarray) -> list[int]:

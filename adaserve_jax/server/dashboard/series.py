@@ -6,8 +6,9 @@ A sample holds what changed since the one before. A total that fell means that a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from adaserve_jax.stats import StepStats
 
@@ -29,51 +30,12 @@ class LastMinute:
 
 
 @dataclass(frozen=True)
-class EngineSample:
-    """State of the engine and its work since the sample before.
-
-    Attributes:
-        seq: Number of the sample, from 1.
-        at_s: Time on the caller's clock.
-        span_s: Seconds since the sample before.
-        depth: Depth of the last step's beam search; None where there was no step since the sample before.
-        width: Its width.
-        budget: Its tree tokens.
-        base_cached: Pages that no request holds.
-    """
-
-    seq: int
-    at_s: float
-    unix_s: float
-    span_s: float
-    running: int
-    waiting: int
-    depth: int | None
-    width: int | None
-    budget: int | None
-    draft_resident: bool
-    base_used: int
-    base_cached: int
-    base_free: int
-    extension_used: int
-    extension_cached: int
-    extension_free: int
-    swaps: int
-    steps: int
-    generation_tokens: int
-    prompt_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    cache_queried_tokens: int
-    cache_hit_tokens: int
-    last_minute: LastMinute
-
-
-@dataclass(frozen=True)
 class EngineSeries:
     """Samples as columns, for charts.
 
-    Rates are per second; a share of nothing is None; the last four columns are `LastMinute`.
+    seq: numbers of the samples, from 1. depth, width, budget: of the last step's beam search and tree; None where there
+    was no step since the sample before. base_cached: pages that no request holds. Rates are per second; a share of
+    nothing is None; the last four columns are `LastMinute`.
     """
 
     seq: list[int]
@@ -114,11 +76,20 @@ class EngineWindow:
     cache_hit_rate: float | None
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Growth of the totals since the sample before, `span_s` seconds earlier. at_s: on the caller's clock."""
+
+    at_s: float
+    span_s: float
+    totals: Mapping[str, int]
+
+
 class EngineHistory:
     """Newest samples, oldest first."""
 
     def __init__(self, length: int = KEPT_SAMPLES):
-        self._samples: deque[EngineSample] = deque(maxlen=length)
+        self._samples: deque[tuple[_Work, dict[str, Any]]] = deque(maxlen=length)  # with a value for each column
         self._seq = 0
         self._before: dict[str, int] | None = None
         self._before_s = 0.0
@@ -137,11 +108,11 @@ class EngineHistory:
         span_s = 0.0 if self._before is None else now_s - self._before_s
         self._before, self._before_s = totals, now_s
         self._seq += 1
-        stepped = totals["steps"] > before["steps"]
+        work = _Work(now_s, span_s, {name: totals[name] - before[name] for name in totals})
+        rates, stepped = _figures([work]), work.totals["steps"] > 0
         base_cached = stats.pages_cached - stats.extension_cached
-        self._samples.append(EngineSample(
-            seq=self._seq, at_s=now_s, unix_s=round(unix_s, 3), span_s=span_s,
-            running=stats.running, waiting=stats.waiting,
+        self._samples.append((work, dict(
+            seq=self._seq, unix_s=round(unix_s, 3), running=stats.running, waiting=stats.waiting,
             depth=stats.last_depth if stepped else None,
             width=stats.last_width if stepped else None,
             budget=stats.last_verified_tree_tokens if stepped else None,
@@ -150,48 +121,33 @@ class EngineHistory:
             base_free=stats.pages_total - stats.pages_used - base_cached,
             extension_used=stats.extension_used, extension_cached=stats.extension_cached,
             extension_free=stats.extension_total - stats.extension_used - stats.extension_cached,
-            last_minute=last_minute,
-            **{name: totals[name] - before[name] for name in totals},
-        ))  # fmt: skip
+            swaps=work.totals["swaps"], generation_tps=rates.throughput_tps, prompt_tps=rates.prompt_tps,
+            acceptance_rate=rates.acceptance_rate, cache_hit_rate=rates.cache_hit_rate, **vars(last_minute),
+        )))  # fmt: skip
 
     def series(self, since: int) -> EngineSeries:
         """Return the samples after number `since`; all of them where there is no such sample yet."""
-        samples = [sample for sample in self._samples if sample.seq > since or since > self._seq]
-        columns = {name: [getattr(sample, name) for sample in samples] for name in _SAMPLE_COLUMNS}
-        last_minute = {f.name: [getattr(sample.last_minute, f.name) for sample in samples] for f in fields(LastMinute)}
-        return EngineSeries(
-            **columns,
-            **last_minute,
-            generation_tps=[_rate([sample], "generation_tokens") for sample in samples],
-            prompt_tps=[_rate([sample], "prompt_tokens") for sample in samples],
-            acceptance_rate=[_share([sample], "accepted_tokens", "draft_tokens") for sample in samples],
-            cache_hit_rate=[_share([sample], "cache_hit_tokens", "cache_queried_tokens") for sample in samples],
-        )
+        rows = [row for _, row in self._samples if row["seq"] > since or since > self._seq]
+        return EngineSeries(**{column.name: [row[column.name] for row in rows] for column in fields(EngineSeries)})
 
     def window(self, now_s: float, window_s: float) -> EngineWindow:
         """Return the figures of the last `window_s` seconds."""
-        samples = [sample for sample in self._samples if sample.at_s > now_s - window_s]
-        return EngineWindow(
-            throughput_tps=_rate(samples, "generation_tokens"),
-            prompt_tps=_rate(samples, "prompt_tokens"),
-            acceptance_rate=_share(samples, "accepted_tokens", "draft_tokens"),
-            cache_hit_rate=_share(samples, "cache_hit_tokens", "cache_queried_tokens"),
-        )
+        return _figures([work for work, _ in self._samples if work.at_s > now_s - window_s])
 
 
-_SAMPLE_COLUMNS = tuple(f.name for f in fields(EngineSeries) if f.name in {f.name for f in fields(EngineSample)})
+def _figures(done: Sequence[_Work]) -> EngineWindow:
+    span_s = sum(work.span_s for work in done)
+    totals = {name: sum(work.totals[name] for work in done) for name in _TOTALS}
 
+    def rate(name: str) -> float:
+        return round(totals[name] / span_s, 3) if span_s > 0 else 0.0
 
-def _total(samples: Iterable[EngineSample], name: str) -> float:
-    return sum(getattr(sample, name) for sample in samples)
+    def share(part: str, whole: str) -> float | None:
+        return round(totals[part] / totals[whole], 6) if totals[whole] else None
 
-
-def _rate(samples: list[EngineSample], name: str) -> float:
-    """Return a total per second."""
-    span_s = _total(samples, "span_s")
-    return round(_total(samples, name) / span_s, 3) if span_s > 0 else 0.0
-
-
-def _share(samples: list[EngineSample], part: str, whole: str) -> float | None:
-    total = _total(samples, whole)
-    return round(_total(samples, part) / total, 6) if total else None
+    return EngineWindow(
+        throughput_tps=rate("generation_tokens"),
+        prompt_tps=rate("prompt_tokens"),
+        acceptance_rate=share("accepted_tokens", "draft_tokens"),
+        cache_hit_rate=share("cache_hit_tokens", "cache_queried_tokens"),
+    )

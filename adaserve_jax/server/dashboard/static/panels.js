@@ -5,10 +5,10 @@ import { Histogram, TimeChart, bar, el, number, percent } from "./charts.js";
 const $ = (id) => document.getElementById(id);
 const milliseconds = (value) => (value === null || value === undefined ? "–" : number(value));
 const CAUSES = {
-  rejected: "no room, or refused", failed: "an error", unfinished: "cut off, or the client left", queueing: "waited for a slot",
+  rejected: "no room, or refused", failed: "an error", unfinished: "cut off", queueing: "waited for a slot",
   prefill: "slow prefill", infeasible: "out of reach", preemption: "preempted", low_acceptance: "low acceptance", budget: "steps too long",
 };
-const ENDINGS = { stop: "stop", length: "length", abort: "cut off", error: "error", rejected: "rejected" };
+const ENDINGS = { stop: "stop", length: "length", abort: "cut off", cancelled: "the client left", error: "error", rejected: "rejected" };
 
 export class Panels {
   constructor() {
@@ -124,7 +124,8 @@ export class Panels {
     const { ttft_ms: ttft, tpot_ms: tpot } = window.ended;
     const swaps = Object.values(snapshot.swaps).reduce((sum, count) => sum + count, 0);
     const tiles = [
-      ["Attainment", percent(all.attainment), "", all.with_target ? `${all.met} of ${all.with_target} met their targets` : "no targets in this time"],
+      ["Attainment", percent(all.attainment), "", (all.with_target ? `${all.met} of ${all.with_target} met their targets` : "no targets in this time")
+        + (all.cancelled ? `, ${all.cancelled} cancelled` : "")],
       ["Goodput", number(window.ended.goodput_tps), "tok/s", `of ${number(window.engine.throughput_tps)} tok/s generated`],
       ["Running", number(now("running")), "", `${number(now("waiting"))} waiting, ${snapshot.in_flight} in flight`],
       ["Time to first token", milliseconds(ttft?.p50), "ms p50", ttft ? `p90 ${milliseconds(ttft.p90)}, p99 ${milliseconds(ttft.p99)} ms` : "none in this time"],
@@ -151,7 +152,7 @@ export class Panels {
     const names = snapshot.windows.at(-1).ended.attainment.map((one) => one.slo_class);
     const cell = (window, name) => {
       const one = window.ended.attainment.find((each) => each.slo_class === name);
-      if (!one?.with_target) return el("td", { class: "share" }, el("small", {}, one?.requests ? `${one.requests} without target` : "–"));
+      if (!one?.with_target) return el("td", { class: "share" }, el("small", {}, one?.requests ? unjudged(one) : "–"));
       return el("td", { class: "share" }, el("b", {}, percent(one.attainment)), " ", el("small", {}, `${one.met} of ${one.with_target}`), bar(one.attainment, one.attainment < 0.9));
     };
     $("classes").tBodies[0].replaceChildren(...names.map((name) => el("tr", {}, el("th", { scope: "row" }, name),
@@ -188,7 +189,7 @@ export class Panels {
       ...(target === null ? [] : [el("small", { class: "muted" }, ` / ${number(target)}`)]));
     $("last").tBodies[0].replaceChildren(...requests.map((one) => {
       const outcome = one.met === null ? "none" : one.met ? "met" : "missed";
-      const words = one.met === null ? "no target" : one.met ? "met" : CAUSES[one.cause] ?? "missed";
+      const words = one.ending === "cancelled" ? "cancelled" : one.met === null ? "no target" : one.met ? "met" : CAUSES[one.cause] ?? "missed";
       return el("tr", {}, cell(new Date(1000 * one.ended_unix_s).toLocaleTimeString("en-GB")), cell(one.slo_class),
         cell(words, `outcome ${outcome}`), against(one.tpot_ms, one.tpot_target_ms), against(one.ttft_ms, one.ttft_target_ms),
         cell(milliseconds(one.queue_ms), "num opt"), cell(`${one.prompt_tokens}, ${one.output_tokens}`, "num opt"),
@@ -204,6 +205,11 @@ export class Panels {
     if (snapshot.compiles_after_ready) parts.push(`${snapshot.compiles_after_ready} compilations after ready: a bug, please report it`);
     return parts.join(" · ");
   }
+}
+
+function unjudged(one) {
+  const without = one.requests - one.cancelled;
+  return [...(without ? [`${without} without target`] : []), ...(one.cancelled ? [`${one.cancelled} cancelled`] : [])].join(", ");
 }
 
 function targets(one) {

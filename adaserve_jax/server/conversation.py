@@ -1,0 +1,170 @@
+"""Turn the messages of a conversation, and the tools that it may call, into the tokens of a prompt.
+
+A chat template that knows tools gets tools, calls and results as transformers documents them. For one that does not,
+they are written into the texts of ordinary messages (`_plain`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from adaserve_jax.constraints.tool_formats import ToolFormat
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
+from adaserve_jax.server.errors import invalid
+from adaserve_jax.server.parse import LONG_TEXT, run_sized
+from adaserve_jax.server.schema import ChatBody, Message, Tool
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.state import TextCodec
+
+NEWER_ROLES = {"developer": "system"}
+_KNOWS_TOOLS = re.compile(r"\{[{%][^}]*\btools\b")
+_RESERVED = frozenset((
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+))  # fmt: skip
+"""Names that the template's own library takes; as a variable of a client, each could change how it runs."""
+Turn = dict[str, Any]
+
+
+def chat_prompt(body: ChatBody, settings: ServerSettings) -> ChatPrompt:
+    """Return the options of the chat template. Raises ApiError."""
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise invalid(
+            "chat_template must be left out: this server runs without --trust-request-chat-template",
+            "chat_template",
+            "unsupported_parameter",
+        )
+    open_end = body.continue_final_message is True
+    if open_end and body.add_generation_prompt:
+        raise invalid(
+            "add_generation_prompt must be false or left out where continue_final_message is true",
+            "add_generation_prompt",
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    for name in variables:
+        if name in _RESERVED or not name.isidentifier():
+            raise invalid(
+                f"chat_template_kwargs must hold variables of the template, got {name[:40]!r}", "chat_template_kwargs"
+            )
+    given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+    variables |= {name: value for name, value in given.items() if value is not None}
+    ends = not open_end if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatPrompt(ends, open_end, body.add_special_tokens is True, variables, body.chat_template)
+
+
+async def encode_chat(
+    tokenizer: TextCodec, messages: list[Message], form: ToolFormat, tools: Sequence[Tool] = (),
+    prompt: ChatPrompt = PLAIN_CHAT,
+) -> list[int]:  # fmt: skip
+    """Return the token ids of a conversation. form: how calls are written where the chat template knows no tools.
+
+    Raises RequestError and ApiError.
+    """
+    turns = [_turn(message, index) for index, message in enumerate(messages)]
+    shown = [_shown(tool) for tool in tools]
+    template = tokenizer.chat_template if prompt.template is None else prompt.template
+    if not _KNOWS_TOOLS.search(template):
+        turns, shown = _plain(turns, shown, form), []
+    size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(shown))
+    size = size if prompt.template is None else LONG_TEXT + 1
+    return await run_sized(size, lambda: tokenizer.apply_chat_template(turns, replace(prompt, tools=shown)))
+
+
+def _turn(message: Message, index: int) -> Turn:
+    """Return a message as chat templates take it. Raises ApiError."""
+    turn: Turn = {"role": NEWER_ROLES.get(message.role, message.role), "content": content_of(message, index)}
+    if message.tool_calls:
+        if message.role != "assistant":
+            where = f"messages[{index}].tool_calls"
+            raise invalid(f"{where} must be left out unless the role is assistant, got {message.role}", "messages")
+        turn["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{place}]"),
+                },
+            }
+            for place, call in enumerate(message.tool_calls)
+        ]
+    if thought := message.reasoning_content or message.reasoning:
+        if message.role != "assistant":
+            where = f"messages[{index}].reasoning_content"
+            raise invalid(f"{where} must be left out unless the role is assistant, got {message.role}", "messages")
+        turn["reasoning_content"] = thought
+    if message.role == "tool":
+        turn["tool_call_id"] = message.tool_call_id or ""
+    return turn
+
+
+def content_of(message: Message, index: int) -> str:
+    """Return the text of a message. Raises ApiError."""
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role == "assistant":
+            return ""
+        raise invalid(
+            f"messages[{index}].content must be given unless the role is assistant, got null", "messages",
+            "missing_field",
+        )  # fmt: skip
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            got = f"of type {part.type!r}" if part.type != "text" else "without a text"
+            raise invalid(
+                f"messages[{index}].content must hold parts of type text, got a part {got}",
+                "messages",
+                "unsupported_content",
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call; templates write them again. Raises ApiError."""
+    try:
+        read = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise invalid(f"{where}.function.arguments must be the JSON of an object, got {text[:40]!r}", "messages")
+    return read
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """Return a tool as chat templates take it."""
+    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
+    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
+
+
+def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> list[Turn]:
+    """Return a conversation without tools that says the same in its texts.
+
+    Tools are listed at the end of the first system message; calls stand in the assistant's text as it would write them;
+    results are messages of the user.
+    """
+    plain: list[Turn] = []
+    for turn in turns:
+        text, role = turn["content"], turn["role"]
+        if calls := turn.get("tool_calls"):
+            bodies = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
+            text = f"{text}\n{form.write(bodies)}" if text else form.write(bodies)
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+        plain.append({"role": role, "content": text})
+    if tools:
+        listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+        told = (
+            f"You can call these functions:\n{listed}\nTo call one, answer with its name and its arguments as JSON:\n"
+            + form.write([("NAME", "{...}")])
+        )
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}
+        else:
+            plain.insert(0, {"role": "system", "content": told})
+    return plain
