@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -73,9 +72,7 @@ class DrafterOptions(DrafterConfig):
 
     def chosen(self) -> DrafterConfig | None:
         """Return `EngineConfig.drafter`."""
-        if not self.drafter:
-            return None
-        return DrafterConfig(**{each.name: getattr(self, each.name) for each in fields(DrafterConfig)})
+        return self.narrowed(DrafterConfig) if self.drafter else None
 
     def unused(self) -> list[str]:
         """Return the names of changed fields that have no effect because no service is given."""

@@ -46,7 +46,7 @@ class QueueFullError(AdaServeError):
 
 
 class OverloadedError(QueueFullError):
-    """A request would wait longer for its turn than it may; nothing of it was queued."""
+    """A request waited, or would wait, longer for its turn than it may; nothing of it has run."""
 
     code = "overloaded"
 

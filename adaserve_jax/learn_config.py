@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import ClassVar, Literal, get_args
 
 from adaserve_jax.settings import Panel, PathText, Settings, setting, settings
@@ -83,9 +82,7 @@ class LearnOptions(LearnConfig, _LearnSwitch):
 
     def chosen(self) -> LearnConfig | None:
         """Return `EngineConfig.learning`."""
-        if not self.learn:
-            return None
-        return LearnConfig(**{each.name: getattr(self, each.name) for each in fields(LearnConfig)})
+        return self.narrowed(LearnConfig) if self.learn else None
 
     def unused(self) -> list[str]:
         """Return the names of changed fields that have no effect because learning is off."""

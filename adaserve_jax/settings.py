@@ -106,6 +106,10 @@ class Settings:
         """Return the names of the fields that differ from their defaults."""
         return [each.name for each in settings_of(type(self)) if getattr(self, each.name) != each.default]
 
+    def narrowed(self, kind: type[T]) -> T:
+        """Return the settings of a base class of this one, with the values of its fields."""
+        return kind(**{each.name: getattr(self, each.name) for each in fields(cast("Any", kind))})
+
     def _require(self, ok: bool, name: str, expected: str) -> None:
         """Raise ConfigError naming a field and its value unless `ok`."""
         if not ok:

@@ -17,15 +17,10 @@ BREAKER_STATES = ("closed", "half_open", "open")
 class MetricSpec:
     """Kind and Prometheus metric of one statistic; the exporter adds the prefix `adaserve_`.
 
-    Fields with one name are one metric, told apart by `row`.
-
-    Args:
-        kind: counter (since the start), gauge (now), or peak (largest since the start, exported as a gauge).
-        name: Name of the metric; empty: not exported by itself.
-        text: Help text.
-        labels: Label names, one for each level of a nested dict, then one for a list index or a str value.
-        row: Value of the first label, for a field that is one row of its metric.
-        values: Label values that are exported before they are counted.
+    kind: counter (since the start), gauge (now), or peak (largest since the start, exported as a gauge). name: empty:
+    not exported by itself; fields with one name are one metric, told apart by `row`, the value of the first label.
+    text: help. labels: names, one for each level of a nested dict, then one for a list index or a str value. values:
+    label values that are exported before they are counted.
     """
 
     kind: Literal["counter", "gauge", "peak"]

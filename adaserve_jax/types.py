@@ -58,15 +58,17 @@ class SLO:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probabilities at one output token.
+    """Log probabilities at one token of the output or of the prompt.
 
     logprob: natural log of the token's probability under the model's own logits, before penalties, biases, temperature
-    and filters. top: the likeliest tokens with theirs, best first.
+    and filters. top: the likeliest tokens with theirs, best first. rank: place of the token among all, 1 for the
+    likeliest; tokens that are as likely have the same.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +262,27 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class ScoredPrompts:
+    """Positions of a step's prefill chunks after which the prompt's own next token is scored, M in all.
+
+    rows: i32[Q], rows of the step, ascending; counts: i32[Q], consecutive positions of each; tops: i32[Q], how many of
+    the likeliest tokens each reports. at: i32[M], indices into `StepPlan.prefill_tokens`. token: i32[M], the prompt's
+    tokens after these positions.
+    """
+
+    rows: np.ndarray
+    counts: np.ndarray
+    tops: np.ndarray
+    at: np.ndarray
+    token: np.ndarray
+
+    @property
+    def num_positions(self) -> int:
+        """M."""
+        return len(self.at)
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step to run. Its rows are decode rows first (one pending token each), then prefill rows.
 
@@ -267,7 +290,7 @@ class StepPlan:
     i32[R], tokens with committed target KV. page_table: i32[R, max_pages_per_request], unused entries 0.
     prefill_tokens: i32[sum(prefill_counts)]. prefill_counts: i32[R - num_decode]. prefill_final: bool[R - num_decode],
     True if the chunk ends the prompt, so that one token is sampled from its end. tree_token_cap: most tree tokens,
-    roots included.
+    roots included. scored: positions whose logits are computed too, to score the prompts; None: there are none.
     """
 
     step: int
@@ -282,6 +305,7 @@ class StepPlan:
     prefill_final: np.ndarray
     draft: DraftPlan | None
     tree_token_cap: int
+    scored: ScoredPrompts | None = None
 
     @property
     def num_rows(self) -> int:
@@ -367,16 +391,26 @@ class LogitEdits:
 
 
 @dataclass(frozen=True, eq=False)
-class StepLogprobs:
-    """Log probabilities of the tokens that a step emitted, in the places where StepOutcome.tokens has them.
+class Logprobs:
+    """Log probabilities of tokens, natural logs under the raw logits, in arrays of any shape [..., K].
 
-    drawn: f32[R, max_depth + 1], natural logs under the raw logits. top_ids: i32[R, max_depth + 1, K] and top: f32 of
-    the same shape, the likeliest tokens, best first. Rows that asked for nothing hold zeros.
+    own: f32[...], of the tokens themselves. rank: i32[...], 1 + the number of likelier tokens. top_ids: i32[..., K] and
+    top: f32[..., K], the likeliest tokens, best first.
     """
 
-    drawn: np.ndarray
+    own: np.ndarray
+    rank: np.ndarray
     top_ids: np.ndarray
     top: np.ndarray
+
+    def of(self, at: Any, token_ids: abc.Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+        """Return those of `token_ids`, which are the first ones at index `at`, each with `count` likeliest tokens."""
+        own, rank = self.own[at].tolist(), self.rank[at].tolist()
+        ids, top = self.top_ids[at][:, :count].tolist(), self.top[at][:, :count].tolist()
+        return tuple(
+            TokenLogprob(token, own[place], tuple(zip(ids[place], top[place], strict=True)), rank[place])
+            for place, token in enumerate(token_ids)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,8 +420,9 @@ class StepOutcome:
     tokens: i32[R, max_depth + 1], the first counts[r] valid. counts: i32[R], 0 for a prefill chunk that does not end
     its prompt. accepted: bool[N], per packed tree node, roots True. draft_s: wall time from the call of speculate to
     its candidates on the host, 0 without a draft; verify_s likewise. wait_s: part of both spent waiting for the device
-    or a draft service. bucket: packed length that ran. logprobs: set if the edits asked for any. edited: bool[R], rows
-    whose logits were changed; None without edits.
+    or a draft service. bucket: packed length that ran. logprobs: of the emitted tokens, [R, max_depth + 1], where
+    `tokens` has them and zeros elsewhere; set if the edits asked for any. edited: bool[R], rows whose logits were
+    changed; None without edits. prompt_logprobs: of the tokens of `StepPlan.scored`, [M]; set if there are any.
     """
 
     tokens: np.ndarray
@@ -397,8 +432,9 @@ class StepOutcome:
     verify_s: float
     wait_s: float
     bucket: int
-    logprobs: StepLogprobs | None = None
+    logprobs: Logprobs | None = None
     edited: np.ndarray | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -439,8 +475,9 @@ class Executor(Protocol):
     @property
     def compiles_after_ready(self) -> int: ...
 
-    def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        """Compile every program and time each; afterwards nothing compiles."""
+    def warm_up(self, progress: Progress | None = None, samples: CostSamples | None = None) -> CostSamples:
+        """Compile every program and time each; afterwards nothing compiles. samples: of an earlier start, which are
+        returned instead of new times."""
         ...
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:

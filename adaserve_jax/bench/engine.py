@@ -9,7 +9,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -55,7 +56,26 @@ class Probe(ABC):
 
     @abstractmethod
     def record(self, at: AtPoint) -> RequestRecord:
-        """Its line of requests.jsonl."""
+        """Return the request's line of requests.jsonl."""
+
+    def _observed(
+        self, slo: SLO, slo_class: str, at: AtPoint, code: str | None, *, prompt_tokens: int,
+        reported: RequestMetrics | None = None,
+    ) -> RequestMetrics:  # fmt: skip
+        """Return the metrics with times as seen here. reported: metrics of the engine, which the rest is taken from."""
+        times = self.token_times_s
+        return replace(
+            reported or RequestMetrics(0.0),
+            arrival_s=self.submitted_at_s,
+            first_token_s=times[0] if times else None,
+            last_token_s=times[-1] if times else None,
+            prompt_tokens=prompt_tokens,
+            output_tokens=len(times),
+            tpot_slo_s=slo.tpot_s(at.baseline_s),
+            ttft_slo_s=slo.ttft_s,
+            slo_class=slo_class,
+            slo_feasible=False if code == SLO_INFEASIBLE else reported and reported.slo_feasible,
+        )
 
     def _record_of(
         self, metrics: RequestMetrics, at: AtPoint, request_id: str, status: Status, code: str | None
@@ -119,8 +139,11 @@ class RequestProbe(Probe):
     def record(self, at: AtPoint) -> RequestRecord:
         """Return the request's record, with the engine's times if it gave them, else those seen here."""
         status, code = self._status()
-        metrics = self._last.metrics if self._last is not None and self._last.metrics is not None else None
-        return self._record_of(metrics or self._observed(at.baseline_s), at, self.request.request_id, status, code)
+        metrics = None if self._last is None else self._last.metrics
+        if metrics is None:
+            prompt_tokens = len(self.request.prompt_ids)
+            metrics = self._observed(self.request.slo, self.request.slo_class, at, code, prompt_tokens=prompt_tokens)
+        return self._record_of(metrics, at, self.request.request_id, status, code)
 
     def _refuse(self, status: Status, code: str | None) -> None:
         self._refusal = (status, code)
@@ -141,20 +164,6 @@ class RequestProbe(Probe):
             refused = self._last is not None and self._last.error_code == SLO_INFEASIBLE
             return ("rejected", SLO_INFEASIBLE) if refused else ("failed", "engine_error")
         return ("unfinished", None) if self._cut_off else ("failed", "aborted")
-
-    def _observed(self, baseline_s: float) -> RequestMetrics:
-        times = self.token_times_s
-        return RequestMetrics(
-            arrival_s=self.submitted_at_s,
-            first_token_s=times[0] if times else None,
-            last_token_s=times[-1] if times else None,
-            prompt_tokens=len(self.request.prompt_ids),
-            output_tokens=len(times),
-            tpot_slo_s=self.request.slo.tpot_s(baseline_s),
-            ttft_slo_s=self.request.slo.ttft_s,
-            slo_class=self.request.slo_class,
-            slo_feasible=False if self._status()[1] == SLO_INFEASIBLE else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,7 @@ class LoopResult:
     def of(
         cls, probes: Sequence[Probe], start_s: float, cut_off_s: float | None, *, interrupted: bool, engine_died: bool
     ) -> LoopResult:
-        """cut_off_s: when what was left was cut off; None: nothing was."""
+        """Count what became of the requests. cut_off_s: when those left were cut off; None: none was."""
         ends = [each.ended_at_s for each in probes if each.ended_at_s is not None] if cut_off_s is None else [cut_off_s]
         late = np.array([each.late_s for each in probes] or [0.0])
         wall_s = max(ends, default=start_s) - start_s
@@ -198,24 +207,16 @@ class _Outstanding:
         self._on_change = on_change
         self._changed = threading.Condition()
 
-    def add(self) -> None:
+    def change(self, by: int) -> None:
         with self._changed:
-            self._count += 1
-            self._say()
-
-    def remove(self) -> None:
-        with self._changed:
-            self._count -= 1
-            self._say()
+            self._count += by
+            if self._on_change is not None:
+                self._on_change(self._count)
             self._changed.notify_all()
 
     def wait_none(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._count <= 0, timeout_s)
-
-    def _say(self) -> None:
-        if self._on_change is not None:
-            self._on_change(self._count)
 
 
 def drive(
@@ -229,14 +230,15 @@ def drive(
     any thread; it must be quick.
     """
     outstanding = _Outstanding(on_progress)
+    on_end = partial(outstanding.change, -1)
     probes: list[RequestProbe] = []
     interrupted = engine_died = False
     start_s = time.monotonic()
     try:
         for due in requests:
-            _sleep_until(start_s + due.due_s)
-            probes.append(RequestProbe(cast(GenerateRequest, due.prepared), start_s + due.due_s, outstanding.remove))
-            outstanding.add()
+            time.sleep(max(0.0, start_s + due.due_s - time.monotonic()))
+            probes.append(RequestProbe(cast(GenerateRequest, due.prepared), start_s + due.due_s, on_end))
+            outstanding.change(+1)
             probes[-1].submit(client)
         outstanding.wait_none(drain_s)
     except KeyboardInterrupt:
@@ -252,12 +254,6 @@ def drive(
         probes, start_s, cut_off_s if left else None,
         interrupted=interrupted, engine_died=engine_died or not client.is_alive(),
     )  # fmt: skip
-
-
-def _sleep_until(when_s: float) -> None:
-    remaining = when_s - time.monotonic()
-    if remaining > 0:
-        time.sleep(remaining)
 
 
 OnFlight = Callable[[int], None]
@@ -316,7 +312,7 @@ class BenchEngine(Protocol):
         left. Ctrl-C stops submitting and cuts off likewise."""
         ...
 
-    def set_policy(self, name: str) -> None:
+    def set_policy(self, name: str, /) -> None:
         """Serve by `name` from now on; called only while no request is in flight. Raises ConfigError: no such policy
         here."""
         ...
@@ -336,7 +332,7 @@ class BenchEngine(Protocol):
         ...
 
     def compiles_after_ready(self) -> int:
-        """Programs compiled while serving; 0 where unknown."""
+        """Return the number of programs compiled while serving; 0 where unknown."""
         ...
 
     def close(self) -> None: ...

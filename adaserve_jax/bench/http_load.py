@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import cached_property
 from statistics import median
 from typing import Any, TypeVar, cast
 
 from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult
 from adaserve_jax.bench.http_probe import (
-    MAX_ERROR_BYTES,
     USAGE_LADDER,
     PreparedRequest,
     ServerDialect,
     UrlProbe,
-    message,
+    headers_of,
     prepare,
     worst,
 )
@@ -46,6 +47,8 @@ SWITCH_S = 0.0005
 """Interpreter switch interval: bounds the turns of other threads of this process, such as a progress bar."""
 SWEEP_S = 0.25
 _UNREACHED = ("connection_refused", "connect_timeout", "connect_failed")
+MAX_BODY_BYTES = 2**20
+"""Most bytes that are read of an answer without a stream."""
 PROMPT = "Write down the numbers from one to a hundred:"
 BASELINE_TOKENS, BASELINE_REQUESTS, PROBE_TOKENS = 32, 3, 2
 FIRST_ANSWER_S = 600.0
@@ -113,7 +116,8 @@ class UrlRun:
         for probe in left:
             probe.cut_off()
         self._pool.close_busy()
-        gone = await self._server_gone()
+        missed = any(probe.outcome[1] in _UNREACHED for probe in self.probes)
+        gone = missed and not await self._pool.reachable()
         return LoopResult.of(
             self.probes, start_s, cut_off_s if left else None, interrupted=self._stopped.is_set(), engine_died=gone
         )
@@ -157,84 +161,23 @@ class UrlRun:
             for probe in [probe for probe in self.probes if not probe.ended and probe.heard_at_s < oldest_s]:
                 probe.fail("timeout")
 
-    async def _server_gone(self) -> bool:
-        """Return whether requests found no server and still none accepts a connection."""
-        missed = any(probe.outcome[1] in _UNREACHED for probe in self.probes)
-        return missed and not await self._pool.reachable()
 
+async def _dialect(pool: ConnectionPool, settings: UrlSettings, card: Mapping[str, Any]) -> ServerDialect:
+    """Find how a server counts tokens, and its baseline: the time per token of one request alone.
 
-@dataclass(frozen=True)
-class DiscoveredServer:
-    """Properties of a server that are found before it is measured.
-
-    max_context: 0 if unknown. engine: engine facts of a server of this package.
+    card: its model's, see `model_card`. Raises ConfigError, which says what came instead.
     """
-
-    dialect: ServerDialect
-    max_context: int
-    engine: Mapping[str, Any]
-
-
-class _WholeBody:
-    """Response handler that collects a whole answer. ended: error code, or None if it came whole."""
-
-    def __init__(self) -> None:
-        self.status, self.content = 0, bytearray()
-        self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        self.status = status
-
-    def on_body(self, at_s: float, part: bytes) -> None:
-        self.content += part[: 16 * MAX_ERROR_BYTES - len(self.content)]
-
-    def on_end(self, at_s: float) -> None:
-        self._finish(None)
-
-    def on_lost(self, at_s: float, code: str, heard: bool) -> None:
-        self._finish(code)
-
-    def fail(self, code: str) -> None:
-        self._finish(code)
-
-    def _finish(self, code: str | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(code)
-
-
-async def discover(pool: ConnectionPool, settings: UrlSettings) -> DiscoveredServer:
-    """Find the server's model, whether it is of this package, how it counts tokens, and its baseline.
-
-    The baseline is the time per token of one request alone. Raises ConfigError, which says what came instead.
-    """
-    card = await _model_card(pool, settings)
     own = card.get("owned_by") == _OWNER
     said = _number(card.get("baseline_ms")) if own else None
     baseline_s = settings.baseline_s or (said / 1e3 if said else 0.0)
     plain = ServerDialect(settings.model or str(card["id"]), {}, own, baseline_s)
     dialect = await _accepted(pool, settings, plain)
-    if not baseline_s:
-        dialect = replace(dialect, baseline_s=await _baseline_s(pool, settings, dialect))
-    version = await _get(pool, settings, "version") if own else {}
-    engine = version.get("engine")
-    context = card.get("max_model_len")
-    return DiscoveredServer(
-        dialect, context if isinstance(context, int) else 0, engine if isinstance(engine, Mapping) else {}
-    )
+    return dialect if baseline_s else replace(dialect, baseline_s=await _baseline_s(pool, settings, dialect))
 
 
-def system_name(settings: UrlSettings, found: DiscoveredServer) -> str:
-    return settings.system or (OWN_SYSTEM if found.dialect.own else settings.authority)
-
-
-async def _model_card(pool: ConnectionPool, settings: UrlSettings) -> Mapping[str, Any]:
+def model_card(settings: UrlSettings) -> Mapping[str, Any]:
     """Return the wanted model's entry in the server's list, or {} if it is not listed."""
-    try:
-        body = await _get(pool, settings, "v1/models")
-    except _RouteMissing as error:
-        if settings.model is None:
-            raise ConfigError(f"{error}; name the model") from None
-        return {}
+    body = _get(settings, "v1/models")
     listed = body.get("data")
     cards = [card for card in listed if isinstance(card, Mapping)] if isinstance(listed, list) else []
     named = [card for card in cards if isinstance(card.get("id"), str) and settings.model in (None, card["id"])]
@@ -243,28 +186,30 @@ async def _model_card(pool: ConnectionPool, settings: UrlSettings) -> Mapping[st
     return named[0] if named else {}
 
 
-class _RouteMissing(ConfigError):
-    """The server has no such route."""
-
-
-async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mapping[str, Any]:
-    answer = _WholeBody()
-    pool.acquire(lambda connection: connection.send(message(settings, route, None), answer), answer.fail)
-    where = f"{settings.url}: GET {settings.route(route)}"
+def _get(settings: UrlSettings, route: str) -> Mapping[str, Any]:
+    """Return the object that a route answers with; {} if there is no such route and the model is named."""
+    path = settings.route(route)
+    where = f"{settings.url}: GET {path}"
+    kind = http.client.HTTPSConnection if settings.tls else http.client.HTTPConnection
     try:
-        lost = await asyncio.wait_for(answer.ended, settings.silence_timeout_s)
+        with closing(kind(settings.host, settings.port, timeout=settings.silence_timeout_s)) as connection:
+            connection.request("GET", path, headers=headers_of(settings))
+            answer = connection.getresponse()
+            content = answer.read(MAX_BODY_BYTES)
     except TimeoutError:
         raise ConfigError(
             f"{where} got no answer in {settings.silence_timeout_s:g} s; is it the right server?"
         ) from None
-    if lost is not None:
-        raise ConfigError(f"{where} failed ({lost.replace('_', ' ')}); is the server running?")
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"{where} failed ({error}); is the server running?") from error
     if answer.status in (401, 403):
         raise ConfigError(f"{where} answered {answer.status}; give the API key")
     if answer.status != 200:
-        raise _RouteMissing(f"{where} answered {answer.status}")
+        if settings.model is None:
+            raise ConfigError(f"{where} answered {answer.status}; name the model")
+        return {}
     try:
-        body = json.loads(answer.content)
+        body = json.loads(content)
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, Mapping):
@@ -320,6 +265,7 @@ class UrlEngine:
 
     def __init__(self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False):
         parser_library()
+        card = model_card(settings)
         self.settings = settings
         self.token_source = ""
         """Least sure source of token times in the last drive: one of http_probe.SOURCES, or ""."""
@@ -332,32 +278,28 @@ class UrlEngine:
         self._pool: ConnectionPool | None = None
         try:
             self._pool = self._wait(self._make_pool())
-            self._found = self._wait(discover(self._pool, settings))
+            self._dialect = self._wait(_dialect(self._pool, settings, card))
+            self.about = _about(settings, self._dialect, card, policy)
         except BaseException:
             self.close()
             raise
-        self.about = _about(settings, self._found, policy)
 
     def prepare(self, ask: Ask) -> PreparedRequest:
         """Build the bytes of a request. Raises ConfigError if it cannot be sent to a URL."""
         item = ask.item
         written = self._writer.write(item.lengths, ask.seed) if item.by_length and item.lengths else ""
-        return prepare(ask, self.settings, self._found.dialect, written)
+        return prepare(ask, self.settings, self._dialect, written)
 
     @cached_property
     def _writer(self) -> PromptWriter:
-        """Writer of prompts with about as many tokens as wanted; the server's tokenizer is unknown."""
-        return PromptWriter(about_tokens)
+        return PromptWriter(about_tokens)  # the server's tokenizer is unknown
 
     def drive(
         self, due: Sequence[Due], *, drain_s: float, on_progress: Callable[[int], None] | None = None
     ) -> LoopResult:
-        """Send in order of due_s and on time; cut off what is left drain_s after the last by closing connections.
-
-        Ctrl-C stops sending and cuts off likewise. on_progress: called with the number of requests in flight, in the
-        client's thread.
-        """
-        run = UrlRun(self._open_pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
+        """Send in order of due_s and on time; cut off what is left drain_s after the last by closing connections."""
+        assert self._pool is not None
+        run = UrlRun(self._pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
         with undisturbed():
             future = asyncio.run_coroutine_threadsafe(run.run(due, drain_s), self._loop)
             try:
@@ -391,11 +333,6 @@ class UrlEngine:
         self._thread.join()
         self._loop.close()
 
-    @property
-    def _open_pool(self) -> ConnectionPool:
-        assert self._pool is not None
-        return self._pool
-
     async def _make_pool(self) -> ConnectionPool:
         return ConnectionPool(self.settings)
 
@@ -403,42 +340,39 @@ class UrlEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _about(settings: UrlSettings, found: DiscoveredServer, policy: str | None) -> EngineAbout:
-    engine, system = found.engine, system_name(settings, found)
+def _about(settings: UrlSettings, dialect: ServerDialect, card: Mapping[str, Any], policy: str | None) -> EngineAbout:
+    said = _get(settings, "version").get("engine") if dialect.own else None
+    engine = said if isinstance(said, Mapping) else {}
+    system = settings.system or (OWN_SYSTEM if dialect.own else settings.authority)
 
     def text(name: str, otherwise: str) -> str:
         value = engine.get(name)
         return value if isinstance(value, str) else otherwise
 
-    draft, requests = engine.get("draft"), engine.get("max_requests")
+    draft, requests, context = engine.get("draft"), engine.get("max_requests"), card.get("max_model_len")
     return EngineAbout(
         system=system,
         device=text("device", "unknown"),
         jax_version=text("jax_version", "unknown"),
-        target=text("target", found.dialect.model),
+        target=text("target", dialect.model),
         draft=draft if isinstance(draft, str) else None,
         target_params=None,
         draft_params=None,
         deterministic=engine.get("deterministic") is True,
         max_requests=requests if isinstance(requests, int) else 0,
-        max_context=found.max_context,
-        baseline_s=found.dialect.baseline_s,
+        max_context=context if isinstance(context, int) else 0,
+        baseline_s=dialect.baseline_s,
         policies=(policy or text("policy", system),),
     )
 
 
-def _notes(run: UrlRun) -> list[str]:
-    notes, count = [], len(run.probes)
-    if run.waited_to_connect:
-        notes.append(
-            f"{run.waited_to_connect} of {count} requests waited for a new connection, and their times hold it"
-        )
-    if run.resent:
-        notes.append(f"{run.resent} of {count} requests were sent again: the server had closed their idle connection")
-    spread = sum(probe.token_source == "usage_spread" for probe in run.probes)
-    guessed = sum(probe.token_source == "events" for probe in run.probes)
-    if spread:
-        notes.append(f"tokens of {spread} of {count} requests were counted at the end and spread over the events")
-    if guessed:
-        notes.append(f"tokens of {guessed} of {count} requests were counted by events, which is a lower bound")
-    return notes
+def _notes(run: UrlRun) -> Iterator[str]:
+    sources = Counter(probe.token_source for probe in run.probes)
+    for count, note in (
+        (run.waited_to_connect, "{} requests waited for a new connection, and their times hold it"),
+        (run.resent, "{} requests were sent again: the server had closed their idle connection"),
+        (sources["usage_spread"], "tokens of {} requests were counted at the end and spread over the events"),
+        (sources["events"], "tokens of {} requests were counted by events, which is a lower bound"),
+    ):
+        if count:
+            yield note.format(f"{count} of {len(run.probes)}")

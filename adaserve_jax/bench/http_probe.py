@@ -40,6 +40,8 @@ MAX_TOKENS = 2**20
 MAX_EVENT_BYTES = 2**22
 MAX_ERROR_BYTES = 2**16
 MAX_ANSWER_BYTES = 2**26
+MOST_LETTERS = 300
+"""Letters kept of a server's error."""
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -79,12 +81,10 @@ def prepare(ask: Ask, settings: UrlSettings, dialect: ServerDialect, written: st
     if ask.slo.relative is not None and dialect.baseline_s <= 0:
         raise ConfigError("a relative target needs a baseline, and none could be measured; give baseline_s")
     body = request_body(ask, settings, dialect, written)
-    return PreparedRequest(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
+    return PreparedRequest(ask.request_id, _message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
 
 
-def request_body(
-    ask: Ask, settings: UrlSettings, dialect: ServerDialect, written: str = ""
-) -> tuple[str, dict[str, Any]]:  # fmt: skip
+def request_body(ask: Ask, settings: UrlSettings, dialect: ServerDialect, written: str) -> tuple[str, dict[str, Any]]:
     """Return route and body, with standard sampling parameters given explicitly instead of left to the server."""
     route, content = _content(ask.item, ask.item.prompt or written, settings.endpoint)
     body: dict[str, Any] = {
@@ -102,24 +102,27 @@ def request_body(
     return route, body | dict(settings.extra_body)
 
 
-def message(settings: UrlSettings, route: str, body: Mapping[str, Any] | None) -> bytes:
-    """Return the bytes of a whole HTTP request: GET if there is no body."""
-    content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+def headers_of(settings: UrlSettings) -> dict[str, str]:
+    """Return the headers of every request; names in small letters."""
     headers = {
         "host": settings.authority,
         "accept": "text/event-stream, application/json",
         "accept-encoding": "identity",
         "user-agent": "adaserve-bench",
     }
-    if body is not None:
-        headers |= {"content-type": "application/json", "content-length": str(len(content))}
     if settings.api_key is not None:
         headers["authorization"] = f"Bearer {settings.api_key}"
     if not settings.spare_connections:
         headers["connection"] = "close"
-    headers |= {name.lower(): value for name, value in settings.headers}
-    lines = [f"{'GET' if body is None else 'POST'} {settings.route(route)} HTTP/1.1"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return headers | {name.lower(): value for name, value in settings.headers}
+
+
+def _message(settings: UrlSettings, route: str, body: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a whole HTTP request."""
+    content = json.dumps(body, separators=(",", ":")).encode()
+    own = {"content-type": "application/json", "content-length": str(len(content))}
+    lines = [f"POST {settings.route(route)} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in (own | headers_of(settings)).items()]
     return "\r\n".join([*lines, "", ""]).encode("ascii") + content
 
 
@@ -209,17 +212,13 @@ def event_of(body: object) -> CompletionEvent:
 
 
 def token_times(seen: Sequence[SeenEvent], total: int | None) -> tuple[list[float], TokenSource]:
-    """Return the time of each output token, and the source of that knowledge.
+    """Return the time of each output token, and the source of that knowledge. total: the final count, if given.
 
     Servers differ: some give the count so far in every event (this package, vLLM and SGLang with
     `continuous_usage_stats`, llama.cpp in its `timings`), most give it once at the end, some never. An event may hold
     several tokens, or part of one. Tokens of one event share its time. With a count in every event, an event's tokens
     are the difference to the count before. A final count is spread in proportion to the lengths of the texts; each
     event with text gets at least one token while there are enough.
-
-    Args:
-        seen: events in the order of reading.
-        total: the final count; None if the server does not give it.
     """
     if not seen:
         return [], "events" if total is None else "usage"
@@ -371,12 +370,8 @@ class UrlProbe(Probe):
         self._finish_reason: str | None = None
         self._refusal: tuple[int, bytearray] | None = None
         self._size = 0
-        self._outcome: tuple[Status, str | None] = ("unfinished", None)
-
-    @property
-    def outcome(self) -> tuple[Status, str | None]:
+        self.outcome: tuple[Status, str | None] = ("unfinished", None)
         """Status and error code; the status is unfinished until the request has ended."""
-        return self._outcome
 
     def send(self, connection: HttpConnection) -> None:
         """Send the request now."""
@@ -423,21 +418,13 @@ class UrlProbe(Probe):
 
     def record(self, at: AtPoint) -> RequestRecord:
         """Return the request's record: times as seen here, verification counts as the server reports them."""
-        status, code = self._outcome
-        times = self.token_times_s
-        slo = self.prepared.slo
-        metrics = replace(
-            self._served,
-            arrival_s=self.submitted_at_s,
-            first_scheduled_s=_later(self.submitted_at_s, self._served.first_scheduled_s),
-            first_token_s=times[0] if times else None,
-            last_token_s=times[-1] if times else None,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=len(times),
-            tpot_slo_s=slo.tpot_s(at.baseline_s),
-            ttft_slo_s=slo.ttft_s,
-            slo_class=self.prepared.slo_class,
-            slo_feasible=False if code == SLO_INFEASIBLE else self._served.slo_feasible,
+        status, code = self.outcome
+        reported, wait_s = self._served, self._served.first_scheduled_s
+        if wait_s is not None:
+            reported = replace(reported, first_scheduled_s=self.submitted_at_s + wait_s)
+        prepared = self.prepared
+        metrics = self._observed(
+            prepared.slo, prepared.slo_class, at, code, prompt_tokens=self._prompt_tokens, reported=reported
         )
         return self._record_of(metrics, at, self.prepared.request_id, status, code)
 
@@ -509,14 +496,15 @@ class UrlProbe(Probe):
             self._end(at_s, *(("finished", None) if whole else ("failed", lost or "truncated")))
 
     def _refuse(self, at_s: float, status: Status, error: object, otherwise: str) -> None:
-        self.error = _message(error)
+        found = error.get("message", error) if isinstance(error, Mapping) else error
+        self.error = " ".join(str(found).split())[:MOST_LETTERS]
         self._end(at_s, status, _code(error) or otherwise)
 
     def _end(self, at_s: float, status: Status, code: str | None) -> None:
         if self.ended_at_s is not None:
             return
         self.ended_at_s = at_s
-        self._outcome = (status, code)
+        self.outcome = (status, code)
         if self._seen or self._count is not None:
             self.token_times_s, self.token_source = token_times(self._seen, self._count)
         self._seen = []
@@ -525,10 +513,6 @@ class UrlProbe(Probe):
     def _close_connection(self) -> None:
         if self.connection is not None:
             self.connection.close_for(self)
-
-
-def _later(at_s: float, wait_s: float | None) -> float | None:
-    return None if wait_s is None else at_s + wait_s
 
 
 def _error_in(raw: bytes | bytearray) -> object:
@@ -546,8 +530,3 @@ def _error_in(raw: bytes | bytearray) -> object:
 def _code(error: object) -> str | None:
     code = error.get("code") if isinstance(error, Mapping) else None
     return code if isinstance(code, str) and _CODE.fullmatch(code) else None
-
-
-def _message(error: object, most: int = 300) -> str:
-    found: Any = error.get("message", error) if isinstance(error, Mapping) else error
-    return " ".join(str(found).split())[:most]

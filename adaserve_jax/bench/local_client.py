@@ -16,9 +16,14 @@ from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.results.schema import OWN_SYSTEM
 from adaserve_jax.sim.acceptance import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import Executor, Progress
+from adaserve_jax.types import Progress
 from adaserve_jax.workloads.prompt_text import PromptWriter
 from adaserve_jax.workloads.workload import WorkloadItem
+
+INFO_COLUMNS = (
+    "device", "jax_version", "target", "draft", "deterministic", "max_requests", "max_context", "baseline_s",
+)  # fmt: skip
+"""Facts for the rows that a client's `info` has under the same names."""
 
 
 class ClientEngine:
@@ -36,7 +41,7 @@ class ClientEngine:
     ):  # fmt: skip
         self.client = client
         self._encode = encode
-        self._set_policy = set_policy
+        self.set_policy = set_policy
         self._parameters = parameters
         self._max_prefill_tokens = max_prefill_tokens
 
@@ -45,22 +50,11 @@ class ClientEngine:
         info = self.client.info
         return EngineAbout(
             system=OWN_SYSTEM,
-            device=info.device,
-            jax_version=info.jax_version,
-            target=info.target,
-            draft=info.draft,
             target_params=self._parameters[0],
             draft_params=self._parameters[1],
-            deterministic=info.deterministic,
-            max_requests=info.max_requests,
-            max_context=info.max_context,
-            baseline_s=info.baseline_s,
             max_prefill_tokens=self._max_prefill_tokens,
+            **{name: getattr(info, name) for name in INFO_COLUMNS},
         )
-
-    def set_policy(self, name: str) -> None:
-        """Serve by `name` from now on, without compiling; only while idle."""
-        self._set_policy(name)
 
     def prepare(self, ask: Ask) -> GenerateRequest:
         """Return the request with its prompt tokenised."""
@@ -94,22 +88,23 @@ class LocalBenchEngine(ClientEngine):
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, *, record: bool = False):
-        """record: whether every verification is noted in `recorder`."""
+        """Load the engine and start it. record: note every verification in `recorder`."""
         self.config = config
         self.recorder = AcceptanceRecorder()
         self.tokenizer = Tokenizer.from_folder(resolve_folder(config.target, "target"))
-        engine = LocalEngine(config, progress, self._observed if record else None)
+        observed = (lambda executor: RecordingExecutor(executor, self.recorder)) if record else None
+        engine = LocalEngine(config, progress, observed)
         engine.start()
+        folders = resolve_folder(config.target, "target"), config.draft and resolve_folder(config.draft, "draft")
+        target_params, draft_params = (count_parameters(folder) if folder else None for folder in folders)
         super().__init__(
-            engine, self.encode, engine.set_policy, parameters=parameters_of(config),
+            engine, self.encode, engine.set_policy, parameters=(target_params, draft_params),
             max_prefill_tokens=config.max_prefill_tokens,
         )  # fmt: skip
 
-    def _observed(self, executor: Executor) -> Executor:
-        return RecordingExecutor(executor, self.recorder)
-
     def encode(self, item: WorkloadItem, seed: int = 0) -> list[int]:
-        """Token ids of the item's prompt. seed: for one that is known by its length only, whose text is made."""
+        """Return the token ids of the item's prompt. seed: for one that is known by its length only, whose text is
+        made."""
         if item.by_length and item.lengths is not None:
             return self.tokenizer.encode(self._writer.write(item.lengths, seed))
         return encode_item(self.tokenizer, item)
@@ -119,17 +114,8 @@ class LocalBenchEngine(ClientEngine):
         return PromptWriter(lambda text: len(self.tokenizer.encode(text)))
 
 
-def parameters_of(config: EngineConfig) -> tuple[int | None, int | None]:
-    """Parameters of target and draft; None where unknown or absent."""
-    draft = config.draft
-    return (
-        count_parameters(resolve_folder(config.target, "target")),
-        None if draft is None else count_parameters(resolve_folder(draft, "draft")),
-    )
-
-
 def encode_item(tokenizer: Tokenizer, item: WorkloadItem) -> list[int]:
-    """Token ids of the item's prompt, or of its messages through the model's chat template."""
+    """Return the token ids of the item's prompt, or of its messages through the model's chat template."""
     if item.prompt is not None:
         return tokenizer.encode(item.prompt)
     return tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in item.messages])

@@ -17,6 +17,9 @@ from adaserve_jax.workloads.arrivals import POISSON, TRACE, Schedule, make_sched
 from adaserve_jax.workloads.mixing import with_slo_scale, with_urgent_share
 from adaserve_jax.workloads.workload import Workload
 
+DEFAULT_LOADS = (0.5, 1.5)
+"""Offered output tokens, over those of one request served alone without speculation in the same time."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -30,7 +33,7 @@ class Load:
     repeat: int
 
     def seed(self, plan_seed: int) -> int:
-        """Seed of arrivals and sampling; the first repeat has the plan's own, so one repeat equals none."""
+        """Return the seed of arrivals and sampling; the first repeat has the plan's own, so one repeat equals none."""
         if not self.repeat:
             return plan_seed
         return int(np.random.SeedSequence((plan_seed, self.repeat)).generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -108,7 +111,7 @@ class BenchPlan:
         return points
 
     def settings(self) -> dict[str, Any]:
-        """All of it by name, for `plan.json`."""
+        """Return the plan by name, for `plan.json`."""
         return asdict(self)
 
     def _check_numbers(self) -> None:
@@ -159,9 +162,10 @@ def load_all(plan: BenchPlan, workload: Workload) -> dict[Load, Loaded]:
     """Make the requests of every load of the plan. Raises ConfigError when a load cannot be made of this workload, or
     two would be the same."""
     check_classes(workload.name, (item.slo_class for item in workload.items))
-    shaped = {
-        (share, scale): _shaped(workload, share, scale) for share in plan.urgent_shares for scale in plan.slo_scales
-    }
+    shaped: dict[tuple[float | None, float | None], Workload] = {}
+    for share, scale in product(plan.urgent_shares, plan.slo_scales):
+        shared = workload if share is None else with_urgent_share(workload, share)
+        shaped[share, scale] = shared if scale is None else with_slo_scale(shared, scale)
     loads = {load: _loaded(plan, load, shaped[load.urgent_share, load.slo_scale]) for load in plan.loads}
     _check_apart(loads)
     return loads
@@ -192,11 +196,6 @@ def _said(load: Load) -> str:
     return f"{rate} with arrivals {load.arrivals}"
 
 
-def _shaped(workload: Workload, urgent_share: float | None, slo_scale: float | None) -> Workload:
-    shared = workload if urgent_share is None else with_urgent_share(workload, urgent_share)
-    return shared if slo_scale is None else with_slo_scale(shared, slo_scale)
-
-
 def _loaded(plan: BenchPlan, load: Load, workload: Workload) -> Loaded:
     spec = parse_arrivals(load.arrivals)
     schedule = make_schedule(
@@ -204,3 +203,12 @@ def _loaded(plan: BenchPlan, load: Load, workload: Workload) -> Loaded:
     )
     steady = load.rate_rps is not None and spec.process in STEADY
     return Loaded(workload, schedule, spec.cv if steady else None)
+
+
+def default_rates(workload: Workload, baseline_s: float) -> tuple[float, ...]:
+    """Return requests per second at each of DEFAULT_LOADS, with two digits. baseline_s: seconds of one token, alone.
+    Raises ConfigError when it is not known."""
+    if baseline_s <= 0:
+        raise ConfigError("the time of one token alone is not known, and so no rate that fits; give --rates")
+    mean_tokens = sum(item.max_tokens for item in workload.items) / len(workload.items)
+    return tuple(float(f"{load / (baseline_s * mean_tokens):.2g}") for load in DEFAULT_LOADS)

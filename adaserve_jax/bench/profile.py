@@ -29,7 +29,7 @@ from adaserve_jax.runtime.warmup import THOROUGH, Effort, measure, measure_switc
 from adaserve_jax.scheduler.acceptance import acceptance_of_nodes
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
 from adaserve_jax.scheduler.policies import policy_of
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO, CostSamples, Limits, Progress, RequestMetrics, SamplingParams
@@ -77,8 +77,8 @@ def propose(samples: CostSamples, limits: Limits, acceptance: float | None) -> P
 
 
 def knee(edges: Sequence[int], verify_s: np.ndarray) -> float:
-    """Tokens at which a roofline bends: those that take, at the last edges' seconds per token, as long as the first
-    edge. Below it tokens are nearly free. verify_s: f64[E]; the last edge where no token costs anything."""
+    """Return the tokens at which a roofline bends: those that take, at the last edges' seconds per token, as long as
+    the first edge. Below it tokens are nearly free. verify_s: f64[E]; the last edge where no token costs anything."""
     last = edges[-1]
     if len(edges) < 2 or verify_s[-1] <= verify_s[-2]:
         return float(last)
@@ -107,9 +107,7 @@ def _for_rows(cost: CostTable, limits: Limits, rows: int, acceptance: float | No
             rate = emitted / (seconds + draft_s)
             at = int(np.argmax(rate))
             if rate[at] > best.tokens_per_s:
-                best = ForRows(
-                    rows, best.knee, int(budgets[at]), depth, width, float(rate[at]), best.plain_tokens_per_s
-                )
+                best = replace(best, budget=int(budgets[at]), depth=depth, width=width, tokens_per_s=float(rate[at]))
     return best
 
 
@@ -146,12 +144,12 @@ def run_trial(
     predicted, acceptance, served = [], None, ServedTimes()
     for done, policy in enumerate(policies, 1):
         as_tried = replace(config, policy=policy, infeasible_slo="best_effort", prefix_cache=False)
-        scheduler = build_scheduler(as_tried, executor.limits, samples)
+        scheduler = Scheduler(as_tried, executor.limits, samples)
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
         core.bring_back_draft()  # the next part's scheduler expects the draft where it was
-        predicted.append(scheduler.predictions.seconds())
-        served += scheduler.served
+        predicted.append(scheduler.costs.predictions())
+        served += scheduler.costs.served
         if policy == chains:
             acceptance = acceptance_of_chains(ended, depth)
         if progress is not None:
@@ -194,7 +192,8 @@ def _serve(
 
 
 def _requests(tokenizer: Tokenizer, config: EngineConfig, seed: int) -> Iterator[GenerateRequest]:
-    """Endless: prompts of the packaged workload, joined to lengths drawn evenly in their logarithm."""
+    """Yield requests without end: prompts of the packaged workload, joined to lengths drawn evenly in their
+    logarithm."""
     rng = np.random.default_rng(seed)
     items = [encode_item(tokenizer, item) for item in load_workload(None).items]
     room = min(config.max_context, config.num_pages * config.page_size)
@@ -241,15 +240,19 @@ def search_offsets(
     found: list[Found] = []
     pairs = list(itertools.product(c1, c2))
     for pair in pairs:
-        found.append(_try(replace(machine, searched_offsets=pair), traces, pair))
+        offset = replace(machine, searched_offsets=pair)
+        runs = [simulate(POLICY, SimulationPlan((POLICY,)), offset, trace) for trace in traces]
+        overall = [summarize(run.records, wall_s=run.wall_s)[0] for run in runs]
+        attained, goodput = ([each.attainment or 0.0 for each in overall], [each.goodput_tps for each in overall])
+        found.append(Found(*pair, float(np.mean(attained)), float(np.mean(goodput))))
         if progress is not None:
             progress("searching c1, c2", len(found), len(pairs))
     return max(found, key=lambda each: (each.attainment, each.goodput_tps))
 
 
 def generated_traces(machine: ProfiledMachine, tokens_per_s: float, seed: int = 0) -> list[Trace]:
-    """One per load of LOADS: Poisson arrivals, lengths even in their logarithm. tokens_per_s: what the machine is
-    expected to emit at most."""
+    """Return a trace per load of LOADS: Poisson arrivals, lengths even in their logarithm. tokens_per_s: what the
+    machine is expected to emit at most."""
     rng = np.random.default_rng(seed)
     longest = np.array([[machine.max_context // 2], [min(MOST_TOKENS, machine.max_context // 4)]])
     prompt, output = np.exp(rng.uniform(np.log(np.minimum(8, longest)), np.log(longest), (2, REQUESTS))).astype(int)
@@ -265,16 +268,6 @@ def generated_traces(machine: ProfiledMachine, tokens_per_s: float, seed: int = 
         )
         traces.append(Trace(f"generated at {load:g} of capacity", "", requests))
     return traces
-
-
-def _try(machine: ProfiledMachine, traces: Sequence[Trace], pair: tuple[int, int]) -> Found:
-    attained, goodput = [], []
-    for trace in traces:
-        simulated = simulate(POLICY, SimulationPlan((POLICY,)), machine, trace)
-        overall = summarize(simulated.records, wall_s=simulated.wall_s)[0]
-        attained.append(overall.attainment or 0.0)
-        goodput.append(overall.goodput_tps)
-    return Found(*pair, float(np.mean(attained)), float(np.mean(goodput)))
 
 
 def measure_profile(

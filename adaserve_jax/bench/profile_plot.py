@@ -71,7 +71,7 @@ def _plot_verify(profile: Profile, whole: Any, each: Any) -> None:
 
 
 def _plot_draft(profile: Profile, axis: Any) -> None:
-    """At the context nearest to the typical one, a line per rows and width."""
+    """Plot a line per rows and width, at the context nearest to the typical one."""
     timed = profile.timings.search
     axis.set(xlabel="depth", ylabel="draft search, ms")
     axis.grid(alpha=0.3)

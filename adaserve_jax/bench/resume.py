@@ -7,7 +7,6 @@ say what they were measured with, and what goes on must be the same.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import end_last_line, make_folder, read_good_rows
-from adaserve_jax.results.provenance import new_run_id
+from adaserve_jax.results.provenance import new_run_id, settings_hash
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.results.whole_file import SHARED, write_whole
@@ -66,11 +65,12 @@ def begin_folder(out: Path, settings: Mapping[str, Any], use: FolderUse) -> Begu
     check_folder(out, use)
     make_folder(out)
     plain = json.loads(json.dumps(settings))
-    plan_hash = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    plan_hash = settings_hash(plain)
     if use == "resume" and (out / PLAN).exists():
         return _resumed(out, plain, plan_hash)
     begun = Begun(new_run_id(), plan_hash)
-    _write_plan(out / PLAN, {"run_id": begun.run_id, "plan_hash": plan_hash, "plan": plain})
+    values = {"run_id": begun.run_id, "plan_hash": plan_hash, "plan": plain}
+    write_whole(out / PLAN, json.dumps(values, indent=1) + "\n", mode=SHARED)
     return begun
 
 
@@ -120,14 +120,25 @@ def check_baseline(out: Path, begun: Begun, baseline_s: float) -> None:
 
 
 def drop_unfinished(out: Path, begun: Begun) -> None:
-    """Remove the lines of a resumed run that are of points to measure again, and half lines."""
+    """Remove the lines of a resumed run that are of points to measure again, half lines and blank ones.
+
+    When the process dies meanwhile, each file is as it was or as it shall be.
+    """
     for name in (RESULTS, REQUESTS, SAMPLES, ACCEPTANCE) if begun.resumed else ():
-        if (out / name).exists():
-            _keep(out / name, begun)
+        path = out / name
+        if not path.exists():
+            continue
+        end_last_line(path)
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [
+            line for number, line in enumerate(lines, 1) if line.strip() and _stays(line, f"{path}:{number}", begun)
+        ]
+        if len(kept) < len(lines):
+            write_whole(path, b"".join(kept), mode=SHARED)
 
 
 def _missing(out: Path) -> list[str]:
-    """Points of the run in a folder that are not done; none where there is no plan of a bench run."""
+    """Return the points of the run in a folder that are not done; none where there is no plan of a bench run."""
     if not (out / PLAN).exists():
         return []
     held = _read_plan(out / PLAN)
@@ -149,7 +160,8 @@ def _resumed(out: Path, settings: dict[str, Any], plan_hash: str) -> Begun:
 
 
 def _done_rows(path: Path, run_id: str) -> list[ResultRow]:
-    """Rows of the points that are valid and whole: those of all classes count as many requests as the one over all."""
+    """Return the rows of the points that are valid and whole: those of all classes count as many requests as the one
+    over all."""
     by_point: dict[str, list[ResultRow]] = defaultdict(list)
     for row in read_good_rows(path, ResultRow)[0] if path.exists() else ():
         if row.run_id == run_id:
@@ -161,17 +173,6 @@ def _is_done(rows: list[ResultRow]) -> bool:
     overall = [row for row in rows if row.slo_class == ALL_CLASSES]
     by_class = sum(row.requests for row in rows if row.slo_class != ALL_CLASSES)
     return len(overall) == 1 and overall[0].valid and overall[0].requests == by_class
-
-
-def _keep(path: Path, begun: Begun) -> None:
-    """Leave the lines of other runs and of points that are done; when the process dies meanwhile, the file is as it
-    was. Half a line goes, and so do blank ones."""
-    end_last_line(path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for number, line in enumerate(lines, 1)
-            if line.strip() and _stays(line, f"{path}:{number}", begun)]  # fmt: skip
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(kept), mode=SHARED)
 
 
 def _stays(line: bytes, where: str, begun: Begun) -> bool:
@@ -207,7 +208,3 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 def _no_plan(path: Path) -> ConfigError:
     return ConfigError(f"{path} is not the plan of a bench run; remove it, or give another --out")
-
-
-def _write_plan(path: Path, values: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n", mode=SHARED)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import adaserve_jax
@@ -27,8 +26,7 @@ from adaserve_jax.bench.resume import (
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows
-from adaserve_jax.results.provenance import machine_name, settings_hash, source_commit
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.provenance import code_and_machine, settings_hash
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.samples import SAMPLE_S, Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
@@ -44,16 +42,16 @@ class Watch:
     """Notified of a run's progress; this one ignores it."""
 
     def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
-        """Receives the points to measure, and the rows of those already measured."""
+        """Note the points to measure, and the rows of those already measured."""
 
     def begins(self, point: Point) -> None:
-        """Its warm-up begins."""
+        """Note that a point's warm-up begins."""
 
     def in_flight(self, requests: int) -> None:
-        """So many requests are in flight. From any thread, often: it must be quick."""
+        """Note how many requests are in flight. Called often, from any thread: it must be quick."""
 
     def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
-        """Its rows are written. notes: sentences of the engine."""
+        """Note that a point's rows are written. notes: sentences of the engine."""
 
 
 class Sampler:
@@ -82,9 +80,7 @@ class Sampler:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         if self._since is not None:
             self._thread.join()
@@ -103,17 +99,14 @@ class Sampler:
 
     def _run(self) -> None:
         try:
-            self._take_all()
+            due_s = self._now() + SAMPLE_S
+            while not self._wait(max(0.0, due_s - self._now())):
+                self._take()
+                # Late once, on time again: no sample is made up for.
+                due_s += SAMPLE_S * max(1, math.ceil((self._now() - due_s) / SAMPLE_S))
+            self._take()
         except Exception as error:  # of a thread nobody would see it
             self._error = error
-
-    def _take_all(self) -> None:
-        """Late once, on time again: no sample is made up for."""
-        due_s = self._now() + SAMPLE_S
-        while not self._wait(max(0.0, due_s - self._now())):
-            self._take()
-            due_s += SAMPLE_S * max(1, math.ceil((self._now() - due_s) / SAMPLE_S))
-        self._take()
 
     def _take(self) -> None:
         stats = self._stats()
@@ -150,7 +143,7 @@ def run_bench(
     rows = list(begun.rows)
     todo = [point for point in plan.points if point.name not in begun.done]
     if todo:
-        check_alike(out, begun, _here())
+        check_alike(out, begun, code_and_machine(adaserve_jax.__version__))
     watch.opened(todo, rows)
     if not todo:
         return rows
@@ -164,11 +157,10 @@ def run_bench(
         bench = _Bench(plan, loads, engine, provenance, watch, begun.baseline_s, policy_files or {})
         for point in todo:
             watch.begins(point)
-            measured = bench.measure(point)
-            measured.write(out)
-            rows += measured.rows
-            watch.ended(point, measured.rows, engine.notes)
-            if measured.loop.interrupted or measured.loop.engine_died:
+            measured, loop = bench.measure(point, out)
+            rows += measured
+            watch.ended(point, measured, engine.notes)
+            if loop.interrupted or loop.engine_died:
                 break
     finally:
         if close:
@@ -187,23 +179,6 @@ def _check_policies(policies: Sequence[str], engine: BenchEngine) -> None:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """One point."""
-
-    loop: LoopResult
-    rows: list[ResultRow]
-    records: list[RequestRecord]
-    samples: list[Sample]
-    acceptance: list[AcceptanceRecord]
-
-    def write(self, out: Path) -> None:
-        lines = {REQUESTS: self.records, SAMPLES: self.samples, ACCEPTANCE: self.acceptance, RESULTS: self.rows}
-        for name, each in lines.items():
-            if each:
-                append_rows(out / name, each)
-
-
-@dataclass(frozen=True)
 class _Bench:
     plan: BenchPlan
     loads: Mapping[Load, Loaded]
@@ -214,8 +189,8 @@ class _Bench:
     """Baseline latency of a resumed run, which its relative targets multiply, whatever the engine measured now."""
     policy_files: Mapping[str, str]
 
-    def measure(self, point: Point) -> _Measured:
-        """Warm up, drive, and sum up."""
+    def measure(self, point: Point, out: Path) -> tuple[list[ResultRow], LoopResult]:
+        """Warm up, drive, sum up, and write: the rows last, so that a point with rows is whole."""
         loaded = self.loads[point.load]
         self._check_file(point.policy)
         self.engine.set_policy(point.policy)
@@ -235,7 +210,11 @@ class _Bench:
         rows = [ResultRow.join(provenance, conditions, each) for each in summarize(records, wall_s=loop.wall_s)]
         samples = sampler.samples(run_id=run_id, point=point.name, start_s=loop.start_s)
         acceptance = self._recorded(point, loaded) if self.plan.record else []
-        return _Measured(loop, rows, records, samples, acceptance)
+        lines = {REQUESTS: records, SAMPLES: samples, ACCEPTANCE: acceptance, RESULTS: rows}
+        for name, each in lines.items():
+            if each:
+                append_rows(out / name, each)
+        return rows, loop
 
     def _check_file(self, policy: str) -> None:
         """Refuse a policy file that changed: it is read again for each point, and all rows must be of one version."""
@@ -274,16 +253,13 @@ class _Bench:
         """Send the first few requests, shortened, all at once; their results are dropped."""
         asks = [self._ask(point, number, arrival)
                 for number, arrival in enumerate(loaded.schedule.arrivals[: self.plan.warmup_requests])]  # fmt: skip
-        short = [
-            replace(
-                ask,
-                request_id=f"warmup-{ask.request_id}",
-                cache_salt=f"warmup {ask.cache_salt}",
+        due = [
+            Due(0.0, self.engine.prepare(replace(
+                ask, request_id=f"warmup-{ask.request_id}", cache_salt=f"warmup {ask.cache_salt}",
                 max_tokens=min(WARMUP_TOKENS, ask.max_tokens),
-            )
+            )))
             for ask in asks
-        ]
-        due = [Due(0.0, self.engine.prepare(ask)) for ask in short]
+        ]  # fmt: skip
         if self.engine.drive(due, drain_s=self.plan.drain_s).interrupted:
             raise KeyboardInterrupt
 
@@ -328,11 +304,6 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
     return None
 
 
-def _here() -> dict[str, Any]:
-    """Return the columns that name the code and the machine."""
-    return {"commit": source_commit(), "package_version": adaserve_jax.__version__, "machine": machine_name()}
-
-
 def _provenance(
     plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine, settings: Mapping[str, Any] | None
 ) -> Provenance:  # fmt: skip
@@ -340,7 +311,7 @@ def _provenance(
     return Provenance(
         run_id=begun.run_id,
         started_at=begun.started_at or datetime.now(UTC).isoformat(timespec="seconds"),
-        **_here(),
+        **code_and_machine(adaserve_jax.__version__),
         **engine.about.columns(),
         baseline_s=engine.about.baseline_s if held_s is None else held_s,
         workload=workload.name,

@@ -13,7 +13,7 @@ import adaserve_jax
 from adaserve_jax.bench.plan import check_classes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import RecordColumns, summarize
-from adaserve_jax.results.provenance import machine_name, new_run_id, source_commit
+from adaserve_jax.results.provenance import code_and_machine, new_run_id
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.scheduler.policies import file_hashes
@@ -79,34 +79,15 @@ def result_rows(
 ) -> list[ResultRow]:  # fmt: skip
     """Return the rows of one simulated point, over all classes and by class. label: how its policy was chosen. point:
     its name. varied: how its trace was varied."""
-    provenance = _provenance(plan, machine, trace, run_id, plan_hash)
-    varied = varied or Varied()
-    conditions = Conditions(
-        policy=policy, arrival_process="trace", rate_rps=trace.rate_rps, duration_s=trace.duration_s,
-        wall_s=wall_s, compiles_after_ready=0, client_late_max_s=0.0, client_late_p99_s=0.0, valid=True,
-        invalid_reason=None, replicas=replicas, router=plan.router if replicas > 1 else None, label=label,
-        point=point, urgent_share=varied.urgent_share, slo_scale=varied.slo_scale,
-        policy_hash=file_hashes([policy]).get(policy, ""),
-    )  # fmt: skip
-    summaries = summarize(records, wall_s=wall_s)
-    return [ResultRow.join(provenance, conditions, summary) for summary in summaries]
-
-
-def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str, plan_hash: str) -> Provenance:
-    limits = plan.limits(machine)
-    return Provenance(
+    limits, varied = plan.limits(machine), varied or Varied()
+    provenance = Provenance(
         run_id=run_id,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=source_commit(),
-        package_version=adaserve_jax.__version__,
-        machine=machine_name(),
+        **code_and_machine(adaserve_jax.__version__),
         device=f"simulated: {machine.name}",
         jax_version="none",
         target=machine.name,
         draft=machine.name,
-        target_params=None,
-        draft_params=None,
-        deterministic=False,
         max_requests=limits.max_requests,
         max_context=limits.max_context,
         baseline_s=machine.baseline_s,
@@ -119,6 +100,14 @@ def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: st
         elastic=plan.elastic,
         plan_hash=plan_hash,
     )
+    conditions = Conditions(
+        policy=policy, arrival_process="trace", rate_rps=trace.rate_rps, duration_s=trace.duration_s,
+        wall_s=wall_s, valid=True, replicas=replicas, router=plan.router if replicas > 1 else None, label=label,
+        point=point, urgent_share=varied.urgent_share, slo_scale=varied.slo_scale,
+        policy_hash=file_hashes([policy]).get(policy, ""),
+    )  # fmt: skip
+    summaries = summarize(records, wall_s=wall_s)
+    return [ResultRow.join(provenance, conditions, summary) for summary in summaries]
 
 
 Score = tuple[float, float]
@@ -205,8 +194,8 @@ def simulate_all(
     plan: SimulationPlan, machine: Machine, traces: Sequence[Trace], on_point: OnPoint | None = None,
     varied: Sequence[Varied] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
-    """Every policy over every trace, with every number of replicas, and samples of each. varied: what of each trace
-    was, for the rows. Raises ConfigError for an unknown policy."""
+    """Simulate every policy over every trace, with every number of replicas, and samples of each. varied: what of each
+    trace was, for the rows. Raises ConfigError for an unknown policy."""
     for trace in traces:
         check_classes(trace.name, trace.classes)
     rows: list[ResultRow] = []

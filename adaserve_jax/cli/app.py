@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -43,14 +43,27 @@ app = typer.Typer(
 
 def show_version() -> None:
     """Print the versions of this package, Python and jax."""
-    typer.echo(f"adaserve-jax {adaserve_jax.__version__}, Python {platform.python_version()}, jax {_jax_version()}")
-
-
-def _jax_version() -> str:
     try:
-        return version("jax")
+        jax = version("jax")
     except PackageNotFoundError:
-        return "not installed"
+        jax = "not installed"
+    typer.echo(f"adaserve-jax {adaserve_jax.__version__}, Python {platform.python_version()}, jax {jax}")
+
+
+def _exit_with_version(wanted: bool) -> None:
+    if wanted:
+        show_version()
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", help="print the versions and exit", is_eager=True, callback=_exit_with_version)
+]
+
+
+@app.callback()
+def _options(version: VersionOption = False) -> None:
+    """Take the options that stand before a command."""
 
 
 COMMANDS = {

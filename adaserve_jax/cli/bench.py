@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from adaserve_jax.bench.default_rates import default_rates
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
-from adaserve_jax.bench.plan import POISSON, BenchPlan, Point
+from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
 from adaserve_jax.bench.resume import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
 from adaserve_jax.cli.options import (
@@ -31,8 +28,8 @@ from adaserve_jax.cli.options import (
     SlosOption,
     comma_list,
     grouped,
+    numbers_above_0,
     parse_number,
-    parse_rate,
     takes,
 )
 from adaserve_jax.cli.terminal import (
@@ -40,10 +37,10 @@ from adaserve_jax.cli.terminal import (
     open_bench_engine,
     point_line,
     print_rows,
+    resume_command,
     say,
     say_next_step,
-    with_drafter,
-    with_learning,
+    with_options,
 )
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
@@ -244,7 +241,7 @@ def bench(
         say(f"{requests.name}: {note}")
     given = BenchPlan(
         policies=expand(comma_list("policies", policies, str)),
-        rates=(None,) if rates == AUTO else comma_list("rates", rates, parse_rate),
+        rates=(None,) if rates == AUTO else numbers_above_0("rates", rates, or_trace=True),
         duration_s=duration,
         seed=seed,
         drain_s=drain,
@@ -252,13 +249,13 @@ def bench(
         warmup_requests=warmup_requests,
         record=record,
         urgent_shares=comma_list("urgent_shares", urgent_shares, parse_share) or (None,),
-        slo_scales=comma_list("slo_scales", slo_scales, parse_slo_scale) or (None,),
+        slo_scales=numbers_above_0("slo_scales", slo_scales) or (None,),
         arrivals=tuple(arrivals or (POISSON,)),
         repeats=repeats,
     )
     if remote.url is None:
         remote.check_unused()
-        config = with_drafter(with_learning(config, learn_options), drafter_options)
+        config = with_options(config, learn_options, drafter_options)
         engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:
@@ -306,14 +303,6 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ConfigError(f"--urgent-shares must be numbers from 0 to 1, separated by commas, got {text!r}")
     return share
-
-
-def parse_slo_scale(text: str) -> float:
-    """Return a multiple of the baseline latency."""
-    scale = parse_number(text)
-    if not 0 < scale < math.inf:
-        raise ConfigError(f"--slo-scales must be numbers above 0, separated by commas, got {text!r}")
-    return scale
 
 
 class _LazyEngine:
@@ -385,10 +374,10 @@ def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> No
 
 def _resume_command(folder: Path) -> str:
     """Return this command line with --resume and `folder`; the user puts values of headers, maybe keys, back."""
-    given = [text for text in _without_secrets(sys.argv[1:]) if text not in ("--resume", "--append")]
+    given = [text for text in _without_secrets(sys.argv[1:]) if text != "--append"]
     if not any(text == "--out" or text.startswith("--out=") for text in given):
         given += ["--out", str(folder)]
-    return shlex.join(["adaserve", *given, "--resume"])
+    return resume_command(given)
 
 
 def _without_secrets(given: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.cli.options import Command, Group, takes
+from adaserve_jax.cli.terminal import SERVER_PACKAGES, needs
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import AdaServeError, ConfigError
 
-PACKAGES = ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client", "h11")
+PACKAGES = SERVER_PACKAGES | {"h11": "server", "ray": "cluster"}
 LOOK_EVERY_S = 0.2
 ORCHESTRATORS = ("local", "ray")
 
@@ -37,17 +39,6 @@ def _folder(path: str | None) -> Any:
     from adaserve_jax.cluster.run_folder import ClusterFolder, default_folder
 
     return ClusterFolder(default_folder() if path is None else Path(path).absolute())
-
-
-def _needs(error: ModuleNotFoundError) -> ConfigError:
-    """Return an error that says how to install a missing package; raise `error` itself if it is another one."""
-    name = (error.name or "").partition(".")[0]
-    extra = {"ray": "cluster"}.get(name, "server" if name in PACKAGES else "")
-    if not extra:
-        raise error
-    return ConfigError(
-        f"a cluster needs the package {name!r}, which is not installed; run: pip install 'adaserve-jax[{extra}]'"
-    )
 
 
 @cluster.command("up", cls=Command)
@@ -77,7 +68,7 @@ def up(
     ] = None,
 ) -> None:
     """Start a cluster and keep it running until SIGTERM, Ctrl-C, or `adaserve cluster down`."""
-    try:
+    with needs("a cluster", PACKAGES):
         from adaserve_jax.cluster.plan import ClusterPlan
 
         plan = ClusterPlan(
@@ -97,8 +88,6 @@ def up(
             from adaserve_jax.cluster.local import run_up
 
             run_up(plan, folder)
-    except ModuleNotFoundError as error:
-        raise _needs(error) from error
 
 
 def _detach(folder: Any) -> None:
@@ -134,11 +123,9 @@ def route(router: RouterSettings) -> None:
         raise ConfigError(
             "--targets must name a server at least, or --token-file the token by which they are given later"
         )
-    try:
+    with needs("a cluster", PACKAGES):
         from adaserve_jax.cluster.router import run_router
-    except ModuleNotFoundError as error:
-        raise _needs(error) from error
-    run_router(router)
+    asyncio.run(run_router(router))
 
 
 @cluster.command("status", cls=Command)
@@ -190,10 +177,8 @@ def down(
     from adaserve_jax.cluster.run_folder import give_order
 
     if address is not None:
-        try:
+        with needs("a cluster", PACKAGES):
             from adaserve_jax.cluster.ray_cluster import down_on_ray
-        except ModuleNotFoundError as error:
-            raise _needs(error) from error
         typer.echo(f"{down_on_ray(address)} actors were ended")
         return
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import progress_bar, say
 from adaserve_jax.models.config import resolve_folder
 
 
@@ -23,4 +23,4 @@ def convert(
         from adaserve_jax.models.export import convert as convert_checkpoint  # imports jax
 
         convert_checkpoint(folder, out, dtype=dtype, progress=progress)
-    notes().print(f"{out}: converted from {folder}", style="dim", highlight=False, soft_wrap=True)
+    say(f"{out}: converted from {folder}", style="dim")

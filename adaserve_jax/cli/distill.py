@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import signal
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from adaserve_jax.cli.options import FormatOption, takes
-from adaserve_jax.cli.terminal import progress_bar, say, table_console
+from adaserve_jax.cli.options import FormatOption, read_text, takes
+from adaserve_jax.cli.terminal import number_table, progress_bar, resume_command, say, table_console, write_json
 from adaserve_jax.distill.offline_config import OfflineConfig
+from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.writing import TYPES, check_new
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from adaserve_jax.models.tokenizer import Tokenizer
 
 INTERRUPTED_STATUS = 130
-TABLE_COLUMNS = 100
 DTYPES = ("auto", "f32", "bf16")
 OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
 """Parameters that --from-checkpoint takes."""
@@ -80,18 +78,20 @@ def distill(
     target_folder = resolve_folder(target, "target") if asks_target else draft_folder
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.distill.offline import Models, write_draft  # imports jax
+        from adaserve_jax.distill.offline import Models, load_online_draft, write_draft  # imports jax
 
         models = Models.find(target_folder, draft_folder)
         if from_checkpoint is not None:
-            version = _write_learned(models, from_checkpoint, draft_name, out, config, dtype, save_dtype, progress)
+            params, noted = load_online_draft(models, from_checkpoint, draft_name, config, _type(dtype), progress)
+            write_draft(params, models.draft_folder, out, save_dtype, progress)
+            version = f", version {noted['version']}" if "version" in noted else ""
             served = target if asks_target or draft == "demo" else "TARGET"
             say(f"{out}: draft {draft_name!r} as it was learned{version}; {_how_to_serve(served, out)}")
             return
         state = out.with_name(f"{out.name}.training")
         _check_state(state, resume=resume)
         with _interrupts() as interrupts:
-            run = _open(models, _read(prompts, format, models.tokenizer), config, dtype, progress, interrupts)
+            run = _open(models, _read(prompts, format, models), config, dtype, progress, interrupts)
             if resume:
                 run.load(state)
             finished = run.run(state, _say_epoch)
@@ -106,12 +106,16 @@ def distill(
     if not finished:
         say(
             f"stopped after {run.done.rounds} of {run.num_rounds} rounds, kept in {state}; to go on: "
-            f"{_resume_command()}"
+            f"{resume_command(sys.argv[1:])}"
         )
         raise typer.Exit(INTERRUPTED_STATUS)
     _say_what_came(run, target, out)
     if json_out is not None:
-        _write_json(json_out, run, target, draft, prompts, config)
+        write_json(json_out, {
+            "commit": source_commit(), "machine": machine_name(), "target": target, "draft": draft, "prompts": prompts,
+            "settings": asdict(config), "seconds": dict(run.done.seconds),
+            "evaluations": [asdict(each) for each in run.done.evaluations],
+        })  # fmt: skip
 
 
 def _given(context: typer.Context) -> dict[str, str]:
@@ -192,10 +196,19 @@ def _type(name: str) -> Any:
     return jnp.dtype(jnp.float32 if name == "f32" else jnp.bfloat16)
 
 
-def _read(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
+def _read(prompts: str, format: str, models: Models) -> list[list[int]]:
+    """Return the token ids of each prompt. Raises RequestError: the target has no row for one of them."""
+    found = _tokenised(prompts, format, models.tokenizer)
+    for ids in found:
+        check_ids(ids, models.target.vocab_size, "prompts")
+    return found
+
+
+def _tokenised(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of each prompt; a conversation ends where the answer begins."""
     if Path(prompts).suffix == ".txt" and format == AUTO:
-        return [tokenizer.encode(line) for line in _lines(Path(prompts))]
+        lines = read_text(Path(prompts), "prompts").splitlines()
+        return [tokenizer.encode(line) for line in lines if line.strip()]
     workload = load_workload(None if prompts == PACKAGED else Path(prompts), format=format)
     items = [item for item in workload.items if not item.by_length]
     if not items:
@@ -208,28 +221,6 @@ def _read(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read prompts {path}: {error.strerror}; give the path of a file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts {path} must be UTF-8, but byte {error.start} is not") from None
-    return [line for line in lines if line.strip()]
-
-
-def _write_learned(
-    models: Models, folder: Path, name: str, out: Path, config: OfflineConfig, dtype: str, save_dtype: str,
-    progress: Progress,
-) -> str:  # fmt: skip
-    """Write a draft that a server learned; return its version as words for the note."""
-    from adaserve_jax.distill.offline import load_online_draft, write_draft
-
-    params, noted = load_online_draft(models, folder, name, config, _type(dtype), progress)
-    write_draft(params, models.draft_folder, out, save_dtype, progress)
-    return f", version {noted['version']}" if "version" in noted else ""
-
-
 def _say_epoch(found: Evaluation) -> None:
     what = "before training" if found.epoch == 0 else f"epoch {found.epoch}"
     say(f"{what}: held-out acceptance {found.acceptance:.4f}, loss {found.loss:.4f}", style="dim")
@@ -237,9 +228,8 @@ def _say_epoch(found: Evaluation) -> None:
 
 def _print(evaluations: Sequence[Evaluation]) -> None:
     """Print the table of evaluations to stdout."""
-    table = Table()
-    for header in ("draft", "held-out acceptance", "held-out loss", "training loss", "steps", "tokens", "seconds"):
-        table.add_column(header, justify="left" if header == "draft" else "right")
+    headers = ("draft", "held-out acceptance", "held-out loss", "training loss", "steps", "tokens", "seconds")
+    table = number_table(headers)
     for each in evaluations:
         table.add_row(
             "before" if each.epoch == 0 else f"epoch {each.epoch}", f"{each.acceptance:.4f}", f"{each.loss:.4f}",
@@ -247,7 +237,7 @@ def _print(evaluations: Sequence[Evaluation]) -> None:
             f"{each.seconds:.1f}",
         )  # fmt: skip
     if evaluations:
-        table_console(TABLE_COLUMNS).print(table)
+        table_console(table).print(table)
 
 
 def _say_what_came(run: Distillation, target: str, out: Path) -> None:
@@ -256,21 +246,6 @@ def _say_what_came(run: Distillation, target: str, out: Path) -> None:
         say("held-out acceptance fell: try a lower --rate, more prompts, or fewer --epochs", style="bold red")
     spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in run.done.seconds.items())
     say(f"{out}: {count_parameters(out):,} parameters; {spent}; {_how_to_serve(target, out)}")
-
-
-def _write_json(path: Path, run: Distillation, target: str, draft: str, prompts: str, config: OfflineConfig) -> None:
-    result = {
-        "commit": source_commit(), "machine": machine_name(), "target": target, "draft": draft, "prompts": prompts,
-        "settings": asdict(config), "seconds": dict(run.done.seconds),
-        "evaluations": [asdict(each) for each in run.done.evaluations],
-    }  # fmt: skip
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    say(f"result in {path}", style="dim")
-
-
-def _resume_command() -> str:
-    given = [text for text in sys.argv[1:] if text != "--resume"]
-    return shlex.join(["adaserve", *given, "--resume"])
 
 
 def _how_to_serve(target: str, draft: Path) -> str:

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 import typer
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.cli.terminal import needs, progress_bar
 from adaserve_jax.star.settings import DraftServiceSettings
 
-STAR_PACKAGES = ("grpc", "google", "prometheus_client")
+STAR_PACKAGES: dict[str, str] = dict.fromkeys(("grpc", "google", "prometheus_client"), "star")
 
 
 @takes("settings", DraftServiceSettings)
@@ -20,15 +19,8 @@ def draft(settings: DraftServiceSettings) -> None:
     with ExitStack() as bar:
         progress = bar.enter_context(progress_bar())
         progress("loading", 0, 1)
-        try:
+        with needs("a draft service", STAR_PACKAGES):
             from adaserve_jax.star.service.main import run  # imports jax
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in STAR_PACKAGES:
-                raise
-            raise ConfigError(
-                f"a draft service needs the package {error.name!r}, which is not installed; run: "
-                "pip install 'adaserve-jax[star]'"
-            ) from error
 
         def ready(line: str) -> None:
             bar.close()

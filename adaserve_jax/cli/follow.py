@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import progress_bar, say
 from adaserve_jax.config import EngineConfig
 
 
@@ -15,4 +15,4 @@ def follow(config: EngineConfig) -> None:
         from adaserve_jax.runtime.multihost import follow as run
 
         steps = run(config, progress)
-    notes().print(f"process 0 stopped after {steps} steps", style="dim", highlight=False)
+    say(f"process 0 stopped after {steps} steps", style="dim")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import notes, open_llm, with_drafter
+from adaserve_jax.cli.options import read_text, takes
+from adaserve_jax.cli.terminal import open_llm, say, with_options
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 
 
@@ -28,30 +29,35 @@ def generate(
     top_p: Annotated[float, typer.Option(help="keep the likeliest tokens of this total probability; 1: all")] = 1.0,
     top_k: Annotated[int, typer.Option(help="keep this many likeliest tokens; 0: all")] = 0,
     seed: Annotated[int | None, typer.Option(help="same seed, same text; without one it is drawn and shown")] = None,
+    regex: Annotated[str | None, typer.Option(help="the whole text matches this regular expression")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="the text is this, or another --choice")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="file of a Lark or EBNF grammar that the text fits")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="file of a JSON Schema; the text is JSON that fits")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="target: milliseconds per token after the first")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the first token")] = None,
 ) -> None:
     """Continue a prompt; say tokens per second, accepted tokens per step, and whether the target was met."""
     chosen_seed = secrets.randbits(32) if seed is None else seed
     sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=chosen_seed
-    )
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=chosen_seed,
+        regex=regex, choice=tuple(choice or ()),
+        grammar=None if grammar is None else read_text(grammar, "grammar"),
+        json_schema=None if json_schema is None else read_text(json_schema, "JSON schema"),
+    )  # fmt: skip
     slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms)
-    with open_llm(with_drafter(config, drafter_options)) as llm:
+    with open_llm(with_options(config, LearnOptions(), drafter_options)) as llm:
         metrics = show(llm.stream(prompt, sampling, slo=slo))
     if metrics is not None:
-        notes().print(f"{summary(metrics)}, seed {chosen_seed}", style="dim", highlight=False, soft_wrap=True)
+        say(f"{summary(metrics)}, seed {chosen_seed}", style="dim")
 
 
 def show(chunks: Iterable[OutputChunk]) -> RequestMetrics | None:
     """Print text as it comes; return the metrics of the last chunk."""
     metrics = None
     for chunk in chunks:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
+        print(chunk.text, end="", flush=True)
         metrics = chunk.metrics or metrics
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    print(flush=True)
     return metrics
 
 

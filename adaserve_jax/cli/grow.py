@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import progress_bar, say
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, GrownShape
@@ -33,7 +33,7 @@ def grow(
     shape = _shape(params, {name: value for name, value in given.items() if value})
     with progress_bar() as progress:
         grow_checkpoint(resolve_folder(source, "target"), out, shape, dtype=dtype, seed=seed, progress=progress)
-    notes().print(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim", highlight=False, soft_wrap=True)
+    say(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim")
 
 
 def _shape(params: str, given: dict[str, int]) -> GrownShape:

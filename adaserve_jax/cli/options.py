@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -137,14 +138,19 @@ def comma_list(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, .
     return tuple(parsed)
 
 
-def parse_rate(text: str) -> float | None:
-    """Return a rate in requests per second, or None for "trace"."""
-    if text == TRACE:
-        return None
-    rate = parse_number(text)
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rates must be numbers above 0 or 'trace', separated by commas, got {text!r}")
-    return rate
+def numbers_above_0(name: str, text: str, *, or_trace: bool = False) -> tuple[Any, ...]:
+    """Return the comma-separated numbers of an option, None for "trace" where that may be. Raises ConfigError."""
+
+    def parse(part: str) -> float | None:
+        if or_trace and part == TRACE:
+            return None
+        number = parse_number(part)
+        if not 0 < number < math.inf:
+            known = "numbers above 0 or 'trace'" if or_trace else "numbers above 0"
+            raise ConfigError(f"{_spelled(name)} must be {known}, separated by commas, got {part!r}")
+        return number
+
+    return comma_list(name, text, parse)
 
 
 def parse_number(text: str) -> float:
@@ -153,6 +159,16 @@ def parse_number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file that an option names. Raises ConfigError; what: the option's word for it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}; give the path of a file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} must be UTF-8, but byte {error.start} is not") from None
 
 
 def by_panel(entries: Iterable[Any]) -> dict[str, list[Any]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.terminal import notes, progress_bar, table_console
+from adaserve_jax.cli.options import comma_list, read_text
+from adaserve_jax.cli.terminal import number_table, progress_bar, table_console, write_json
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from adaserve_jax.models.perplexity import Score
 
 MIB = 2**20
-TABLE_COLUMNS = 120
 DTYPES = ("f32", "bf16")
 
 
@@ -50,7 +47,7 @@ def perplexity(
     from adaserve_jax.models.perplexity import measure_perplexity  # imports jax
 
     folder = resolve_folder(target, "target")
-    texts = [_read(path) for path in text] if text else held_out_code()
+    texts = [read_text(path, "text") for path in text] if text else held_out_code()
     if not texts:
         raise ConfigError("this Python has no source files of its library to score; give --text FILE")
     with progress_bar() as progress:
@@ -60,34 +57,18 @@ def perplexity(
         )
     _print(scores)
     if json_out is not None:
-        result = {
+        rows = [asdict(each) | {"perplexity": each.perplexity, "bits_per_byte": each.bits_per_byte} for each in scores]
+        write_json(json_out, {
             "commit": source_commit(), "machine": machine_name(), "target": target,
             "target_params": count_parameters(folder), "text": [str(path) for path in text or ()],
-            "window": window, "dtype": dtype, "scores": [_row(score) for score in scores],
-        }  # fmt: skip
-        json_out.write_text(json.dumps(result, indent=1) + "\n")
-        notes().print(f"result in {json_out}", style="dim", highlight=False, soft_wrap=True)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read text {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"text {path} must be UTF-8, but byte {error.start} is not") from None
-
-
-def _row(score: Score) -> dict[str, Any]:
-    return asdict(score) | {"perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+            "window": window, "dtype": dtype, "scores": rows,
+        })  # fmt: skip
 
 
 def _print(scores: list[Score]) -> None:
     """Print the table of scores to stdout."""
     headers = ("weights", "MiB", "tokens", "perplexity", "change", "bits/byte", "KL mean", "KL max", "same likeliest")
-    table = Table()
-    for header in headers:
-        table.add_column(header, justify="left" if header == "weights" else "right")
+    table = number_table(headers)
     for score in scores:
         change = score.perplexity / scores[0].perplexity - 1
         table.add_row(
@@ -95,4 +76,4 @@ def _print(scores: list[Score]) -> None:
             f"{change:+.3%}", f"{score.bits_per_byte:.4f}", f"{score.kl_mean:.2e}", f"{score.kl_max:.2e}",
             f"{score.same_likeliest:.2%}",
         )  # fmt: skip
-    table_console(TABLE_COLUMNS).print(table)
+    table_console(table).print(table)

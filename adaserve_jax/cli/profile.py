@@ -11,28 +11,13 @@ import typer
 from rich.table import Table
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import notes, progress_bar, table_console
+from adaserve_jax.cli.terminal import number_table, progress_bar, say, table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.ledger import MIB, Ledger
+from adaserve_jax.memory.ledger import MIB, Ledger, Workspace
 from adaserve_jax.results.profile import Profile, write_profile
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.workloads.traces import load_trace
-
-WIDTH = 100
-
-
-def show_ledger(ledger: Ledger) -> None:
-    """Print every part to stdout, in one table per layout."""
-    console = table_console(WIDTH)
-    for title, expanded in _layouts(ledger).items():
-        console.print(_memory_table(ledger, title, expanded))
-    limit = ledger.limit
-    console.print(
-        f"limit {limit.bytes / MIB:,.1f} MiB: {limit.source}"
-        f"{'; copies on the host count too' if limit.covers_host else ''}",
-        highlight=False,
-    )
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
@@ -51,7 +36,7 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
         "target_page_bytes": ledger.sizes.target_page,
         "draft_page_bytes": ledger.sizes.draft_page,
         "reserve_bytes": ledger.sizes.reserve,
-        "workspace_bytes_by_tokens": ledger.workspace.by_tokens if ledger.workspace is not None else None,
+        "workspace_bytes_by_tokens": (ledger.workspace.by_tokens or None) if ledger.workspace is not None else None,
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -63,10 +48,7 @@ def _layouts(ledger: Ledger) -> dict[str, bool]:
 
 
 def _memory_table(ledger: Ledger, title: str, expanded: bool) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("part")
-    for header in ("device, MiB", "host, MiB", "share of limit"):
-        table.add_column(header, justify="right")
+    table = number_table(("part", "device, MiB", "host, MiB", "share of limit"), title=title)
     parts = ledger.parts(expanded=expanded)
     for part in parts:
         table.add_row(
@@ -86,9 +68,6 @@ def _share(size: int, ledger: Ledger) -> str:
     return f"{size / ledger.limit.bytes:.1%}"
 
 
-TABLE_COLUMNS = 120
-
-
 UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibration")
 """Options of the engine that change no measurement."""
 
@@ -99,6 +78,10 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="JSON file to write; none: only with --memory")] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="show what weights, KV pages and programs take, and measure nothing")
+    ] = False,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="with --memory: compile the programs, which takes minutes, to know their part"),
     ] = False,
     name: Annotated[str, typer.Option(help="what a simulation calls this machine; none: the target's folder")] = "",
     check_seconds: Annotated[
@@ -117,7 +100,9 @@ def profile(
     if memory:
         if search or trace or plot is not None:
             raise ConfigError("--memory measures nothing; leave out --search, --trace and --plot")
-        return _show_memory(config, out)
+        return _show_memory(config, out, exact=exact)
+    if exact:
+        raise ConfigError("--exact is about --memory; give both, or leave it out")
     if out is None:
         raise ConfigError("--out must name the JSON file to write; only --memory does without")
     if check_seconds < 0 or not 0 <= acceptance < 1:
@@ -143,17 +128,28 @@ def profile(
     if plot is not None:
         plot_profile(measured, plot)
     written = ", ".join(str(path) for path in (out, plot) if path is not None)
-    notes().print(f"written: {written}", style="dim", highlight=False, soft_wrap=True)
+    say(f"written: {written}", style="dim")
 
 
-def _show_memory(config: EngineConfig, out: Path | None) -> None:
+def _show_memory(config: EngineConfig, out: Path | None, *, exact: bool) -> None:
     """Show the ledger of an engine without measuring. Raises ConfigError if it does not fit."""
+    elastic = policy_of(config).elastic
     with progress_bar() as progress:
-        from adaserve_jax.runtime.loading import plan_memory  # imports jax
+        from adaserve_jax.runtime.loading import plan_memory, plan_shapes  # imports jax
 
-        resolved, workspace = plan_memory(config, progress, elastic=policy_of(config).elastic)
+        if exact:
+            resolved, workspace = plan_memory(config, progress, elastic=elastic)
+        else:
+            _, resolved = plan_shapes(config, elastic=elastic)
+            workspace = Workspace(resolved.sizes.reserve)
     ledger = resolved.ledger(workspace)
-    show_ledger(ledger)
+    tables = [_memory_table(ledger, title, expanded) for title, expanded in _layouts(ledger).items()]
+    console, limit = table_console(*tables), ledger.limit
+    console.print(*tables)
+    host = "; copies on the host count too" if limit.covers_host else ""
+    console.print(f"limit {limit.bytes / MIB:,.1f} MiB: {limit.source}{host}", soft_wrap=True)
+    if not exact:
+        say("workspace is estimated from shapes; --exact compiles the programs to know it", style="dim")
     if out is not None:
         write_ledger(out, ledger)
     resolved.check_memory(workspace)
@@ -161,23 +157,24 @@ def _show_memory(config: EngineConfig, out: Path | None) -> None:
 
 def _print(measured: Profile) -> None:
     """Print the profile to stdout."""
-    console = table_console(TABLE_COLUMNS)
-    console.print(_verify_table(measured), _draft_table(measured), _proposal_table(measured))
-    console.print(f"baseline {measured.baseline_s * 1e3:.2f} ms per token", highlight=False)
+    tables = (_verify_table(measured), _draft_table(measured), _proposal_table(measured))
+    console = table_console(*tables)
+    console.print(*tables)
+    console.print(f"baseline {measured.baseline_s * 1e3:.2f} ms per token", soft_wrap=True)
     if measured.acceptance is not None:
-        console.print(f"acceptance of the draft's first choice: {measured.acceptance:.2f}", highlight=False)
+        console.print(f"acceptance of the draft's first choice: {measured.acceptance:.2f}", soft_wrap=True)
     if measured.c1 is not None:
-        console.print(f"eq. 8 and 9: c1 = {measured.c1}, c2 = {measured.c2}", highlight=False)
+        console.print(f"eq. 8 and 9: c1 = {measured.c1}, c2 = {measured.c2}", soft_wrap=True)
     for kind, error in (measured.errors or {}).items():
         if error["steps"]:
             shares = f"{error['median']:.1%} median, {error['p90']:.1%} at the 90th percentile"
-            console.print(f"error of predicted {kind} time: {shares}, {error['steps']} steps", highlight=False)
+            console.print(f"error of predicted {kind} time: {shares}, {error['steps']} steps", soft_wrap=True)
 
 
 def _verify_table(measured: Profile) -> Table:
     timed = measured.timings.verify
     contexts = sorted({context for _, _, context in timed})
-    table = _table("verify, ms by context", ["tokens", "rows", *(str(context) for context in contexts)])
+    table = number_table(["tokens", "rows", *map(str, contexts)], texts=0, title="verify, ms by context")
     for tokens, rows in sorted({(tokens, rows) for tokens, rows, _ in timed}):
         table.add_row(str(tokens), str(rows), *(_ms(timed.get((tokens, rows, c))) for c in contexts))
     return table
@@ -186,7 +183,7 @@ def _verify_table(measured: Profile) -> Table:
 def _draft_table(measured: Profile) -> Table:
     timed = measured.timings.search
     depths = sorted({depth for _, _, depth, _ in timed})
-    table = _table("draft, ms by depth", ["rows", "width", "context", *(str(depth) for depth in depths)])
+    table = number_table(["rows", "width", "context", *map(str, depths)], texts=0, title="draft, ms by depth")
     for rows, width, context in sorted({(rows, width, context) for rows, width, _, context in timed}):
         times = (_ms(timed.get((rows, width, depth, context))) for depth in depths)
         table.add_row(str(rows), str(width), str(context), *times)
@@ -195,20 +192,13 @@ def _draft_table(measured: Profile) -> Table:
 
 def _proposal_table(measured: Profile) -> Table:
     headers = ["requests", "knee, tokens", "budget", "depth", "width", "expected tokens/s", "without draft"]
-    table = _table("proposed", headers)
+    table = number_table(headers, texts=0, title="proposed")
     by_rows: list[dict[str, Any]] = (measured.proposal or {}).get("by_rows", [])
     for each in by_rows:
         table.add_row(
             str(each["rows"]), f"{each['knee']:.0f}", str(each["budget"]), str(each["depth"]), str(each["width"]),
             f"{each['tokens_per_s']:.1f}", f"{each['plain_tokens_per_s']:.1f}",
         )  # fmt: skip
-    return table
-
-
-def _table(title: str, headers: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        table.add_column(header, justify="right")
     return table
 
 

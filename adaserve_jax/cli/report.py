@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -14,11 +14,10 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text as Styled
 
-from adaserve_jax.cli.terminal import say
+from adaserve_jax.cli.terminal import say, table_console
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
@@ -26,7 +25,6 @@ from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedRepor
 from adaserve_jax.results.schema import Summary
 
 SUFFIXES = (".html", ".md")
-MOST_COLUMNS = 1000
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 SINCE, UNTIL = "1h", "now"
 Cell = Callable[[ClassReport], str]
@@ -94,7 +92,7 @@ def report(
         _report_records(records, since, until, slo_class, key, format)
     elif folders and records is None:
         _refuse(of_records, "--from with a server's records, not to folders")
-        write_report(FolderReport(tuple(folders), out, against, title, timeline, rate, perfetto))
+        write_report(folders, out, against, title=title, timeline=timeline, rate=rate, perfetto=perfetto)
     else:
         raise ConfigError(
             "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with the file of "
@@ -142,45 +140,35 @@ def parse_time(text: str, now_unix_s: float, option: str) -> float:
         ) from error
 
 
-@dataclass(frozen=True)
-class FolderReport:
-    """Options of `adaserve report DIR`."""
-
-    folders: tuple[Path, ...]
-    out: Path | None
-    against: Path | None
-    title: str | None
-    timeline: str | None
-    rate: float | None
-    perfetto: Path | None
-
-
-def write_report(asked: FolderReport) -> None:
+def write_report(
+    folders: Sequence[Path], out: Path | None, against: Path | None, *, title: str | None, timeline: str | None,
+    rate: float | None, perfetto: Path | None,
+) -> None:  # fmt: skip
     """Write the files that are asked for; without a file to write, print the headline. Raises ConfigError."""
-    render = None if asked.out is None else renderer(asked.out)
+    render = None if out is None else renderer(out)
     from adaserve_jax.report.build import build, load_folders
     from adaserve_jax.report.points import measured
 
-    loaded, other = load_folders(asked.folders, asked.against)
+    loaded, other = load_folders(tuple(folders), against)
     found = measured(loaded, beside=() if other is None else (other,))
-    against = None if other is None else measured((other,), beside=loaded)
-    document = build(found, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
-    if asked.out is not None and render is not None:
-        _write(asked.out, render(document))
-        say(f"report in {asked.out}", style="dim")
+    compared = None if other is None else measured((other,), beside=loaded)
+    document = build(found, against=compared, title=title, timeline=timeline, rate=rate)
+    if out is not None and render is not None:
+        _write(out, render(document))
+        say(f"report in {out}", style="dim")
     else:
         print_summary(document)
-    if asked.perfetto is not None:
+    if perfetto is not None:
         from adaserve_jax.report.perfetto import traced_point, write_trace
         from adaserve_jax.report.view import invalid_point
 
-        point = traced_point(found, asked.timeline, asked.rate)
-        write_trace(point, asked.perfetto)
-        say(f"{point.name} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev", style="dim")
+        point = traced_point(found, timeline, rate)
+        write_trace(point, perfetto)
+        say(f"{point.name} as trace events in {perfetto}; open it at https://ui.perfetto.dev", style="dim")
         if not point.row.valid:
             say(f"warning: {invalid_point(point)}", style="dim")
-    if asked.out is None:
-        say(f"the whole report: adaserve report {' '.join(map(str, asked.folders))} -o report.html", style="dim")
+    if out is None:
+        say(f"the whole report: adaserve report {' '.join(map(str, folders))} -o report.html", style="dim")
 
 
 def renderer(out: Path) -> Callable[[Document], str]:
@@ -201,14 +189,9 @@ def renderer(out: Path) -> Callable[[Document], str]:
 
 def print_summary(document: Document) -> None:
     """Print title, warnings and the headline's texts and tables to stdout; a pipe or file gets whole tables."""
-    console = Console(highlight=False)
     headline = document.headline
     shown = headline.items if headline else ()
-    tables = [item for item in shown if isinstance(item, Table)]
-    if not console.is_terminal:
-        wide = console.options.update(max_width=MOST_COLUMNS)
-        needed = max((console.measure(_grid(table, folded=False), options=wide).maximum for table in tables), default=0)
-        console = Console(width=max(console.width, needed), highlight=False)
+    console = table_console(*(_grid(item, folded=False) for item in shown if isinstance(item, Table)))
     console.print(document.title, style="bold", markup=False, soft_wrap=True)
     for section in document.sections:
         for item in section.items:
@@ -226,7 +209,7 @@ def print_summary(document: Document) -> None:
 
 
 def _grid(table: Table, *, folded: bool) -> Grid:
-    """folded: an interval stands below its value."""
+    """Return a table for the terminal. folded: an interval stands below its value."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for index, column in enumerate(table.columns):
         numeric = index in table.numeric
@@ -261,18 +244,11 @@ def _times(*names: str) -> Cell:
     return lambda each: " / ".join(ms(getattr(each.summary, name)) for name in names)
 
 
-def _target(kind: str) -> Cell:
-    return lambda each: _range(getattr(each, kind))
-
-
-def _over(kind: str) -> Cell:
-    return lambda each: _ratios(getattr(each, kind).over)
-
-
 ROWS: tuple[tuple[str, Cell], ...] = (
     ("choices", _count("requests")),
     ("finished", _count("finished")),
     ("rejected", _count("rejected")),
+    ("cancelled by the client", _count("cancelled")),
     ("failed (of them aborted)", lambda each: f"{each.summary.failed:,} ({each.aborted:,})"),
     ("with a target", _count("requests_with_slo")),
     ("all targets met", _share("attainment")),
@@ -281,12 +257,12 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("goodput, tokens/s", _rate("goodput_tps")),
     ("throughput, tokens/s", _rate("throughput_tps")),
     ("throughput while busy, tokens/s", lambda each: _number(each.summary.busy_throughput_tps, ",.1f")),
-    ("TTFT target, ms", _target("ttft")),
+    ("TTFT target, ms", lambda each: _range(each.ttft)),
     ("TTFT p50 / p90 / p99, ms", _times("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")),
-    ("TTFT / target, p50 / p90 / p99", _over("ttft")),
-    ("TPOT target, ms", _target("tpot")),
+    ("TTFT / target, p50 / p90 / p99", lambda each: _ratios(each.ttft.over)),
+    ("TPOT target, ms", lambda each: _range(each.tpot)),
     ("TPOT p50 / p90 / p99, ms", _times("tpot_p50_s", "tpot_p90_s", "tpot_p99_s")),
-    ("TPOT / target, p50 / p90 / p99", _over("tpot")),
+    ("TPOT / target, p50 / p90 / p99", lambda each: _ratios(each.tpot.over)),
     ("queue time p50 / p99, ms", _times("queue_p50_s", "queue_p99_s")),
     ("end to end, mean, ms", _times("e2e_mean_s")),
     ("prompt tokens (of them cached)", lambda each: f"{each.summary.prompt_tokens:,} ({each.cached_tokens:,})"),
@@ -321,10 +297,7 @@ def print_table(report: ServedReport) -> None:
         table.add_column(each.summary.slo_class, justify="right")
     for row in rows(report):
         table.add_row(*row)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        needed = console.measure(table, options=console.options.update(max_width=MOST_COLUMNS)).maximum
-        console = Console(width=max(console.width, needed), highlight=False)
+    console = table_console(table)
     console.print(*head(report), sep="\n", markup=False, soft_wrap=True)
     console.print(table)
 

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.cli.options import ENV_PREFIX, option_value, takes
-from adaserve_jax.cli.terminal import with_drafter, with_learning
+from adaserve_jax.cli.terminal import SERVER_PACKAGES, needs, with_options
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnOptions
+from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.server.config_file import ConfigFile, read_config
 from adaserve_jax.server.settings import ServerSettings
-
-SERVER_PACKAGES = ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")
 
 
 def _use_file(context: typer.Context, path: str | None) -> Any:
@@ -72,18 +71,13 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C."""
     _check_key(settings)
-    config = with_drafter(with_learning(config, learn_options), drafter_options)
+    config = with_options(config, learn_options, drafter_options)
+    policy_of(config)  # an unknown policy is refused before seconds of imports
     file: Any = config_file  # what the callback made of the path
     if file is not None:
         settings = replace(settings, classes=file.server.classes, keys=file.server.keys)
-    try:
+    with needs("serving", SERVER_PACKAGES):
         from adaserve_jax.server.serve import run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in SERVER_PACKAGES:
-            raise
-        raise ConfigError(
-            f"serving needs the package {error.name!r}, which is not installed; run: pip install 'adaserve-jax[server]'"
-        ) from error
     status = run(settings, config, in_process, None if file is None else partial(_with_keys, settings, file))
     if status:
         raise typer.Exit(status)

@@ -16,8 +16,7 @@ from adaserve_jax.cli.options import (
     LengthsOption,
     SlosOption,
     comma_list,
-    parse_number,
-    parse_rate,
+    numbers_above_0,
 )
 from adaserve_jax.cli.terminal import point_line, print_rows, say, say_next_step
 from adaserve_jax.config import Elastic, EngineConfig
@@ -144,9 +143,9 @@ def simulate(
     find_router(router)
     shapes = [
         Shape(rate, shares, scale, requests)
-        for rate in comma_list("rates", rates, parse_rate)
+        for rate in numbers_above_0("rates", rates, or_trace=True)
         for shares in ([parse_mix(text) for text in mix] if mix else [None])
-        for scale in comma_list("slo-scale", slo_scale, parse_scale)
+        for scale in numbers_above_0("slo_scale", slo_scale, or_trace=True)
     ]
     plan = SimulationPlan(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
@@ -224,16 +223,6 @@ def parse_mix(text: str) -> dict[str, float]:
         if not equals or not name:
             raise ConfigError(f"--mix must be classes and shares such as code=0.6,chat=0.4, got {text!r}")
     return shares
-
-
-def parse_scale(text: str) -> float | None:
-    """Return an SLO scale above 0, or None for "trace"."""
-    if text == "trace":
-        return None
-    scale = parse_number(text)
-    if not 0 < scale < float("inf"):
-        raise ConfigError(f"--slo-scale must be numbers above 0 or 'trace', separated by commas, got {text!r}")
-    return scale
 
 
 def parse_replicas(text: str) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from adaserve_jax.bench.console import refused, result_table
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.results.run_folder import point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
     from adaserve_jax.bench.local_client import LocalBenchEngine
     from adaserve_jax.engine.llm import LLM
 
-TABLE_COLUMNS = 140
+MOST_COLUMNS = 1000
+SERVER_PACKAGES: dict[str, str] = dict.fromkeys(
+    ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"), "server"
+)
+"""Packages of the extra `server`, for `needs`."""
 
 
 def notes() -> Console:
@@ -37,33 +44,61 @@ def say(text: str, style: str | None = None) -> None:
     notes().print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
-def table_console(least_width: int) -> Console:
-    """Return the console of stdout; into a pipe or file it has at least `least_width` columns, so tables stay whole."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, least_width))
+def number_table(headers: Sequence[str], *, texts: int = 1, title: str | None = None) -> Table:
+    """Return a table whose first columns hold so many texts; the others, of numbers, are right-aligned."""
+    table = Table(title=title, title_justify="left")
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index < texts else "right")
+    return table
 
 
-def with_learning(config: EngineConfig, options: LearnOptions) -> EngineConfig:
-    """Return `config` with the options of learning; note on stderr an option without effect.
+def table_console(*tables: Table) -> Console:
+    """Return the console of stdout; into a pipe or file it is as wide as the widest of `tables`."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    unbounded = console.options.update(max_width=MOST_COLUMNS)
+    needed = max((console.measure(table, options=unbounded).maximum for table in tables), default=0)
+    return Console(width=max(console.width, needed), highlight=False)
 
-    Raises ConfigError where nothing can learn.
+
+def with_options(config: EngineConfig, learn: LearnOptions, drafter: DrafterOptions) -> EngineConfig:
+    """Return `config` with the options of learning and of draft services; note on stderr an option without effect.
+
+    Raises ConfigError where nothing can learn, or there can be no draft services.
     """
-    _say_unused(options, "learn")
-    return replace(config, learning=options.chosen())
+    for switch, options in (("learn", learn), ("drafter", drafter)):
+        for name in options.unused()[:1]:
+            say(f"--{name.replace('_', '-')} has no effect without --{switch}", style="dim")
+    return replace(config, learning=learn.chosen(), drafter=drafter.chosen())
 
 
-def with_drafter(config: EngineConfig, options: DrafterOptions) -> EngineConfig:
-    """Return `config` with the options of draft services; note on stderr an option without effect.
+@contextmanager
+def needs(what: str, extras: Mapping[str, str]) -> Iterator[None]:
+    """Raise ConfigError with what to install where the body imports a package that is missing.
 
-    Raises ConfigError where there can be none.
+    extras: this package's extra by the package that it brings; another missing package is a bug, raised as it is.
     """
-    _say_unused(options, "drafter")
-    return replace(config, drafter=options.chosen())
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extra = extras.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise ConfigError(
+            f"{what} needs the package {error.name!r}, which is not installed; run: pip install 'adaserve-jax[{extra}]'"
+        ) from error
 
 
-def _say_unused(options: LearnOptions | DrafterOptions, switch: str) -> None:
-    for name in options.unused()[:1]:
-        say(f"--{name.replace('_', '-')} has no effect without --{switch}", style="dim")
+def resume_command(given: Sequence[str]) -> str:
+    """Return the command line that goes on with a run; given: the arguments of the one that began it."""
+    return shlex.join(["adaserve", *(text for text in given if text != "--resume"), "--resume"])
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the result of a command to a file, and say so."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    say(f"result in {path}", style="dim")
 
 
 def open_llm(config: EngineConfig) -> LLM:
@@ -102,10 +137,8 @@ def progress_bar() -> Iterator[ProgressCall]:
 
 def print_rows(rows: Sequence[ResultRow]) -> None:
     """Print valid rows to stdout, into a pipe at full width whatever the terminal; name invalid points on stderr."""
-    console, table = Console(), result_table(rows)
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS, console.measure(table).maximum))
-    console.print(table)
+    table = result_table(rows)
+    table_console(table).print(table)
     reasons = refused(rows)
     if reasons:
         points = len({(row.run_id, point_of(row)) for row in rows})
@@ -116,25 +149,18 @@ def print_rows(rows: Sequence[ResultRow]) -> None:
 
 
 def point_line(done: int, total: int, rows: Sequence[ResultRow]) -> str:
-    """Return one line with the result of a point."""
+    """Return one line with the result of a point, and with the settings that were chosen for it."""
     row = next(row for row in rows if row.slo_class == ALL_CLASSES)
+    tuned = f" ({row.label}: {row.max_prefill_tokens} prefill, {row.max_requests} running)" if row.label else ""
+    head = f"{done}/{total} {point_of(row)}{tuned}"
     if not row.valid:
-        return f"{done}/{total} {point_of(row)}{_tuned(row)}: INVALID: {row.invalid_reason}"
+        return f"{head}: INVALID: {row.invalid_reason}"
     met = "no targets" if row.attainment is None else f"{row.attainment:.1%} met"
-    return (
-        f"{done}/{total} {point_of(row)}{_tuned(row)}: {row.requests} requests, {met}, "
-        f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s"
-    )
+    goodput = f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s"
+    return f"{head}: {row.requests} requests, {met}, {goodput}"
 
 
 def say_next_step(out: Path) -> None:
     """Name the folder of the rows and the command that makes a report of them."""
     folder = shlex.quote(str(out))
     say(f"rows, requests and samples in {out}; for a report: adaserve report {folder} -o report.html", style="dim")
-
-
-def _tuned(row: ResultRow) -> str:
-    """Return the settings that were chosen for this point, "" for none."""
-    if row.label is None:
-        return ""
-    return f" ({row.label}: {row.max_prefill_tokens} prefill, {row.max_requests} running)"

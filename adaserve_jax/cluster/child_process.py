@@ -38,17 +38,12 @@ def _start_watcher(parent: int, child: int, grace_s: float) -> None:
     with contextlib.suppress(OSError):
         if not os.fork():
             os.setsid()
-            _close_descriptors()
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for descriptor in range(3):
+                os.dup2(nothing, descriptor)
+            os.closerange(3, 2**20)  # an inherited socket or pipe stays open as long as any process holds it
             _watch(parent, child, grace_s)
     os._exit(0)
-
-
-def _close_descriptors() -> None:
-    """Close inherited descriptors: a socket or pipe stays open as long as any process holds it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
-    os.closerange(3, 2**20)
 
 
 def _watch(parent: int, child: int, grace_s: float) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from adaserve_jax.cluster.requests import (
@@ -28,10 +27,11 @@ from adaserve_jax.cluster.requests import (
     parse_request,
     request_bytes,
 )
+from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, TargetSet
 from adaserve_jax.server.connection import cut_off, direct_body
 from adaserve_jax.server.errors import RETRY_AFTER_S, ApiError
-from adaserve_jax.server.streaming import CLIENT_CLOSED_REQUEST
+from adaserve_jax.server.streaming import CLIENT_CLOSED_REQUEST, finish_first
 
 REQUEST_HEADERS_DROPPED = frozenset(
     {b"host", b"content-length", b"expect", b"x-request-id"} | {name.encode() for name in HOP_BY_HOP_HEADERS}
@@ -88,34 +88,22 @@ class EventBuffer:
         return rest
 
 
-@dataclass(frozen=True)
 class ForwardedRequest:
     """One whole request. parsed: None if it generates nothing."""
 
-    method: str
-    path: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
-    body: bytes
-    request_id: str
-    parsed: ParsedRequest | None
+    def __init__(self, scope: Scope, body: bytes, classes: SloClasses):
+        self.parsed = parse_request(scope["path"], body, classes, time.monotonic())
+        self._scope = scope
+        self._body = body
 
     def message_for(self, target: RouterTarget) -> bytes:
         """Return the request's bytes for a target: unchanged except for hop-by-hop headers, host and request id."""
-        own = ((b"host", target.name.encode()), (b"x-request-id", self.request_id.encode()))
-        kept = ((name, value) for name, value in self.headers if name not in REQUEST_HEADERS_DROPPED)
-        return request_bytes(self.method, self.path, (*own, *kept), self.body)
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """Read a request's body; None if the client disconnects first. Raises ApiError above the limit."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        method, path, query = (self._scope[name] for name in ("method", "raw_path", "query_string"))
+        request_id: str = self._scope.get("state", {}).get("request_id", "")
+        own = ((b"host", target.name.encode()), (b"x-request-id", request_id.encode()))
+        kept = ((name, value) for name, value in self._scope["headers"] if name not in REQUEST_HEADERS_DROPPED)
+        path += b"?" + query if query else b""
+        return request_bytes("GET" if method == "HEAD" else method, path, (*own, *kept), self._body)
 
 
 def _answer_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
@@ -133,12 +121,8 @@ class BufferedAnswer:
     @property
     def code(self) -> str:
         """Code of the error in the body; "" if there is none."""
-        if self.status < 400:
-            return ""
-        try:
-            return str(json.loads(self.body)["error"]["code"])
-        except (KeyError, TypeError, ValueError):
-            return ""
+        error = (json_object(self.body) or {}).get("error") if self.status >= 400 else None
+        return str(error.get("code", "")) if isinstance(error, dict) else ""
 
     @property
     def is_unfit(self) -> bool:
@@ -150,13 +134,10 @@ class BufferedAnswer:
         """True if another target may answer better."""
         return (self.status == 429 and self.code in BUSY_CODES) or self.is_unfit
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the answer as ASGI messages."""
+    async def send(self, send: Send) -> None:
         headers = [*_answer_headers(self.headers), (b"content-length", b"%d" % len(self.body))]
-        return [
-            {"type": "http.response.start", "status": self.status, "headers": headers},
-            {"type": "http.response.body", "body": self.body},
-        ]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
 
 
 def unavailable(message: str, code: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
@@ -196,9 +177,6 @@ class RouterMetrics:
             "adaserve_router_choosing_seconds", "From a request's last byte until a target was chosen.",
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 class _TargetCollector(Collector):
@@ -259,7 +237,7 @@ class Forwarder:
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one request. Raises ApiError as long as nothing was sent."""
+        """Forward one request. Raises ApiError as long as nothing was sent, and ClientDisconnect."""
         self.in_flight += 1
         status = CLIENT_CLOSED_REQUEST
 
@@ -269,28 +247,19 @@ class Forwarder:
                 status = message["status"]
             await send(message)
 
+        async def disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
         try:
-            body = await read_body(receive)
-            if body is not None:
-                request = self._request(scope, body)
-                await _run_unless_disconnected(self._answer(request, scope, send_and_note_status), receive)
+            request = ForwardedRequest(scope, await Request(scope, receive).body(), self._classes())
+            await finish_first(self._answer(request, scope, send_and_note_status), disconnected())
         except ApiError as error:
             status = error.status_code
             raise
         finally:
             self.in_flight -= 1
             self._metrics.answers.labels(str(status)).inc()
-
-    def _request(self, scope: Scope, body: bytes) -> ForwardedRequest:
-        query: bytes = scope["query_string"]
-        return ForwardedRequest(
-            method="GET" if scope["method"] == "HEAD" else scope["method"],
-            path=scope["raw_path"] + (b"?" + query if query else b""),
-            headers=tuple(scope["headers"]),
-            body=body,
-            request_id=scope.get("state", {}).get("request_id", ""),
-            parsed=parse_request(scope["path"], body, self._classes(), time.monotonic()),
-        )
 
     def abort_all(self) -> None:
         """End all requests as if their targets had disconnected."""
@@ -329,8 +298,7 @@ class Forwarder:
             raise no_target()
         if failed.answer is None:
             raise target_lost() if failed.may_have_started else no_target()
-        for message in failed.answer.messages():
-            await send(message)
+        await failed.answer.send(send)
 
     def _choose(self, parsed: ParsedRequest | None, tried: set[str]) -> RouterTarget | None:
         """Return an available target that was not tried, or None."""
@@ -400,8 +368,7 @@ class Forwarder:
                 self._mark_unfit(target, answer.code)
             return FailedAttempt(answer.code, answer.is_unfit, answer)
         self._learn_length(target, in_flight, answer.body)
-        for message in answer.messages():
-            await send(message)
+        await answer.send(send)
         return None
 
     async def _forward_stream(
@@ -455,21 +422,3 @@ class Forwarder:
 
 def _head(exchange: TargetExchange) -> Message:
     return {"type": "http.response.start", "status": exchange.status, "headers": _answer_headers(exchange.headers)}
-
-
-async def _run_unless_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run `work`, and cancel it when the client disconnects. Raises what it raises."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    main, other = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({main, other}, return_when=asyncio.FIRST_COMPLETED)
-        if main.done():
-            main.result()
-    finally:
-        main.cancel()
-        other.cancel()
-        await asyncio.gather(main, other, return_exceptions=True)

@@ -139,16 +139,6 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-@dataclass(frozen=True)
-class PlacedMember:
-    """A member with its address: `url` of a target's or the router's API, or `address` of a draft for --drafter."""
-
-    member: Member
-    kind: str
-    url: str = ""
-    address: str = ""
-
-
 def target_environment(plan: ClusterPlan) -> dict[str, str]:
     """Return environment variables of a target, which its own options override.
 
@@ -162,34 +152,32 @@ def target_environment(plan: ClusterPlan) -> dict[str, str]:
     return environment
 
 
-def place_target(
-    plan: ClusterPlan, number: int, host: str, port: int, drafts: Iterable[str], logs: Path
-) -> PlacedMember:
+def place_target(plan: ClusterPlan, number: int, host: str, port: int, drafts: Iterable[str], logs: Path) -> Member:
     """Return target `number` (from 0). drafts: addresses of the draft services that it may use."""
     name, url = f"target-{number}", f"http://{bracketed(host)}:{port}"
     addresses = ",".join(drafts)
     assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts gets their addresses"
     command = render_command((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
     timing = replace(plan.timing, termination_grace_s=plan.target_grace_s)
-    member = Member(name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), timing=timing)
-    return PlacedMember(member, "target", url=url)
+    return Member(
+        name, command, f"{url}/health", logs / f"{name}.log", "target", url, target_environment(plan), timing=timing
+    )
 
 
-def place_draft(plan: ClusterPlan, number: int, host: str, port: int, http_port: int, logs: Path) -> PlacedMember:
+def place_draft(plan: ClusterPlan, number: int, host: str, port: int, http_port: int, logs: Path) -> Member:
     """Return draft service `number` (from 0)."""
     name = f"draft-{number}"
     template = (*plan.draft_command, *plan.draft_options)
     command = render_command(template, host=bracketed(host), port=port, http_port=http_port)
     health = f"http://{bracketed(host)}:{http_port}/health"
-    member = Member(name, command, health, logs / f"{name}.log", timing=plan.timing)
-    return PlacedMember(member, "draft", address=f"grpc://{bracketed(host)}:{port}")
+    address = f"grpc://{bracketed(host)}:{port}"
+    return Member(name, command, health, logs / f"{name}.log", "draft", address, timing=plan.timing)
 
 
-def place_router(plan: ClusterPlan, settings: RouterSettings, descriptor: int, url: str, logs: Path) -> PlacedMember:
+def place_router(plan: ClusterPlan, settings: RouterSettings, descriptor: int, url: str, logs: Path) -> Member:
     """Return the router of a plan. descriptor: its bound socket. Without a usable target it counts as ready too."""
     command, environment = router_command(settings, descriptor)
-    member = Member(
-        "router", command, f"{url}/health", logs / "router.log", environment, (descriptor,),
+    return Member(
+        "router", command, f"{url}/health", logs / "router.log", "router", url, environment, (descriptor,),
         ("ok", "starting", "no_target"), replace(plan.timing, termination_grace_s=plan.router_grace_s),
     )  # fmt: skip
-    return PlacedMember(member, "router", url=url)

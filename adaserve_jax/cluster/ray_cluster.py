@@ -14,27 +14,19 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from adaserve_jax.cluster.orchestrator import (
-    ReplaceMember,
-    announce,
-    announce_end,
-    cluster_state,
-    rolling_restart,
-    stop_on_signals,
-)
+from adaserve_jax.cluster.orchestrator import Cluster, ReplaceMember, announce_end, stop_on_signals
 from adaserve_jax.cluster.plan import (
     ClusterPlan,
-    PlacedMember,
     ReservedPort,
     bracketed,
     free_ports,
@@ -46,8 +38,9 @@ from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.router_client import NoAnswer, RouterClient
 from adaserve_jax.cluster.run_folder import ClusterFolder, OrderServer
 from adaserve_jax.cluster.settings import RouterSettings
-from adaserve_jax.cluster.supervisor import Supervisor
+from adaserve_jax.cluster.supervisor import Member, Supervisor
 from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.server.serve import listen
 
 NAMESPACE = "adaserve"
@@ -82,16 +75,12 @@ class ActorContext:
         """Address where members on this machine listen."""
         return ray.util.get_node_ip_address() if self.own_address else self.plan.member_host
 
-    def reserve_ports(self) -> list[ReservedPort]:
-        """Reserve `ports`, with any free port in place of one that is taken here."""
-        return [_reserve(self.host, port) for port in self.ports]
-
-
-def _reserve(host: str, port: int) -> ReservedPort:
-    try:
-        return ReservedPort(host, port)
-    except OSError:
-        return ReservedPort(host)
+    def reserve(self, port: int) -> ReservedPort:
+        """Reserve a port, or any free one if it is taken here."""
+        try:
+            return ReservedPort(self.host, port)
+        except OSError:
+            return ReservedPort(self.host)
 
 
 def log_folder() -> Path:
@@ -106,44 +95,31 @@ def log_folder() -> Path:
 class MemberActor:
     """Actor that supervises one process, on an event loop in a thread that lives as long as the actor."""
 
-    def __init__(self, placed: PlacedMember):
-        self.kind = placed.kind
-        self.address = placed.url or placed.address
+    def __init__(self, member: Member):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="supervisor", daemon=True).start()
-        self._supervisor = Supervisor(placed.member)
+        self._supervisor = Supervisor(member)
         self._loop.call_soon_threadsafe(self._supervisor.start)
 
-    def ready(self) -> str:
-        """Wait until the process is ready and return its address. Raises MemberFailed."""
+    def ready(self) -> None:
+        """Wait until the process is ready. Raises MemberFailed."""
         self._wait(self._supervisor.ready())
-        return self.address
 
-    def current_address(self) -> str:
-        """Return the address without waiting."""
-        return self.address
+    def address(self) -> str:
+        return self._supervisor.member.address
 
     def replace(self) -> None:
-        """Replace the process and wait until the new one is ready."""
         self._wait(self._supervisor.replace())
 
     def stop(self) -> None:
-        """Stop the process and wait until it has ended."""
         self._wait(self._supervisor.stop())
 
     def kill(self) -> None:
-        """Kill the process at once."""
         self._loop.call_soon_threadsafe(self._supervisor.kill)
 
     def describe(self) -> dict[str, Any]:
         """Return the member's entry in state.json. pid: of the process, actor_pid: of this actor."""
-        supervisor = self._supervisor
-        return {
-            "name": supervisor.member.name, "kind": self.kind, "address": self.address, "pid": supervisor.pid,
-            "actor_pid": os.getpid(), "phase": supervisor.phase, "detail": supervisor.detail,
-            "restarts": supervisor.restarts, "replacements": supervisor.replacements,
-            "log": str(supervisor.member.log),
-        }  # fmt: skip
+        return self._supervisor.describe() | {"actor_pid": os.getpid()}
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -153,7 +129,7 @@ class DraftActor(MemberActor):
     """Actor of one draft service."""
 
     def __init__(self, context: ActorContext, number: int):
-        self._ports = context.reserve_ports()
+        self._ports = [context.reserve(port) for port in context.ports]
         port, http_port = (port.number for port in self._ports)
         super().__init__(place_draft(context.plan, number, context.host, port, http_port, log_folder()))
 
@@ -162,17 +138,18 @@ class TargetActor(MemberActor):
     """Actor of one server. drafts: initial addresses by name of the draft actors whose services it may use."""
 
     def __init__(self, context: ActorContext, number: int, drafts: dict[str, str]):
-        (self._port,) = context.reserve_ports()
-        self._context, self._number, self._drafts = context, number, ActorAddresses(list(drafts), drafts)
+        self._port = context.reserve(*context.ports)
+        self._context, self._number, self._drafts = context, number, drafts
         super().__init__(self._place())
 
     def replace(self) -> None:
         """Replace the process; the new one gets the current addresses of the drafts."""
-        self._supervisor.member = self._place().member
+        self._supervisor.member = self._place()
         super().replace()
 
-    def _place(self) -> PlacedMember:
-        context, addresses = self._context, self._drafts.update()
+    def _place(self) -> Member:
+        self._drafts |= call_actors(list(self._drafts), "address")  # one that does not answer has not moved
+        addresses, context = self._drafts.values(), self._context
         return place_target(context.plan, self._number, context.host, self._port.number, addresses, log_folder())
 
 
@@ -187,7 +164,7 @@ class RouterActor(MemberActor):
         if context.own_address and settings.host in ("0.0.0.0", "::"):
             url = url.replace("127.0.0.1", context.host).replace("[::1]", bracketed(context.host))
         super().__init__(place_router(context.plan, settings, self._listener.fileno(), url, log_folder()))
-        self._targets = ActorAddresses(targets, {})
+        self._targets = targets
         self._router_client = RouterClient(url, context.token, settings.tls_cert)
         asyncio.run_coroutine_threadsafe(self._update_targets(), self._loop)
 
@@ -198,9 +175,11 @@ class RouterActor(MemberActor):
 
     async def _update_targets(self) -> None:
         """Send the router its targets' addresses periodically: targets may move, and the router may be restarted."""
+        by_name: dict[str, str] = {}
         while True:
             with contextlib.suppress(NoAnswer, RayError):  # tried again the next time
-                urls = await asyncio.to_thread(self._targets.update)
+                by_name |= await asyncio.to_thread(call_actors, self._targets, "address")
+                urls = [by_name[name] for name in self._targets if name in by_name]
                 known = [each["url"] for each in (await self._router_client.status())["targets"]]
                 if urls and urls != known:
                     await self._router_client.set_targets(urls)
@@ -222,31 +201,17 @@ def _listen(settings: RouterSettings) -> socket.socket:
 def _write_token(context: ActorContext) -> Path:
     """Write the token to a file for this user only, at the same path whenever the actor is restarted."""
     path = log_folder() / f"token-{context.plan.router.port}"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(context.token)
+    write_whole(path, context.token, mode=PRIVATE)
     return path
-
-
-class ActorAddresses:
-    """Last known addresses of actors by name. An actor that does not answer is assumed not to have moved."""
-
-    def __init__(self, names: Sequence[str], known: dict[str, str]):
-        self._names = names
-        self._known = dict(known)
-
-    def update(self) -> list[str]:
-        """Ask the actors and return the addresses of those that ever answered, in order."""
-        self._known |= call_actors(self._names, "current_address")
-        return [self._known[name] for name in self._names if name in self._known]
 
 
 def call_actors(names: Sequence[str], method: str) -> dict[str, Any]:
     """Call a method of all actors at once; return the answers by name, without actors that cannot be reached now."""
     calls: dict[str, Any] = {}
     for name in names:
-        with contextlib.suppress(ValueError, RayError):
-            calls[name] = getattr(ray.get_actor(name, namespace=NAMESPACE), method).remote()
+        with contextlib.suppress(RayError):
+            if (actor := find_actor(name)) is not None:
+                calls[name] = getattr(actor, method).remote()
     if calls:
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_TIMEOUT_S)
     found: dict[str, Any] = {}
@@ -262,26 +227,23 @@ def _error_from(error: Exception) -> AdaServeError:
     return cause if isinstance(cause, AdaServeError) else AdaServeError(str(error).strip().splitlines()[-1])
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """Actors of one cluster. Raises ConfigError for an unknown placement."""
+
+    orchestrator = "ray"
 
     def __init__(self, plan: ClusterPlan, folder: ClusterFolder, *, own_address: bool, placement: str):
         if placement not in PLACEMENTS:
             raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
         port = plan.router.port or free_ports(1, plan.router.host)[0]
-        self.plan = replace(plan, router=replace(plan.router, port=port))  # fixed, for restarts of the router's actor
-        self.phase = "starting"
-        self.url = ""
-        self.ready_s: float | None = None
-        self.started_s = time.time()
-        self.folder = folder
+        plan = replace(plan, router=replace(plan.router, port=port))  # fixed, for restarts of the router's actor
+        super().__init__(plan, folder)
         self.stopping = threading.Event()
         """Setting it aborts `start`."""
         self._own_address = own_address
         self._placement = placement
         self._actors: dict[str, Any] = {}
         self._group: Any = None
-        self._restart_lock = asyncio.Lock()
 
     def start(self) -> None:
         """Start all actors and block until every target serves. Raises AdaServeError; then `stop` is still needed."""
@@ -307,14 +269,12 @@ class RayCluster:
             )
         ports = iter(free_ports(plan.targets + 2 * plan.drafts, plan.member_host))
         for number, name in enumerate(drafts):
-            self._create_in_group(name, DraftActor, number, self._context((next(ports), next(ports))), number)
-        addresses = dict(zip(drafts, self._call(drafts, "current_address"), strict=True))
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        self._create("router", RouterActor, here, self._context(()), targets)
-        (self.url,) = self._call(["router"], "current_address")
+            self._create(name, DraftActor, (next(ports), next(ports)), number, bundle=number)
+        addresses = dict(zip(drafts, self._call(drafts, "address"), strict=True))
+        self._create("router", RouterActor, (), targets)
+        (self.url,) = self._call(["router"], "address")
         for number, name in enumerate(targets):
-            bundle, context = len(drafts) + number, self._context((next(ports),))
-            self._create_in_group(name, TargetActor, bundle, context, number, addresses)
+            self._create(name, TargetActor, (next(ports),), number, addresses, bundle=len(drafts) + number)
             if number == 0:
                 self._call([name], "ready")
         self._call([*drafts, "router", *targets], "ready")
@@ -327,32 +287,29 @@ class RayCluster:
     def _targets_up(self) -> int:
         """Return the number of targets that the router uses."""
         try:
-            return sum(each["state"] == "up" for each in asyncio.run(self._router_client().status())["targets"])
+            return sum(each["state"] == "up" for each in asyncio.run(self.router_client.status())["targets"])
         except NoAnswer:
             return 0
-
-    def _router_client(self) -> RouterClient:
-        return RouterClient(self.url, self.folder.token, self.plan.router.tls_cert)
 
     def _check_not_stopping(self) -> None:
         if self.stopping.is_set():
             raise AdaServeError("the cluster was stopped while it started")
 
-    def _context(self, ports: tuple[int, ...]) -> ActorContext:
-        return ActorContext(self.plan, self._own_address, ports, self.folder.token)
-
-    def _create_in_group(self, name: str, kind: Callable[..., Any], bundle: int, *arguments: Any) -> None:
-        """Create an actor in its bundle of the placement group."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        self._create(name, kind, strategy, *arguments)
-
-    def _create(self, name: str, kind: Callable[..., Any], strategy: Any, *arguments: Any) -> None:
+    def _create(
+        self, name: str, kind: Callable[..., Any], ports: tuple[int, ...], *arguments: Any, bundle: int | None = None
+    ) -> None:
+        """Create an actor in its bundle of the placement group; None: on this machine, where that is possible."""
         self._check_not_stopping()
-        options = {"num_cpus": int(kind is not RouterActor), "max_restarts": -1, "max_concurrency": 8}
-        actor = ray.remote(kind).options(
-            name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy=strategy, **options
-        )
-        self._actors[name] = actor.remote(*arguments)
+        if bundle is None:
+            strategy: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        else:
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        actor: Any = ray.remote(kind).options(
+            name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy=strategy,
+            num_cpus=int(bundle is not None), max_restarts=-1, max_concurrency=8,
+        )  # fmt: skip
+        context = ActorContext(self.plan, self._own_address, ports, self.folder.token)
+        self._actors[name] = actor.remote(context, *arguments)
 
     def _call(self, names: list[str], method: str) -> list[str]:
         """Call a method of these actors and wait for all answers. Raises AdaServeError."""
@@ -367,19 +324,10 @@ class RayCluster:
         except RayError as error:
             raise _error_from(error) from error
 
-    async def restart(self, scope: str) -> AsyncIterator[str]:
-        """Restart members as `rolling_restart` does."""
-        actors = dict(self._actors)  # a copy: `start` adds to it in another thread
-        drafts = {name: _replacement(actor) for name, actor in actors.items() if name.startswith("draft-")}
-        async for line in rolling_restart(
-            self, scope, self._restart_lock, self._router_client(), drafts=drafts, targets=self._replaceable_targets
-        ):
-            yield line
-
-    async def _replaceable_targets(self) -> Mapping[str, ReplaceMember]:
-        names = [name for name in self._actors if name.startswith("target-")]
-        urls = await asyncio.to_thread(self._call, names, "current_address")
-        return {url: _replacement(self._actors[name]) for url, name in zip(urls, names, strict=True)}
+    async def replaceable(self, kind: Literal["draft", "target"]) -> Mapping[str, ReplaceMember]:
+        names = [name for name in self._actors if name.startswith(kind)]
+        shown = await asyncio.to_thread(self._call, names, "address") if kind == "target" else names
+        return {each: _replacement(self._actors[name]) for each, name in zip(shown, names, strict=True)}
 
     def stop(self) -> None:
         """Drain the router, stop targets, then drafts, then the actors. Blocks."""
@@ -396,11 +344,9 @@ class RayCluster:
             ray.wait(calls, num_returns=len(calls), timeout=POLL_S)
 
     def write(self) -> None:
-        """Write state.json from what the actors describe now."""
         names = list(self._actors)
         described = call_actors(names, "describe")
-        members = [described.get(name) or _unreachable_member(name) for name in names]
-        self.folder.write(cluster_state(self, "ray") | {"members": members})
+        self.write_state(members=[described.get(name) or _unreachable_member(name) for name in names])
 
 
 def _replacement(actor: Any) -> ReplaceMember:
@@ -457,28 +403,25 @@ def run_up_on_ray(plan: ClusterPlan, folder: ClusterFolder, address: str | None,
     If this program dies, the actors go on as long as their Ray cluster does; one that was started for them ends too.
     """
     folder.open()
-    connected = False
     try:
         connect(address, plan.targets + plan.drafts)
-        connected = True
-        asyncio.run(_run(RayCluster(plan, folder, own_address=address is not None, placement=placement), folder))
+        asyncio.run(_run(RayCluster(plan, folder, own_address=address is not None, placement=placement)))
     finally:
         folder.close()
-        if connected:
-            ray.shutdown()
+        ray.shutdown()
 
 
-async def _run(cluster: RayCluster, folder: ClusterFolder) -> None:
+async def _run(cluster: RayCluster) -> None:
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(lambda: loop.run_in_executor(None, cluster.kill))
     starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
     stopping = asyncio.ensure_future(stop.wait())
     try:
-        async with OrderServer(folder.socket, cluster.restart, stop):
+        async with OrderServer(cluster.folder.socket, cluster.restart, stop):
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                announce(cluster, "Ray")
+                cluster.announce()
             while not stopping.done():
                 await asyncio.to_thread(cluster.write)
                 await asyncio.wait({stopping}, timeout=POLL_S)

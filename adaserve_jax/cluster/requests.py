@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections import deque
@@ -11,12 +10,17 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.routing.fleet import Assigned
 from adaserve_jax.server.settings import DEFAULT_CLASS, USUAL_TIERS
 
-GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
+PROMPT_FIELDS = {
+    "/v1/completions": ("prompt",), "/v1/chat/completions": ("messages",), "/v1/responses": ("instructions", "input"),
+}  # fmt: skip
+"""Fields that hold the prompt, by the path of each route that generates."""
+_TEXT_FIELDS = ("content", "text", "output", "arguments")
 BYTES_PER_TOKEN = 4
 """Estimate for text; lists of token ids are counted."""
 MAX_CHOICES = 64
@@ -60,13 +64,8 @@ def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> Pa
 
     The body is not validated: the target does that, and a field that cannot be read counts as absent. now: seconds.
     """
-    if path not in GENERATION_PATHS:
-        return None
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(fields, dict):
+    fields = json_object(body) if path in PROMPT_FIELDS else None
+    if fields is None:
         return None
     name = fields.get("slo_class")
     if not isinstance(name, str):
@@ -79,7 +78,7 @@ def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> Pa
         own_tpot_s = relative * classes.baseline_s
     assigned = Assigned(
         slo_class=name if name in classes.targets else DEFAULT_CLASS,
-        prompt_tokens=max(_tokens(fields.get("messages") if "messages" in fields else fields.get("prompt")), 1),
+        prompt_tokens=max(sum(_tokens(fields.get(name)) for name in PROMPT_FIELDS[path]), 1),
         arrival_s=now,
         tpot_slo_s=tpot_s if own_tpot_s is None else own_tpot_s,
         ttft_slo_s=ttft_s if own_ttft_s is None else own_ttft_s,
@@ -116,7 +115,7 @@ def _tokens(value: Any) -> int:
             return len(value)
         return sum(map(_tokens, value))
     if isinstance(value, dict):
-        return _tokens(value.get("content", value.get("text")))
+        return sum(_tokens(value.get(name)) for name in _TEXT_FIELDS)
     return 0
 
 
@@ -191,7 +190,6 @@ class TargetExchange:
                 await self._wait()
 
     def give_up(self, reason: str) -> None:
-        """End the exchange now with TargetLost."""
         if not self._ended and self._lost is None:
             self.close()
             self._lose(TargetLost(reason, may_have_started=True))

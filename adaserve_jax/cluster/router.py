@@ -1,6 +1,6 @@
-"""HTTP application of the router: forwards requests to targets; /health, /ready, /metrics and /cluster are its own.
+"""HTTP application of the router: forwards requests to targets, but answers /health, /ready, /ping, /metrics, /cluster.
 
-`python -m adaserve_jax.cluster.router [DESCRIPTOR]` runs it in a process of its own. Its settings come as JSON in an
+`python -m adaserve_jax.cluster.router DESCRIPTOR` runs it in a process of its own. Its settings come as JSON in an
 environment variable, where other users do not see an API key; DESCRIPTOR is an inherited listening socket.
 """
 
@@ -16,10 +16,13 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from prometheus_client.exposition import generate_latest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adaserve_jax.cluster.forwarding import Forwarder, RouterMetrics, read_body, unavailable
+from adaserve_jax.cluster.forwarding import Forwarder, RouterMetrics, unavailable
+from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.cluster.settings import RouterSettings, checked_urls
 from adaserve_jax.cluster.targets import Balancer, TargetPoller, TargetSet
 from adaserve_jax.errors import AdaServeError, ConfigError
@@ -30,7 +33,7 @@ from adaserve_jax.server.middleware import BodyLimitMiddleware, HeaderLimitMiddl
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 
-UNROUTED_PATHS = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/responses", "/v1/assistants")
+UNROUTED_PATHS = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/assistants")
 """Paths, with all below them, whose state belongs to one server."""
 SETTINGS_VARIABLE = "ADASERVE_ROUTER_SETTINGS"
 _log = logging.getLogger(__name__)
@@ -86,8 +89,6 @@ class RouterApp:
     def abort_all(self) -> None:
         self._forwarder.abort_all()
 
-    # ---- requests ----
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # lifespan and websockets are not supported
@@ -97,6 +98,8 @@ class RouterApp:
                 self._check_admission(scope["path"])
                 await self._forwarder(scope, receive, send)
                 return
+        except ClientDisconnect:
+            return
         except ApiError as error:
             answer = error.response()
         except AdaServeError as error:
@@ -121,14 +124,16 @@ class RouterApp:
     async def _own_answer(self, scope: Scope, receive: Receive) -> Response | None:
         """Answer a route of the router itself; return None for any other. Raises ApiError."""
         path, method = scope["path"], scope["method"]
-        if path in ("/health", "/ready"):
+        if path in ("/health", "/ready", "/ping"):
             status, detail = self._health()
             return JSONResponse(
                 {"status": status, "detail": detail}, 200 if path == "/health" or status == "ok" else 503
             )
         if path == "/metrics":
             self._authorize(scope, api_key_suffices=True)
-            return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return Response(
+                generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+            )
         if path != "/cluster" and not path.startswith("/cluster/"):
             return None
         if path == "/cluster" and method in ("GET", "HEAD"):
@@ -137,7 +142,9 @@ class RouterApp:
         self._authorize(scope, api_key_suffices=False)
         if method != "POST":
             raise ApiError(405, "expected POST", code="method_not_allowed", headers={"allow": "POST"})
-        fields = _object(await read_body(receive) or b"")
+        fields = json_object(await Request(scope, receive).body())
+        if fields is None:
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         self._change_targets(path.removeprefix("/cluster/"), fields)
         return JSONResponse(self.status())
 
@@ -191,27 +198,11 @@ class RouterApp:
         )  # fmt: skip
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ApiError."""
-    try:
-        fields = json.loads(body)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return fields
-
-
-def run_router(settings: RouterSettings, listener: socket.socket | None = None) -> int:
-    """Route until SIGTERM or SIGINT, then drain and return 0.
+async def run_router(settings: RouterSettings, listener: socket.socket | None = None) -> None:
+    """Route until SIGTERM or SIGINT, then drain.
 
     listener: a bound socket to use instead of the port in the settings. Raises ConfigError.
     """
-    asyncio.run(_serve(settings, listener))
-    return 0
-
-
-async def _serve(settings: RouterSettings, listener: socket.socket | None) -> None:
     router = RouterApp(settings)
     config = http_config(router.app(), router.settings, lifespan="off", timeout_graceful_shutdown=int(ABORT_GRACE_S))
     own = listener or listen(router.settings)
@@ -232,22 +223,17 @@ def url_of(listener: socket.socket, settings: ServerSettings) -> str:
     return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
 
 
-def router_command(settings: RouterSettings, descriptor: int | None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return command and environment of a router process.
-
-    descriptor: a bound socket that the process inherits; None: it binds its own port.
-    """
-    inherited = () if descriptor is None else (str(descriptor),)
-    command = (sys.executable, "-m", "adaserve_jax.cluster.router", *inherited)
+def router_command(settings: RouterSettings, descriptor: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return command and environment of a router process. descriptor: a bound socket that the process inherits."""
+    command = (sys.executable, "-m", "adaserve_jax.cluster.router", str(descriptor))
     return command, {SETTINGS_VARIABLE: json.dumps(asdict(settings))}
 
 
 def main() -> None:
     values = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     values["targets"] = tuple(values["targets"])
-    listener = socket.socket(fileno=int(sys.argv[1])) if len(sys.argv) > 1 else None
     try:
-        sys.exit(run_router(RouterSettings(**values), listener))
+        asyncio.run(run_router(RouterSettings(**values), socket.socket(fileno=int(sys.argv[1]))))
     except AdaServeError as error:
         print(f"adaserve: error: {error}", file=sys.stderr)
         sys.exit(2)

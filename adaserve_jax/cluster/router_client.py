@@ -7,6 +7,7 @@ import json
 import ssl
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from adaserve_jax.errors import AdaServeError
@@ -40,12 +41,9 @@ def request_json(
 ) -> tuple[int, dict[str, Any]]:
     """Send one request and return its status and JSON object ({} if the answer is not one).
 
-    Args:
-        body: sent as JSON by POST; None means GET.
-        token: sent as a bearer token; over https only together with `certificate`.
-        certificate: file with the server's certificate. It is read for each request, as it may be renewed.
-
-    Raises NoAnswer.
+    body: sent as JSON by POST; None means GET. token: sent as a bearer token; over https only together with
+    `certificate`, a file with the server's certificate, which is read for each request, as it may be renewed. Raises
+    NoAnswer.
     """
     if token and certificate is None and url.startswith("https:"):
         raise NoAnswer(f"{url} is not asked: whose certificate it has is not known, and a token would be told")
@@ -55,20 +53,21 @@ def request_json(
     try:
         opener = _UNVERIFIED if certificate is None else _opener(certificate)
         with opener.open(request, timeout=timeout_s) as answer:
-            return answer.status, _object(answer.read())
+            return answer.status, json_object(answer.read()) or {}
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, _object(error.read())
-    except (OSError, ValueError, urllib.error.URLError) as error:
+            return error.code, json_object(error.read()) or {}
+    except (OSError, ValueError, HTTPException) as error:
         raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the body is not one."""
     try:
         found = json.loads(body)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class RouterClient:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
 
 TOKEN_BYTES = 32
 MAX_SOCKET_PATH = 100
@@ -79,7 +80,7 @@ class ClusterFolder:
             )
         self._lock = descriptor
         self.state_file.unlink(missing_ok=True)
-        self._replace(self.token_file, secrets.token_urlsafe(TOKEN_BYTES))
+        write_whole(self.token_file, secrets.token_urlsafe(TOKEN_BYTES), mode=PRIVATE)
 
     @property
     def socket(self) -> Path:
@@ -103,7 +104,7 @@ class ClusterFolder:
     def write(self, state: dict[str, Any]) -> None:
         """Write state.json. A failure is logged once, until a write succeeds again, and does not stop the cluster."""
         try:
-            self._replace(self.state_file, json.dumps(state, indent=1))
+            write_whole(self.state_file, json.dumps(state, indent=1), mode=PRIVATE)
         except OSError as error:
             if not self._write_failed:
                 _log.warning("%s cannot be written, and is as it was: %s", self.state_file, error.strerror)
@@ -124,15 +125,10 @@ class ClusterFolder:
     def is_held(self) -> bool:
         """True while a cluster runs in the folder."""
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
+            with (self.path / "lock").open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         return False
 
     def close(self) -> None:
@@ -143,13 +139,6 @@ class ClusterFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _replace(self, path: Path, text: str) -> None:
-        new = path.with_suffix(".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        new.replace(path)
 
     def _no_cluster(self) -> ConfigError:
         return ConfigError(

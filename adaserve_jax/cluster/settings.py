@@ -52,7 +52,6 @@ class RouterSettings(HttpSettings):
 
     @property
     def server(self) -> ServerSettings:
-        """Settings of the HTTP front."""
         return ServerSettings(**{each.name: getattr(self, each.name) for each in fields(HttpSettings)})
 
     @property
@@ -83,14 +82,13 @@ def checked_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
         url = (given if "://" in given else f"http://{given}").rstrip("/")
         try:
             parts = urlsplit(url)
-            ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            ok = ok and not (parts.path or parts.query or parts.fragment or parts.username)
-        except ValueError:
-            ok = False
-        if not ok:
+            ok = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            if not ok or parts.path or parts.query or parts.fragment or parts.username:
+                raise ValueError(url)
+        except ValueError as error:
             raise ConfigError(
                 f"targets must be host:port or URLs like http://127.0.0.1:8001 without a path, got {given!r}"
-            )
+            ) from error
         if url in found:
             raise ConfigError(f"targets must be different ones, got {url!r} twice")
         found.append(url)

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from adaserve_jax.cluster import child_process
 from adaserve_jax.cluster.router_client import NoAnswer, request_json
@@ -63,7 +64,8 @@ class Member:
     """One process of a cluster.
 
     health_url: the process is ready when its JSON `status` there is one of `ready_states`, or when it answers 200
-    without a status; "" means ready as soon as it runs. log: file to which its output is appended. pass_fds: file
+    without a status; "" means ready as soon as it runs. log: file to which its output is appended. kind: target, draft
+    or router. address: URL of a target's or the router's API, or a draft's address for --drafter. pass_fds: file
     descriptors that it inherits.
     """
 
@@ -71,6 +73,8 @@ class Member:
     argv: tuple[str, ...]
     health_url: str
     log: Path
+    kind: str = ""
+    address: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     pass_fds: tuple[int, ...] = ()
     ready_states: tuple[str, ...] = ("ok",)
@@ -79,18 +83,6 @@ class Member:
 
 class MemberFailed(AdaServeError):
     """A process of the cluster could not be started."""
-
-
-class Child(Protocol):
-    """The attributes of asyncio's Process that the supervisor uses."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    async def wait(self) -> int: ...
 
 
 class RestartBackoff:
@@ -124,7 +116,7 @@ class Supervisor:
         """Number of starts requested by `replace`."""
         self._on_change = on_change
         self._clock = clock
-        self._child: Child | None = None
+        self._child: Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._end_requested = asyncio.Event()
@@ -186,8 +178,14 @@ class Supervisor:
         if self.pid is not None:
             _signal_group(self.pid, signal.SIGKILL)
 
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.member.name, "kind": self.member.kind, "address": self.member.address, "pid": self.pid,
+            "phase": self.phase, "detail": self.detail, "restarts": self.restarts, "replacements": self.replacements,
+            "log": str(self.member.log),
+        }  # fmt: skip
+
     def log_tail(self) -> str:
-        """Return the last lines of the process's output."""
         try:
             with self.member.log.open("rb") as log:
                 log.seek(max(os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES, 0))
@@ -259,7 +257,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(probing, requested, ended, return_exceptions=True)
 
-    async def _terminate(self, child: Child) -> None:
+    async def _terminate(self, child: Process) -> None:
         """Send SIGTERM to the process only, as it ends its own children; SIGKILL to the group after the grace."""
         self._set_phase("stopping", self.detail)
         with contextlib.suppress(ProcessLookupError):
@@ -319,7 +317,7 @@ class Supervisor:
             self._on_change()
 
 
-async def _launch(member: Member) -> Child:
+async def _launch(member: Member) -> Process:
     """Start the member in a session of its own, bound to the life of this process. Raises OSError."""
     wrapper = (sys.executable, "-I", "-S", child_process.__file__)
     descriptor = _open_log(member.log)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from adaserve_jax.cluster.requests import ParsedRequest, SloClasses, TargetExchange, TargetLost, request_bytes
+from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.http_client.settings import UrlSettings
@@ -91,9 +92,7 @@ class RouterTarget:
         self.exchanges: set[TargetExchange] = set()
         self.other_choices = 0
         self.tokens_per_event = TOKENS_PER_EVENT
-        self.requests = 0
-        self.ejections = 0
-        self.cuts = 0
+        self.requests = self.ejections = self.cuts = 0
 
     @property
     def available(self) -> bool:
@@ -146,9 +145,8 @@ class TargetSet:
         self.ever_available = False
         self._by_url: dict[str, RouterTarget] = {}
         self._changed = asyncio.Event()
-        self._removed: set[RouterTarget] = set()
-        """Removed targets that still finish requests."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._removed: dict[RouterTarget, asyncio.Task[None]] = {}
+        """Removed targets that still finish requests, with the tasks that close them."""
         self.replace(urls)
 
     def __iter__(self):
@@ -176,10 +174,7 @@ class TargetSet:
         for url in [url for url in self._by_url if url not in urls]:
             removed = self._by_url.pop(url)
             removed.drained = True
-            self._removed.add(removed)
-            task = asyncio.ensure_future(self._close_when_idle(removed))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._removed[removed] = asyncio.ensure_future(self._close_when_idle(removed))
         self._by_url = {url: self._by_url.get(url) or RouterTarget(url) for url in urls}
         self.notify()
 
@@ -210,7 +205,7 @@ class TargetSet:
             return
 
     async def close(self) -> None:
-        for task in self._closing:
+        for task in self._removed.values():
             task.cancel()
         for target in self.all:
             await target.pool.close()
@@ -218,8 +213,8 @@ class TargetSet:
     async def _close_when_idle(self, target: RouterTarget) -> None:
         while target.in_flight:
             await asyncio.sleep(0.1)
-        self._removed.discard(target)
         await target.pool.close()
+        del self._removed[target]
 
 
 def guessed_machine(baseline_s: float, max_requests: int) -> Machine:
@@ -307,8 +302,6 @@ class TargetPoller:
         self._timeout_s = timeout_s
         self._key = key
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._unreadable: set[str] = set()
-        """Targets whose unreadable self-description was logged already."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -326,7 +319,7 @@ class TargetPoller:
                 task.cancel()
 
     async def _poll(self, target: RouterTarget) -> None:
-        timeouts = 0
+        timeouts, was_unreadable = 0, False
         while True:
             was_healthy = target.healthy
             try:
@@ -348,17 +341,17 @@ class TargetPoller:
                 try:
                     await self._learn(target, facts=not was_healthy)
                 except Exception:  # health checks go on whatever a target reports
-                    if target.url not in self._unreadable:
+                    if not was_unreadable:
                         _log.exception(
                             "target %s says of itself what cannot be read; its load is not known", target.name
                         )
-                    self._unreadable.add(target.url)
+                    was_unreadable = True
             await asyncio.sleep(self._every_s)
 
     async def _health(self, target: RouterTarget) -> tuple[bool, str]:
         """Return whether the target takes requests, and the state it reports. Raises TargetLost."""
         status, body = await get(target, "/health")
-        state = _json(body).get("status") if status in (200, 503) else None
+        state = (json_object(body) or {}).get("status") if status in (200, 503) else None
         return status == 200 and state == "ok", str(state or f"/health answered {status}")[:80]
 
     async def _learn(self, target: RouterTarget, facts: bool) -> None:
@@ -376,24 +369,22 @@ class TargetPoller:
 
     async def _learn_facts(self, target: RouterTarget) -> None:
         """Read SLO classes, baseline and size from /v1/models and /version. Raises TargetLost."""
-        status, body = await get(target, "/v1/models", self._key)
-        cards = _json(body).get("data") if status == 200 else None
-        card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
-        status, body = await get(target, "/version", self._key)
-        engine = _json(body).get("engine") if status == 200 else None
+        _, models = await get(target, "/v1/models", self._key)
+        _, version = await get(target, "/version", self._key)
         try:
-            baseline_s = float(card["baseline_ms"]) / 1e3
-            engine_requests = int(engine["max_requests"]) if isinstance(engine, dict) else 0
+            card = json.loads(models)["data"][0]
             targets = {
                 str(name): (_seconds(slo["tpot_ms"]), _seconds(slo["ttft_ms"]))
                 for name, slo in card["slo_classes"].items()
             }
-            if not 0 < baseline_s < MAX_SECONDS:
+            baseline_s = _seconds(card["baseline_ms"])
+            if baseline_s is None:
                 return
             self.classes = SloClasses(targets, baseline_s)
+            engine_requests = int(json.loads(version)["engine"]["max_requests"])
             if 0 < engine_requests <= MAX_REQUESTS:
                 self._balancer.learn(baseline_s, engine_requests)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
             return  # not a server of this package, or one that asks for a key
 
 
@@ -405,11 +396,3 @@ def _seconds(milliseconds: Any) -> float | None:
     if not 0 < seconds < MAX_SECONDS:
         raise ValueError(milliseconds)
     return seconds
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -11,13 +11,14 @@ import logging
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.results.whole_file import PRIVATE, whole_file, write_whole
 
@@ -42,11 +43,8 @@ _log = logging.getLogger(__name__)
 class Snapshot:
     """Trainer's state on the host, which any thread may write while training goes on.
 
-    Attributes:
-        draft: checksum of the weights that training began with.
-        rank: learn_lora_rank.
-        arrays: arrays by name.
-        target: fingerprint of the target that was learned from; "": unknown, matches any.
+    draft: checksum of the weights that training began with. rank: learn_lora_rank. target: fingerprint of the target
+    that was learned from; "": unknown, matches any.
     """
 
     draft: int
@@ -83,11 +81,13 @@ def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str,
     """
     if not folder.is_dir():
         return None
+    import orbax.checkpoint as ocp
+
     with _manager(folder, create=False) as manager:
         steps = sorted(manager.all_steps(), reverse=True)
         for step in steps:
             try:
-                about = manager.restore(step, args=_json())["about"]
+                about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
                 _check_about(folder, about, like)
                 arrays = _arrays(folder / str(step) / "state", list(like.arrays))
             except CheckpointError:
@@ -114,12 +114,6 @@ def _manager(folder: Path, *, create: bool) -> Any:
         options=options,
         item_handlers={"state": state, "about": ocp.JsonCheckpointHandler()},
     )
-
-
-def _json() -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.args.Composite(about=ocp.args.JsonRestore())
 
 
 def _arrays(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
@@ -188,79 +182,75 @@ def _check_arrays(folder: Path, arrays: dict[str, np.ndarray], like: Snapshot) -
 
 
 @dataclass(frozen=True)
-class RecordSource:
-    """Source of the rows of records: fingerprint of the target, and temperature of its scores. "" and None match
-    any."""
+class RecordFormat:
+    """Format of files of records: npz with a JSON head and arrays end to end, no pickle.
 
+    top_k: tokens per row; longer rows are cut when they are loaded. vocab_size: token ids that records may have.
+    target: fingerprint of the target that scored the rows; "" matches any. temperature: of the scores; None: any.
+    """
+
+    top_k: int
+    vocab_size: int
     target: str = ""
     temperature: float | None = None
 
+    def save(self, path: Path, records: Iterable[Record]) -> None:
+        """Write records atomically, with mode 0600, since they hold texts of requests. Raises OSError."""
+        kept = list(records)
+        head = json.dumps({
+            "version": VERSION, "top_k": self.top_k, "target": self.target, "temperature": self.temperature,
+            "tenants": [record.tenant for record in kept],
+        })  # fmt: skip
+        arrays = {
+            "head": np.frombuffer(head.encode(), np.uint8),
+            "num_tokens": np.array([len(record.tokens) for record in kept], np.int64),
+            "num_rows": np.array([len(record.position) for record in kept], np.int64),
+            "held_out": np.array([record.held_out for record in kept], bool),
+        }
+        for name in ("tokens", "position", "ids", "log_p"):
+            shape = (0, self.top_k) if name in ("ids", "log_p") else (0,)
+            arrays[name] = np.concatenate([np.zeros(shape, _TYPES[name]), *(getattr(record, name) for record in kept)])
+        with whole_file(path, mode=PRIVATE) as file:
+            np.savez(file, **arrays)
 
-def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: RecordSource = RecordSource()) -> None:
-    """Write records to an npz file (a JSON head and arrays end to end, no pickle), atomically and with mode 0600, since
-    it holds texts of requests. Raises OSError."""
-    kept = list(records)
-    tenants = [record.tenant for record in kept]
-    head = json.dumps({"version": VERSION, "top_k": top_k, **asdict(source), "tenants": tenants})
-    arrays = {
-        "head": np.frombuffer(head.encode(), np.uint8),
-        "num_tokens": np.array([len(record.tokens) for record in kept], np.int64),
-        "num_rows": np.array([len(record.position) for record in kept], np.int64),
-        "held_out": np.array([record.held_out for record in kept], bool),
-    }
-    for name in ("tokens", "position", "ids", "log_p"):
-        shape = (0, top_k) if name in ("ids", "log_p") else (0,)
-        arrays[name] = np.concatenate([np.zeros(shape, _TYPES[name]), *(getattr(record, name) for record in kept)])
-    with whole_file(path, mode=PRIVATE) as file:
-        np.savez(file, **arrays)
+    def load(self, path: Path, draft: int = 0) -> list[Record]:
+        """Read what `save` wrote, as records of `draft`.
 
-
-def load_records(
-    path: Path, *, top_k: int, vocab_size: int, draft: int = 0, source: RecordSource = RecordSource()
-) -> list[Record]:  # fmt: skip
-    """Read what `save_records` wrote, as records of `draft`.
-
-    Each record has its own memory, so that keeping one does not keep all. Rows longer than top_k are cut. Raises
-    CheckpointError if the file is invalid or of another source.
-    """
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in ("head", *_TYPES)}
-        head = json.loads(arrays.pop("head").tobytes())
-    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: cannot read the kept records ({error}); delete it to go on without") from error
-    _require(path, isinstance(head, dict) and head.get("version") == VERSION, f"records of version {VERSION}")
-    _check_source(path, head, source)
-    for name, dtype in _TYPES.items():
-        _require(path, arrays[name].dtype == dtype, f"{name} of type {np.dtype(dtype)}, got {arrays[name].dtype}")
-    _check(path, head, arrays, vocab_size)
-    stored = arrays["ids"].shape[1]
-    _require(path, stored >= top_k, f"{top_k} tokens per row (learn_top_k), got {stored}")
-    ends = {name: np.cumsum(arrays[name])[:-1] for name in ("num_tokens", "num_rows")}
-    texts = np.split(arrays["tokens"], ends["num_tokens"])
-    rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p")]
-    try:
-        return [
-            Record(
-                tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), draft, tenant,
-                bool(held_out),
-            )
-            for tokens, position, ids, log_p, tenant, held_out in zip(
-                texts, *rows, head["tenants"], arrays["held_out"], strict=True
-            )
-        ] if len(arrays["num_rows"]) else []  # fmt: skip
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}; delete it to go on without") from error
-
-
-def _check_source(path: Path, head: dict[str, Any], source: RecordSource) -> None:
-    for name, given in asdict(source).items():
-        kept = head.get(name)
-        if given and kept and given != kept:
-            kept, given = (short(each) if isinstance(each, str) else each for each in (kept, given))
+        Each record has its own memory, so that keeping one does not keep all. Raises CheckpointError if the file is
+        invalid or of another source.
+        """
+        try:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ("head", *_TYPES)}
+            head = json.loads(arrays.pop("head").tobytes())
+        except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{path}: the kept records are of {name} {kept}, which is now {given}; they are left out"
-            )
+                f"{path}: cannot read the kept records ({error}); delete it to go on without"
+            ) from error
+        _require(path, isinstance(head, dict) and head.get("version") == VERSION, f"records of version {VERSION}")
+        for name in ("target", "temperature"):
+            kept, given = head.get(name), getattr(self, name)
+            if given and kept and given != kept:
+                kept, given = (short(each) if isinstance(each, str) else each for each in (kept, given))
+                raise CheckpointError(
+                    f"{path}: the kept records are of {name} {kept}, which is now {given}; they are left out"
+                )
+        for name, dtype in _TYPES.items():
+            _require(path, arrays[name].dtype == dtype, f"{name} of type {np.dtype(dtype)}, got {arrays[name].dtype}")
+        _check(path, head, arrays, self.vocab_size)
+        top_k, stored = self.top_k, arrays["ids"].shape[1]
+        _require(path, stored >= top_k, f"{top_k} tokens per row (learn_top_k), got {stored}")
+        ends = {name: np.cumsum(arrays[name])[:-1] for name in ("num_tokens", "num_rows")}
+        texts = np.split(arrays["tokens"], ends["num_tokens"])  # one empty text if there are no records
+        rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p")]
+        every = zip(texts, *rows, head["tenants"], arrays["held_out"].tolist(), strict=False)
+        try:
+            return [
+                Record(tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), draft, *about)
+                for tokens, position, ids, log_p, *about in every
+            ]
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}; delete it to go on without") from error
 
 
 def _check(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray], vocab_size: int) -> None:
@@ -284,31 +274,19 @@ def _require(path: Path, ok: bool, expected: str) -> None:
         raise CheckpointError(f"{path}: kept records must have {expected}; delete the file to go on without")
 
 
-class HasState(Protocol):
-    """Object with JSON state, such as a router's learned topics. Safe in any thread."""
+class TopicsFile:
+    """JSON file of a router's topics. A failing read or write is logged, and topics are learned anew."""
 
-    def to_state(self) -> dict[str, Any]:
-        """Return the state as plain values; empty without any."""
-        ...
-
-    def from_state(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises CheckpointError, having changed nothing, if it does not fit."""
-        ...
-
-
-class StateFile:
-    """JSON file of an object's state. A failing read or write is logged, and the object learns anew."""
-
-    def __init__(self, path: Path, kept: HasState):
+    def __init__(self, path: Path, router: DraftRouter):
         self._path = path
-        self._kept = kept
+        self._router = router
         self._written: dict[str, Any] = {}
 
     def load(self) -> None:
         """Restore the file's state if there is one and it fits."""
         try:
             state = json.loads(self._path.read_text(encoding="utf-8"))
-            self._kept.from_state(state)
+            self._router.from_state(state)
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError, CheckpointError) as error:
@@ -318,7 +296,7 @@ class StateFile:
 
     def save(self) -> None:
         """Write a changed state, atomically and with mode 0600. An empty state leaves the file as it is."""
-        state = self._kept.to_state()
+        state = self._router.to_state()
         if not state or state == self._written:
             return
         try:

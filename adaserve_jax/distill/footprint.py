@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from adaserve_jax.distill.programs import TrainPrograms, num_trained
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.types import Progress
 
@@ -37,16 +37,14 @@ def choose_length(
     Raises ConfigError if not even the shortest does.
     """
     tried: dict[int, TrainPrograms] = {}
-    seconds: dict[int, float] = {}
     first = TrainPrograms(config, learn, LENGTHS[0], dtype, device, counter)
     first.compile(progress, only=("begin",))
 
+    @cache
     def measured(length: int) -> float:
-        if length not in seconds:
-            tried[length] = first.with_length(length)
-            tried[length].compile(progress, only=("begin", "accumulate"))
-            seconds[length] = tried[length].time_micro_step()
-        return seconds[length]
+        tried[length] = first.with_length(length)
+        tried[length].compile(progress, only=("begin", "accumulate"))
+        return tried[length].time_micro_step()
 
     length = longest_length(learn.learn_delay_ms / 1e3, measured)
     chosen = tried[length]
@@ -97,4 +95,4 @@ def workspace_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_tok
 
 
 def _whole_bytes(config: ModelConfig, dtype: Any) -> int:
-    return sum(math.prod(shape) for shape, _ in param_specs(config).values()) * jnp.dtype(dtype).itemsize
+    return num_trained(config, rank=0) * jnp.dtype(dtype).itemsize

@@ -46,17 +46,10 @@ def new_cache(config: ModelConfig, texts: int, slots: int, dtype: Any) -> Cache:
 def extend(
     params: Params, config: ModelConfig, cache: Cache, tokens: jax.Array, start: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Feed each text its next tokens.
+    """Feed each text its next tokens, and return (hidden f[d, B, C], new cache).
 
-    Args:
-        params, config: the model.
-        cache: KV of the texts so far.
-        tokens: i32[B, C].
-        start: i32[B], position of the first token.
-        count: i32[B], number of real tokens; the others are not written to the cache.
-
-    Returns:
-        (hidden f[d, B, C], new cache).
+    tokens: i32[B, C]. start: i32[B], position of the first token. count: i32[B], number of real tokens; the others are
+    not written to the cache.
     """
     texts, added = tokens.shape
     position = start[:, None] + jnp.arange(added, dtype=jnp.int32)
@@ -104,11 +97,8 @@ def _attend(
 class Drawing:
     """Sampling of texts.
 
-    Attributes:
-        mix: probability that a token comes from the target, not the draft; 1 needs no draft, 0 no target.
-        max_tokens: most tokens after the prompt.
-        temperature: 0 for greedy.
-        eos_ids: end a text and stay in it.
+    mix: probability that a token comes from the target, not the draft; 1 needs no draft, 0 no target. max_tokens: most
+    tokens after the prompt. eos_ids: end a text and stay in it.
     """
 
     mix: float
@@ -125,13 +115,8 @@ class Drawing:
 class Texts(NamedTuple):
     """State of B texts on the device.
 
-    Attributes:
-        cache: one per model in use.
-        last: i32[B], token to feed next.
-        position: i32[B], its position.
-        done: bool[B].
-        left: i32[B], tokens that may follow.
-        seed: u32[B, 2].
+    cache: one per model in use. last: i32[B], token to feed next. position: i32[B], its position. done: bool[B]. left:
+    i32[B], tokens that may follow. seed: u32[B, 2].
     """
 
     cache: tuple[Cache, ...]
@@ -158,16 +143,12 @@ class Generator:
         prompts: Sequence[np.ndarray],
         seeds: Sequence[int],
         drawing: Drawing,
-        on_done: Callable[[int], None] | None = None,
+        on_done: Callable[[int], None] = lambda _: None,
     ) -> list[np.ndarray]:
         """Return each prompt with the tokens drawn after it, i32[tokens], in order.
 
-        Args:
-            params: weights of target and draft; None for a model that `drawing` does not use.
-            prompts: token ids.
-            seeds: u64, one per prompt.
-            drawing: sampling of the texts.
-            on_done: called now and then with the number of finished texts; it may raise to stop.
+        params: weights of target and draft; None for a model that `drawing` does not use. seeds: u64, one per prompt.
+        on_done: called now and then with the number of finished texts; it may raise to stop.
         """
         found: dict[int, np.ndarray] = {}
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
@@ -175,8 +156,7 @@ class Generator:
             chosen = order[first : first + self._rows]
             drawn = self._drawn(params, [prompts[i] for i in chosen], [seeds[i] for i in chosen], drawing)
             for done, outputs in drawn:
-                if on_done is not None:
-                    on_done(len(found) + done)
+                on_done(len(found) + done)
                 if outputs is not None:
                     ends = zip(chosen, outputs, strict=True)
                     found |= {i: np.concatenate([prompts[i], output]).astype(np.int32) for i, output in ends}

@@ -14,16 +14,16 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adaserve_jax.distill.checkpoint import HasState, RecordSource, Snapshot, StateFile, load_records, save_records
+from adaserve_jax.distill.checkpoint import RecordFormat, TopicsFile
 from adaserve_jax.distill.footprint import choose_length
 from adaserve_jax.distill.pieces import PieceScheduler, measure_pieces
 from adaserve_jax.distill.records import Record, TextRecorder, Watcher
+from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates, RecordBuffer
 from adaserve_jax.errors import CheckpointError, ConfigError
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 SAVE_EVERY_S = 60.0
 RECORDS = "records.npz"
 TOPICS = "topics.json"
+COUNTED = ("version", "updates", "refused", "rolled_back")
+"""Fields of LearningStats that `DraftUpdates` counts by the same name."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,17 +52,12 @@ class Learner:
 
     def __init__(
         self, executor: ModelExecutor, config: LearnConfig, calibrator: Calibrator | None = None,
-        clock: Callable[[], float] = time.monotonic, *, seed: int = 0, topics: HasState | None = None,
+        clock: Callable[[], float] = time.monotonic, *, seed: int = 0, topics: DraftRouter | None = None,
     ) -> None:  # fmt: skip
         """Set up a learner; nothing is compiled or read yet.
 
-        Args:
-            executor: runs the drafts, and captures the target's scores.
-            config: options of learning.
-            calibrator: notified of new versions.
-            clock: monotonic seconds.
-            seed: seeds draws from the buffer and the choice of held-out prompts.
-            topics: a router's learned topics, saved in learn_folder too.
+        calibrator: notified of new versions. seed: of draws from the buffer and the choice of held-out prompts. topics:
+        a router whose learned topics are saved in learn_folder too.
         """
         self._executor = executor
         self._config = config
@@ -70,9 +67,9 @@ class Learner:
         self._topics = topics
         self._names = executor.draft_names
         self._top_k = min(config.learn_top_k, executor.target.config.vocab_size)
-        recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
+        self._recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
         only_overruled = config.learn_positions == "overruled"
-        self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
+        self._watcher = Watcher(self._recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: CheckpointSaver | None = None
         self._pieces: PieceScheduler  # set by `prepare`
@@ -99,8 +96,8 @@ class Learner:
             )
         self._pieces = PieceScheduler(self._drafts, config, self._measure_pieces())
         if config.learn_folder is not None:
-            source = RecordSource(target, config.learn_temperature)
-            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
+            vocab_size = self._executor.target.config.vocab_size
+            texts = RecordFormat(self._top_k, vocab_size, target, config.learn_temperature)
             self._keeper = CheckpointSaver(
                 Path(config.learn_folder), self._drafts, self._clock, topics=self._topics,
                 records=texts if config.learn_keep_records else None,
@@ -111,11 +108,11 @@ class Learner:
 
     def _measure_pieces(self) -> dict[str, float]:
         """Measure the seconds of each kind of piece; warn of those that exceed learn_delay_ms."""
-
-        def serve(_: Params) -> None:
-            self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve already
-
-        seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
+        executor = self._executor
+        seconds = measure_pieces(
+            self._drafts[0].trainer, self._config.learn_every,
+            lambda _: executor.set_draft(executor.draft_params(0), 0),  # the weights that serve already
+        )  # fmt: skip
         longest_s = self._config.learn_delay_ms / 1e3
         seconds["accumulate"] = min(seconds["accumulate"], longest_s)  # as measured when the length was chosen
         long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > longest_s]
@@ -125,8 +122,6 @@ class Learner:
                 self._config.learn_delay_ms, ", ".join(long),
             )  # fmt: skip
         return seconds
-
-    # ---- what is served ----
 
     def added(self, choice: Sequence, *, learn: bool = True, tenant: str = "") -> None:
         """Begin to watch a choice. learn: whether its text may be learned from. tenant: account of the request."""
@@ -150,11 +145,7 @@ class Learner:
     ) -> None:  # fmt: skip
         """Take in a committed step. Never waits for the device: what is captured is fetched after the next step.
 
-        Args:
-            plan, trees, candidates, outcome: the step.
-            choice_ids: sequence id of each row.
-            updates: committed updates.
-            capture: whether to capture the target's scores of this step.
+        choice_ids: sequence id of each row. capture: whether to capture the target's scores of this step.
         """
         with self._contained():
             if self.failed:
@@ -184,8 +175,6 @@ class Learner:
             self._drafted += np.bincount(whose[drafted], minlength=number)
             self._accepted += np.bincount(whose[hits], minlength=number)
 
-    # ---- between steps ----
-
     def work(self, slack_s: float | None) -> bool:
         """Run at most one piece of training; return False if none ran.
 
@@ -198,7 +187,7 @@ class Learner:
         return False
 
     def _work(self, slack_s: float | None) -> bool:
-        self._pieces.pass_time(self._clock(), busy=slack_s is not None)
+        self._pieces.allowance.pass_time(self._clock(), busy=slack_s is not None)
         if self._keeper is not None:
             self._keeper.save_if_due()
         if slack_s is None:
@@ -213,9 +202,7 @@ class Learner:
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to do while no request runs."""
-        if self.failed:
-            return True
-        return not (self._watcher.is_waiting or self._pieces.is_due or self.idle_for_s == 0)
+        return self.failed or not (self._watcher.is_waiting or self._pieces.is_due or self.idle_for_s == 0)
 
     @property
     def idle_for_s(self) -> float | None:
@@ -230,31 +217,22 @@ class Learner:
 
         return serve
 
-    # ---- the rest ----
-
     def stats(self) -> LearningStats:
         """Return current statistics. Safe in any thread."""
-        drafts = {draft.name: draft for draft in self._drafts}
-        pieces = self._pieces
+        drafts, pieces, recorder = self._drafts, self._pieces, self._recorder
+        counts = {name: {draft.name: getattr(draft, name) for draft in drafts} for name in COUNTED}
         return LearningStats(
-            version={name: draft.version for name, draft in drafts.items()},
+            **counts,
             drafted_tokens=dict(zip(self._names, self._drafted.tolist(), strict=True)),
             accepted_tokens=dict(zip(self._names, self._accepted.tolist(), strict=True)),
-            held_out_acceptance={name: draft.acceptance for name, draft in drafts.items()
-                                 if draft.acceptance is not None},
-            loss={name: draft.loss for name, draft in drafts.items() if draft.loss is not None},
-            updates={name: draft.updates for name, draft in drafts.items()},
-            refused={name: draft.refused for name, draft in drafts.items()},
-            rolled_back={name: draft.rolled_back for name, draft in drafts.items()},
-            records={name: len(draft.buffer) for name, draft in drafts.items()},
-            held_out={name: draft.buffer.num_held_out for name, draft in drafts.items()},
+            held_out_acceptance={draft.name: draft.acceptance for draft in drafts if draft.acceptance is not None},
+            loss={draft.name: draft.loss for draft in drafts if draft.loss is not None},
+            records={draft.name: len(draft.buffer) for draft in drafts},
+            held_out={draft.name: draft.buffer.num_held_out for draft in drafts},
             left_out=dict(self._watcher.left_out),
-            micro_steps=pieces.count,
-            train_s=pieces.train_s,
-            delay_s=pieces.delay_s,
-            delay_max_s=pieces.delay_max_s,
-            target_tokens=self._watcher.rows_kept,
-            lost=self._watcher.rows_lost,
+            micro_steps=pieces.count, train_s=pieces.train_s, delay_s=pieces.delay_s, delay_max_s=pieces.delay_max_s,
+            target_tokens=recorder.kept,
+            lost={"no_room": recorder.no_room, "not_finite": recorder.not_finite},
         )  # fmt: skip
 
     def close(self) -> None:
@@ -278,35 +256,6 @@ class Learner:
             self._watcher.stop("failed")
 
 
-@dataclass(frozen=True)
-class RecordFiles:
-    """Files of the records that drafts learn from. A failing read or write is logged, and learning goes on without.
-
-    top_k: tokens per row. source: model and temperature of the rows; a file of another source is not used.
-    """
-
-    top_k: int
-    vocab_size: int
-    source: RecordSource
-
-    def save(self, folder: Path, records: abc.Sequence[Record]) -> None:
-        try:
-            save_records(folder / RECORDS, records, top_k=self.top_k, source=self.source)
-        except OSError as error:
-            _log.error("records could not be written to %s: %s", folder, error)
-
-    def load(self, folder: Path, draft: int) -> list[Record]:
-        """Read the records as those of `draft`."""
-        path = folder / RECORDS
-        try:
-            if not path.exists():
-                return []
-            return load_records(path, top_k=self.top_k, vocab_size=self.vocab_size, draft=draft, source=self.source)
-        except CheckpointError as error:
-            _log.error("%s", error)
-            return []
-
-
 class CheckpointSaver:
     """Saves what the drafts of one learner learned, a folder per draft, so that a restart goes on from it.
 
@@ -315,21 +264,13 @@ class CheckpointSaver:
 
     def __init__(
         self, folder: Path, drafts: abc.Sequence[DraftUpdates], clock: Callable[[], float], *,
-        topics: HasState | None = None, records: RecordFiles | None = None,
+        topics: DraftRouter | None = None, records: RecordFormat | None = None,
     ) -> None:  # fmt: skip
-        """Set up saving; `load` makes the folders.
-
-        Args:
-            folder: learn_folder.
-            drafts: drafts of the learner.
-            clock: monotonic seconds.
-            topics: a router's learned topics, saved too.
-            records: files of records; None: no text reaches the disk.
-        """
+        """Set up saving in learn_folder; `load` makes the folders. records: None: no text reaches the disk."""
         self._folder = folder
         self._drafts = drafts
         self._clock = clock
-        self._topics = None if topics is None else StateFile(folder / TOPICS, topics)
+        self._topics = None if topics is None else TopicsFile(folder / TOPICS, topics)
         self._records = records
         self._saved_at = clock()
         self._saved = [0] * len(drafts)
@@ -340,17 +281,19 @@ class CheckpointSaver:
     def load(self) -> None:
         """Load what was saved; those versions serve from now on.
 
-        Raises:
-            CheckpointError: a checkpoint cannot be read, or is of other drafts.
-            ConfigError: the folder cannot be written, or texts that must not be kept cannot be removed.
+        Raises CheckpointError if a checkpoint cannot be read or is of other drafts, ConfigError if the folder cannot be
+        written.
         """
         import orbax.checkpoint  # noqa: F401  takes seconds, which no step should wait for later
 
         for index, draft in enumerate(self._drafts):
             folder = self._folder / draft.name
             self._make(folder)
-            if self._records is not None:
-                draft.buffer.extend(self._records.load(folder, index))
+            if self._records is not None and (folder / RECORDS).exists():
+                try:
+                    draft.buffer.extend(self._records.load(folder / RECORDS, index))
+                except CheckpointError as error:
+                    _log.error("%s", error)
             state = draft.trainer.load(folder)
             if state is None:
                 continue
@@ -412,9 +355,8 @@ class CheckpointSaver:
             self._begin()
         finally:
             self._writer.shutdown()
-        if self._records is not None:
-            for draft in self._drafts:
-                self._records.save(self._folder / draft.name, list(draft.buffer))
+        for draft in self._drafts:
+            self._save_records(draft.name, list(draft.buffer))
 
     def _begin(self) -> None:
         self._saved_at = self._clock()
@@ -438,21 +380,22 @@ class CheckpointSaver:
             snapshots = [self._drafts[index].trainer.snapshot() for index in drafts]
             self._copied.set()
             for index, state, snapshot, records in zip(drafts, states, snapshots, texts, strict=True):
-                self._save_draft(index, state, snapshot)
-                if self._records is not None:
-                    self._records.save(self._folder / self._drafts[index].name, records)
+                name = self._drafts[index].name
+                try:
+                    snapshot.save(self._folder / name, state["version"], state)
+                    self._saved[index] = state["version"]
+                except Exception:
+                    _log.exception("what draft %s learned could not be written", name)
+                self._save_records(name, records)
             if self._topics is not None:
                 self._topics.save()
         except Exception:
             _log.exception("what was learned could not be written to %s", self._folder)
 
-    def _save_draft(self, index: int, state: dict[str, Any], snapshot: Snapshot) -> None:
-        draft = self._drafts[index]
-        try:
-            snapshot.save(self._folder / draft.name, state["version"], state)
-        except CheckpointError as error:
-            _log.error("what draft %s learned could not be written: %s", draft.name, error)
-        except Exception:
-            _log.exception("what draft %s learned could not be written", draft.name)
-        else:
-            self._saved[index] = state["version"]
+    def _save_records(self, name: str, records: list[Record]) -> None:
+        """Write the records of a draft if they are to be kept; log what fails."""
+        if self._records is not None:
+            try:
+                self._records.save(self._folder / name / RECORDS, records)
+            except OSError as error:
+                _log.error("records could not be written to %s: %s", self._folder / name, error)

@@ -37,7 +37,7 @@ from adaserve_jax.models.export import export
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
-from adaserve_jax.results.whole_file import PRIVATE, write_whole
+from adaserve_jax.results.whole_file import PRIVATE, whole_file, write_whole
 from adaserve_jax.types import Progress
 
 FILE, SETTINGS, WEIGHTS = "texts.npz", "settings.json", "weights"
@@ -93,9 +93,8 @@ class TextWriter:
         """Write the target's texts, replacing the file atomically."""
         lengths = np.array([len(text) for text in self.kept.values()], np.int32)
         tokens = np.concatenate([*self.kept.values(), np.empty(0, np.int32)])
-        new = folder / f"new-{FILE}"
-        np.savez(new, prompt=np.array(list(self.kept), np.int32), length=lengths, tokens=tokens)
-        new.replace(folder / FILE)
+        with whole_file(folder / FILE, mode=PRIVATE) as file:
+            np.savez(file, prompt=np.array(list(self.kept), np.int32), length=lengths, tokens=tokens)
 
     def load(self, folder: Path) -> None:
         """Read the saved texts. Raises CheckpointError if the file is broken."""
@@ -126,36 +125,29 @@ class Scorer:
         params: Params,
         texts: Sequence[np.ndarray],
         first: Sequence[int],
-        on_done: Callable[[int], None] | None = None,
+        on_done: OnDone = lambda _: None,
     ) -> list[Record]:
         """Return one record per text, in order, with a row for each position from `first` to the last but one token.
 
-        Args:
-            params: weights of the model.
-            texts: i32[tokens], each longer than its first + 1.
-            first: first position of each text's rows.
-            on_done: called with the number of texts that are scored.
+        texts: i32[tokens], each longer than its first + 1. on_done: called with the number of texts that are scored.
         """
-        size = MIN_TOKENS
-        while size < max(map(len, texts)):
-            size *= 2
+        size = max(MIN_TOKENS, _power_of_two(max(map(len, texts))))
         records: list[Record] = []
         for begin, end in _shared(texts, size):
             records += self._scored(params, texts[begin:end], first[begin:end], size)
-            if on_done is not None:
-                on_done(end)
+            on_done(end)
         return records
 
     def _scored(self, params: Params, texts: Sequence[np.ndarray], first: Sequence[int], size: int) -> list[Record]:
         tokens, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
         segment = np.full(size, PADDING, np.int32)
-        starts = np.cumsum([0, *map(len, texts)])
-        for number, (text, start) in enumerate(zip(texts, starts[:-1], strict=True)):
-            here = slice(start, start + len(text))
-            tokens[here], position[here], segment[here] = text, np.arange(len(text)), number
+        *starts, end = np.cumsum([0, *map(len, texts)]).tolist()
+        tokens[:end] = np.concatenate(texts)
+        position[:end] = np.concatenate([np.arange(len(text)) for text in texts])
+        segment[:end] = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
         ids, log_p = (np.asarray(part) for part in self._program(params, tokens, position, segment))
         found = []
-        for text, start, row in zip(texts, starts[:-1].tolist(), first, strict=True):
+        for text, start, row in zip(texts, starts, first, strict=True):
             rows = slice(start + row, start + len(text) - 1)
             at = np.arange(row, len(text) - 1, dtype=np.int32)
             found.append(Record(text, at, ids[rows].copy(), log_p[rows].copy()))
@@ -194,10 +186,8 @@ def _top(
 class Evaluation:
     """Evaluation of the draft after some epochs on held-out texts of the target.
 
-    Attributes:
-        acceptance: mean over positions of sum min(p, q); a lower bound if top_k is less than the vocabulary.
-        loss, training_loss: nats per position; the latter over the epoch.
-        steps, tokens, seconds: totals since the start of the run.
+    acceptance: mean over positions of sum min(p, q); a lower bound if top_k is less than the vocabulary. loss,
+    training_loss: nats per position; the latter over the epoch. steps, tokens, seconds: totals since the start.
     """
 
     epoch: int
@@ -213,12 +203,8 @@ class Evaluation:
 class RunProgress:
     """Progress of a run.
 
-    Attributes:
-        rounds: finished rounds.
-        steps: optimiser steps.
-        tokens: positions learned from, counted each time.
-        seconds: time by kind of work.
-        evaluations: the first comes before any training.
+    steps: of the optimiser. tokens: positions learned from, counted each time. seconds: by kind of work. evaluations:
+    the first comes before any training.
     """
 
     rounds: int = 0
@@ -229,40 +215,23 @@ class RunProgress:
     epoch_tokens: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RunProgress:
-        evaluations = [Evaluation(**each) for each in values["evaluations"]]
-        return cls(**{**values, "evaluations": evaluations})
-
 
 class Distillation:
-    """One run of distillation."""
+    """One run of distillation.
+
+    held_out, trained: indices of the writer's prompts. settings: JSON that a resumed run must have been begun with.
+    wants_stop: asked between pieces of work.
+    """
 
     def __init__(
         self, config: OfflineConfig, trainer: Trainer, writer: TextWriter, scorer: Scorer, held_out: Sequence[int],
         trained: Sequence[int], *, settings: dict[str, Any], progress: Progress,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """Set up a run that has not begun.
-
-        Args:
-            config: settings of the run.
-            trainer: its weights are the draft.
-            writer: writes texts.
-            scorer: scores them with the target.
-            held_out, trained: indices of the writer's prompts.
-            settings: JSON that a resumed run must have been begun with.
-            progress: progress(what, done, total).
-            wants_stop: asked between pieces of work.
-        """
         self._config, self._trainer, self._writer, self._scorer = config, trainer, writer, scorer
         self._held_out, self._trained = list(held_out), list(trained)
         self._settings, self._progress, self._wants_stop = settings, progress, wants_stop
         self._rounds_per_epoch = -(-len(trained) // config.round_prompts)
-        self._clock = time.monotonic
         self.done = RunProgress()
 
     @property
@@ -272,15 +241,11 @@ class Distillation:
     def run(self, folder: Path, on_epoch: Callable[[Evaluation], None] = lambda _: None) -> bool:
         """Run all rounds that are left; return False if stopped before the end.
 
-        Args:
-            folder: the state is saved here now and then, and when the run is stopped.
-            on_epoch: called with the evaluation before training and after each epoch.
-
-        Raises:
-            ConfigError: training diverged.
-            CheckpointError: the state cannot be written.
+        folder: the state is saved here now and then, and when the run is stopped. on_epoch: called with the evaluation
+        before training and after each epoch. Raises ConfigError if training diverged, CheckpointError if the state
+        cannot be written.
         """
-        saved_s = self._clock()
+        saved_s = time.monotonic()
         try:
             batches = self._held_out_batches()
             if not self.done.evaluations:
@@ -289,16 +254,15 @@ class Distillation:
                 self._round(self.done.rounds)
                 if self.done.rounds % self._rounds_per_epoch == 0:
                     on_epoch(self._evaluate(batches))
-                if self._clock() - saved_s > SAVE_EVERY_S:
+                if time.monotonic() - saved_s > SAVE_EVERY_S:
                     self.save(folder)
-                    saved_s = self._clock()
+                    saved_s = time.monotonic()
         except _StoppedError:
             self.save(folder)
             return False
         return True
 
     def weights(self) -> Params:
-        """Return the current weights of the draft."""
         return self._trainer.weights()
 
     def save(self, folder: Path) -> None:
@@ -307,18 +271,14 @@ class Distillation:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also if the folder existed before
-            self._save_settings(folder / SETTINGS)
+            settings, text = folder / SETTINGS, json.dumps(self._settings, indent=1) + "\n"
+            if not settings.exists() or settings.read_text() != text:
+                write_whole(settings, text, mode=PRIVATE)
             self._writer.save(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot save the run: {error.strerror}") from None
         self._trainer.mark_good()
-        self._trainer.save(folder / WEIGHTS, self.done.rounds, self.done.to_json())
-
-    def _save_settings(self, path: Path) -> None:
-        """Write the settings that the run was begun with, unless they are there."""
-        text = json.dumps(self._settings, indent=1) + "\n"
-        if not path.exists() or path.read_text() != text:
-            write_whole(path, text, mode=PRIVATE)
+        self._trainer.snapshot().save(folder / WEIGHTS, self.done.rounds, asdict(self.done))
 
     def load(self, folder: Path) -> None:
         """Resume from a saved state. Raises CheckpointError if there is none, or it was begun with other settings."""
@@ -333,7 +293,8 @@ class Distillation:
         if done is None:
             raise CheckpointError(f"{folder}: expected the state of a run that was stopped, found none; begin anew")
         self._writer.load(folder)
-        self.done = RunProgress.from_json(done)
+        done["evaluations"] = [Evaluation(**each) for each in done["evaluations"]]
+        self.done = RunProgress(**done)
 
     def _held_out_batches(self) -> list[PackedBatch]:
         texts: list[np.ndarray] = []
@@ -409,7 +370,7 @@ class Distillation:
         done.epoch_loss, done.epoch_tokens = 0.0, 0
         return found
 
-    def _tell(self, what: str, total: int, before: int = 0) -> Callable[[int], None]:
+    def _tell(self, what: str, total: int, before: int) -> OnDone:
         def tell(count: int) -> None:
             self._progress(what, before + count, total)
             self._stop_if_wanted()
@@ -425,11 +386,11 @@ class Distillation:
 
     @contextmanager
     def _spent(self, what: str) -> Iterator[None]:
-        start = self._clock()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.done.seconds[what] = self.done.seconds.get(what, 0.0) + self._clock() - start
+            self.done.seconds[what] = self.done.seconds.get(what, 0.0) + time.monotonic() - start
 
 
 class _StoppedError(Exception):
@@ -467,7 +428,7 @@ class Models:
         """Read both configurations. Raises CheckpointError if a folder cannot be read or the vocabularies differ."""
         tokenizer = Tokenizer.from_folder(target_folder)
         target, draft = ModelConfig.from_folder(target_folder), ModelConfig.from_folder(draft_folder)
-        check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
+        check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder), target.vocab_size)
         return cls(target_folder, draft_folder, target, draft, tokenizer)
 
     @property
@@ -563,24 +524,24 @@ def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: P
     partial = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            export(params, source, partial, dtype=dtype, progress=progress)
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        export(params, source, partial, dtype=dtype, progress=progress)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: the draft cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _length(prompts: Sequence[np.ndarray], config: OfflineConfig) -> int:
     """Return the tokens of a micro-step: the length of the longest possible text, within bounds."""
     longest = max(map(len, prompts)) + config.max_tokens
-    length = MIN_LENGTH
-    while length < min(longest, MAX_LENGTH):
-        length *= 2
-    return length
+    return max(MIN_LENGTH, _power_of_two(min(longest, MAX_LENGTH)))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _named(progress: Progress, what: str) -> Progress:

@@ -74,27 +74,23 @@ class Allowance:
         return self._share > 0 and not self._debt_s
 
     def spend(self, seconds: float) -> None:
-        """Add the seconds of a piece that delayed requests."""
         self._debt_s += seconds
 
 
 class PieceScheduler:
     """Runs pieces of training one at a time, with the drafts taking turns.
 
-    Attributes:
-        count: pieces that ran.
-        train_s: their seconds.
-        delay_s, delay_max_s: seconds of those that ran while requests did, in all and of the longest.
+    times: measured seconds of each kind of piece. count: pieces that ran. train_s: their seconds. delay_s, delay_max_s:
+    seconds of those that ran while requests did, in all and of the longest.
     """
 
     def __init__(self, drafts: Sequence[DraftUpdates], config: LearnConfig, times: Mapping[str, float]) -> None:
-        """Schedule the updates of `drafts`. times: measured seconds of each kind of piece."""
         self.count = 0
         self.train_s = self.delay_s = self.delay_max_s = 0.0
+        self.allowance = Allowance(config.learn_share)
         self._drafts = drafts
         self._longest_s = config.learn_delay_ms / 1e3
         self._times = PieceTimes(times)
-        self._allowance = Allowance(config.learn_share)
         self._run: Iterator[PieceKind] | None = None
         self._running = 0
         """Index of the draft of the current or last run."""
@@ -104,15 +100,8 @@ class PieceScheduler:
     def is_due(self) -> bool:
         return self._next is not None or any(draft.due for draft in self._drafts)
 
-    def pass_time(self, now: float, *, busy: bool) -> None:
-        """Account for the time since the last call. busy: whether requests run from now on."""
-        self._allowance.pass_time(now, busy=busy)
-
     def run(self, slack_s: float | None, clock: Callable[[], float]) -> bool:
-        """Run the next piece if there is one and time for it; return False if none ran.
-
-        slack_s: as in `Learner.work`. clock: the one of `pass_time`.
-        """
+        """Run the next piece if there is one and time for it; return False if none ran. slack_s: see `Learner.work`."""
         if self._next is None:
             self._begin()
         kind = self._next
@@ -135,7 +124,7 @@ class PieceScheduler:
 
     def _fits(self, kind: PieceKind, slack_s: float) -> bool:
         """Return True if a piece may run beside requests."""
-        if not self._allowance.is_open:
+        if not self.allowance.is_open:
             return False
         if self._times.expected_s(kind) > min(slack_s, self._longest_s):
             self._times.refused(kind)
@@ -148,22 +137,18 @@ class PieceScheduler:
         self.count += 1
         self.train_s += seconds
         if delayed:
-            self._allowance.spend(seconds)
+            self.allowance.spend(seconds)
             self.delay_s += seconds
             self.delay_max_s = max(self.delay_max_s, seconds)
 
     def stop(self) -> None:
-        """Drop the current run."""
         self._run, self._next = None, None
 
 
 def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params], None]) -> dict[str, float]:
     """Measure the seconds of each kind of piece on this machine, before requests come.
 
-    Args:
-        trainer: its weights are the good ones, before and after.
-        num_records: records of one optimiser step.
-        serve: takes a version's weights, like the one of `DraftUpdates`.
+    trainer: its weights are the good ones, before and after. num_records: of one optimiser step.
     """
     num_tokens, rng = trainer.programs.num_tokens, np.random.default_rng(0)
     records = [_full_record(num_tokens, trainer.programs.top_k)] * num_records

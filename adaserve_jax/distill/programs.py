@@ -53,8 +53,6 @@ def row_losses(
         log_p: f32[N, K], the target's log-probabilities at `temperature`; NaN makes the row's loss NaN.
         kind: "kl", KL(p || q); "reverse_kl", KL(q || p); "jsd", beta KL(p || m) + (1 - beta) KL(q || m) with
             m = beta p + (1 - beta) q.
-        beta: weight of the target in "jsd".
-        temperature: of both distributions.
 
     Returns:
         (loss f32[N] in nats, overlap f32[N]): overlap is the sum of min(p, q) over the K tokens, a lower bound of the
@@ -94,39 +92,24 @@ def _log_p(log_p: jax.Array, *, has_tail: bool) -> jax.Array:
     return log_p - jnp.log(jnp.maximum(total, 1))
 
 
-class BatchArrays(NamedTuple):
-    """Arrays of a `PackedBatch`, in its order."""
-
-    tokens: jax.Array
-    position: jax.Array
-    segment: jax.Array
-    at: jax.Array
-    ids: jax.Array
-    log_p: jax.Array
-    weight: jax.Array
-
-
-def rows_logits(params: Params, config: ModelConfig, fields: BatchArrays) -> jax.Array:
+def rows_logits(params: Params, config: ModelConfig, batch: PackedBatch) -> jax.Array:
     """Return the draft's scores f32[N, V] for the successor of each row's token; texts do not see each other."""
-    hidden = decode(params, config, fields.tokens, fields.position, attend_dense(config, fields.segment))
-    return logits(params, config, hidden[:, fields.at])
+    hidden = decode(params, config, batch.tokens, batch.position, attend_dense(config, batch.segment))
+    return logits(params, config, hidden[:, batch.at])
 
 
 def batch_sums(
-    params: Params, config: ModelConfig, learn: LearnConfig, fields: BatchArrays
+    params: Params, config: ModelConfig, learn: LearnConfig, batch: PackedBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sums of loss and overlap over the rows, f32 each. A row of weight 0 adds exactly 0 to them
     and to every gradient, whatever it holds."""
-    real = fields.weight > 0
-    log_p = jnp.where(real[:, None], fields.log_p, -jnp.log(fields.log_p.shape[1] + 1.0))
+    real = batch.weight > 0
+    log_p = jnp.where(real[:, None], batch.log_p, -jnp.log(batch.log_p.shape[1] + 1.0))
     loss, overlap = row_losses(
-        rows_logits(params, config, fields), jnp.where(real[:, None], fields.ids, 0), log_p,
+        rows_logits(params, config, batch), jnp.where(real[:, None], batch.ids, 0), log_p,
         kind=learn.learn_loss, beta=learn.learn_beta, temperature=learn.learn_temperature,
     )  # fmt: skip
-    return (
-        jnp.where(real, fields.weight * loss, 0).sum(),
-        jnp.where(real, fields.weight * overlap, 0).sum(),
-    )
+    return jnp.where(real, batch.weight * loss, 0).sum(), jnp.where(real, batch.weight * overlap, 0).sum()
 
 
 class LowRank(NamedTuple):
@@ -147,7 +130,11 @@ def begin(params: Params, rank: int) -> tuple[Trained, Params]:
         return {name: weight.astype(jnp.float32) for name, weight in params.items()}, {}
     names = [name for name, weight in params.items() if _is_updated(name, weight.shape)]
     keys = jax.random.split(jax.random.key(0), len(names))
-    trained = {name: _low_rank(params[name].shape, rank, key) for name, key in zip(names, keys, strict=True)}
+    trained: Trained = {}
+    for name, key in zip(names, keys, strict=True):
+        outputs, inputs = params[name].shape
+        b = jax.random.normal(key, (rank, inputs), jnp.float32) * inputs**-0.5
+        trained[name] = LowRank(jnp.zeros((outputs, rank), jnp.float32), b)
     return trained, params
 
 
@@ -155,14 +142,14 @@ def merged(trained: Trained, base: Params, dtype: Any) -> Params:
     """Return the draft's weights in its serving type."""
     if not base:
         return {name: weight.astype(dtype) for name, weight in trained.items()}
+    updates = {name: jnp.matmul(each.a, each.b, precision=jax.lax.Precision.HIGHEST) for name, each in trained.items()}
     return {
-        name: (weight.astype(jnp.float32) + _product(trained[name])).astype(dtype) if name in trained else weight
+        name: (weight.astype(jnp.float32) + updates[name]).astype(dtype) if name in updates else weight
         for name, weight in base.items()
     }
 
 
 def num_trained(config: ModelConfig, rank: int) -> int:
-    """Count the trained numbers."""
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if rank == 0:
         return sum(math.prod(shape) for shape in shapes.values())
@@ -171,17 +158,6 @@ def num_trained(config: ModelConfig, rank: int) -> int:
 
 def _is_updated(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name != "embed"
-
-
-def _low_rank(shape: tuple[int, ...], rank: int, key: jax.Array) -> LowRank:
-    outputs, inputs = shape
-    return LowRank(
-        jnp.zeros((outputs, rank), jnp.float32), jax.random.normal(key, (rank, inputs), jnp.float32) * inputs**-0.5
-    )
-
-
-def _product(update: LowRank) -> jax.Array:
-    return jnp.matmul(update.a, update.b, precision=jax.lax.Precision.HIGHEST)
 
 
 class State(NamedTuple):
@@ -208,13 +184,8 @@ class TrainPrograms:
     ) -> None:  # fmt: skip
         """Declare the programs.
 
-        Args:
-            config: shape of the draft.
-            learn: options of learning.
-            num_tokens: tokens of a micro-step.
-            dtype: serving type of the draft, in which products are computed; trained numbers are f32.
-            device: JAX device; default: the first local one.
-            counter: counts compilations while a program runs.
+        dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
+        first local one. counter: counts compilations while a program runs.
         """
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self.dtype = jnp.dtype(dtype)
@@ -245,15 +216,14 @@ class TrainPrograms:
         with self._counter or contextlib.nullcontext():
             return self.compiled[(name,)](*arguments)
 
-    def fields(self, batch: PackedBatch) -> BatchArrays:
-        """Return a batch's arrays. Raises ConfigError if its shape is not the compiled one."""
+    def check(self, batch: PackedBatch) -> None:
+        """Raise ConfigError if a batch's shape is not the compiled one."""
         expected, found = (self.num_tokens, self.top_k), (len(batch.tokens), batch.ids.shape[1])
         if found != expected:
             raise ConfigError(
                 f"a batch must have {expected[0]} tokens and {expected[1]} target tokens per row, "
                 f"got {found[0]} and {found[1]}; pack records that were made with this learn_top_k"
             )
-        return BatchArrays(*batch.arrays)
 
     def time_micro_step(self) -> float:
         """Measure the median seconds of a micro-step on zero weights. Needs "begin" and "accumulate"."""
@@ -293,7 +263,7 @@ class TrainPrograms:
         trained, base = _copy((trained, base))  # copies, since training donates its arrays
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
-    def _accumulate(self, trained: Trained, base: Params, sums: GradientSums, batch: BatchArrays) -> GradientSums:
+    def _accumulate(self, trained: Trained, base: Params, sums: GradientSums, batch: PackedBatch) -> GradientSums:
         def loss_of(trained: Trained) -> jax.Array:
             return batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
 
@@ -315,16 +285,15 @@ class TrainPrograms:
         state = jax.lax.cond(finite, updated, lambda state: state, state)
         return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
-    def _evaluate(self, trained: Trained, base: Params, batch: BatchArrays) -> jax.Array:
+    def _evaluate(self, trained: Trained, base: Params, batch: PackedBatch) -> jax.Array:
         """Return f32[3]: sums of overlap, loss and weights."""
         loss, overlap = batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)
         return jnp.stack([overlap, loss, batch.weight.sum()])
 
-    def _export(self, trained: Trained, base: Params) -> Params:
-        """Return copies, which serve while training donates its own arrays."""
-        return _copy(merged(trained, base, self.dtype))
-
     def _declared(self) -> list[Declared]:
+        def export(trained: Trained, base: Params) -> Params:
+            return _copy(merged(trained, base, self.dtype))  # they serve while training donates its own arrays
+
         params = self._abstract_params()
         state, base, sums = jax.tree.map(self._on_device, jax.eval_shape(self._begin, params))
         batch = jax.tree.map(self._on_device, self._row_per_token())
@@ -337,7 +306,7 @@ class TrainPrograms:
             Declared(("copy",), _in_place(lambda state, old: _copy(state), 1), (state, state)),
             Declared(("evaluate",), jax.jit(self._evaluate), forward),
             Declared(("no_sums",), _in_place(lambda old: _no_sums(old.gradients), 0), (sums,)),
-            Declared(("export",), jax.jit(self._export), (state.trained, base)),
+            Declared(("export",), jax.jit(export), (state.trained, base)),
         ]
 
     def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -347,15 +316,14 @@ class TrainPrograms:
     def _on_device(self, array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(self.device))
 
-    def _row_per_token(self) -> BatchArrays:
+    def _row_per_token(self) -> PackedBatch:
         """Return a batch of one text with a row at each token."""
         count = self.num_tokens
         index = np.arange(count, dtype=np.int32)
         ids = np.broadcast_to(np.arange(self.top_k, dtype=np.int32), (count, self.top_k))
         log_p = np.full((count, self.top_k), -np.log(self.top_k + 1), np.float32)
-        weight = np.ones(count, np.float32)
-        arrays = (np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, weight)
-        return BatchArrays(*arrays)  # type: ignore[arg-type]
+        zeros = np.zeros_like(index)
+        return PackedBatch(zeros, index, zeros, index, ids, log_p, np.ones(count, np.float32))
 
 
 def _copy(arrays: Any) -> Any:

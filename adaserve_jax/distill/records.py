@@ -10,7 +10,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,7 +96,6 @@ class _OpenText:
 
     handle: int
     prompt_ids: np.ndarray
-    output: list[int]
     draft: int
     tenant: str
     held_out: bool
@@ -121,9 +120,7 @@ class TextRecorder:
         self._log_p = np.empty((max_rows, top_k), np.float32)
         self._free = np.arange(max_rows)[::-1].copy()  # a stack of `_num_free` entries
         self._num_free = max_rows
-        self.kept = 0
-        self.not_finite = 0
-        self.no_room = 0
+        self.kept = self.not_finite = self.no_room = 0
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -137,7 +134,7 @@ class TextRecorder:
         if choice_id in self._texts:
             raise ValueError(f"{choice_id!r} is recorded already; end or abandon it before it begins again")
         held_out = is_held_out(prompt_ids, self._share, self._seed)
-        self._texts[choice_id] = _OpenText(self._next, prompt_ids, [], draft, tenant, held_out)
+        self._texts[choice_id] = _OpenText(self._next, prompt_ids, draft, tenant, held_out)
         self._next += 1
 
     def add_rows(
@@ -146,13 +143,8 @@ class TextRecorder:
         """Copy the rows of one step, for all its texts at once.
 
         Skips rows of unwatched texts, and rows that are no distribution (NaN, +inf, nothing but -inf). Raises
-        ValueError if lengths differ.
-
-        Args:
-            choice_ids: texts of the step.
-            row: i32[M], index into choice_ids of each position.
-            position: i32[M], from 0 in the text.
-            target: M rows.
+        ValueError if lengths differ. row: i32[M], index into choice_ids of each position. position: i32[M], from 0 in
+        the text. target: M rows.
         """
         if not len(row) == len(position) == len(target.ids) == len(target.log_p):
             lengths = [len(part) for part in (row, position, target.ids, target.log_p)]
@@ -193,14 +185,8 @@ class TextRecorder:
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
 
-    def output(self, choice_id: str, token_ids: abc.Sequence[int]) -> None:
-        """Append tokens to a text; ignore one that is not watched."""
-        text = self._texts.get(choice_id)
-        if text is not None:
-            text.output.extend(token_ids)
-
-    def end(self, choice_id: str, *, keep: bool = True) -> Record | None:
-        """End a text, all of whose rows were added, and return its record.
+    def end(self, choice_id: str, output: abc.Sequence[int] | np.ndarray = (), *, keep: bool = True) -> Record | None:
+        """End a text, all of whose rows were added, and return its record. output: tokens after the prompt.
 
         Rows that predict a token beyond its end are dropped, and those before its last MAX_RECORD_ROWS. Return None if
         it is not to be kept, is not watched, or has no rows.
@@ -210,7 +196,7 @@ class TextRecorder:
             return None
         slots = np.flatnonzero(self._owner == text.handle)
         self._give_back(slots)
-        tokens = np.concatenate([text.prompt_ids, np.array(text.output, np.int32)]).astype(np.int32, copy=False)
+        tokens = np.concatenate([text.prompt_ids, np.asarray(output, np.int32)]).astype(np.int32, copy=False)
         slots = slots[self._position[slots] + 1 < len(tokens)]
         position, first = np.unique(self._position[slots], return_index=True)
         if not keep or not len(position):
@@ -218,10 +204,6 @@ class TextRecorder:
         position, slots = position[-MAX_RECORD_ROWS:], slots[first[-MAX_RECORD_ROWS:]]
         parts = position, self._ids[slots], self._log_p[slots]
         return Record(tokens, *parts, draft=text.draft, tenant=text.tenant, held_out=text.held_out)
-
-    def discard(self, choice_id: str) -> None:
-        """Forget the text and its rows."""
-        self.end(choice_id, keep=False)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot is free or a watched text's, and in the free stack exactly once."""
@@ -239,12 +221,10 @@ class TextRecorder:
 def overruled_nodes(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
     """Find the nodes where the accept walk stopped because the target's token was none of the draft's candidates.
 
-    What the draft proposed counts, not what was selected of it: a stop where nothing was proposed, or at a proposed
-    token that was not verified, is no error of the draft. The position to learn from is that of the node, which
-    predicts the token. Source: Online speculative decoding (docs/equations.md).
-
-    Returns:
-        i64[n], indices of packed nodes, in the order of rows.
+    They are indices of packed nodes, i64[n], in the order of rows. What the draft proposed counts, not what was
+    selected of it: a stop where nothing was proposed, or at a proposed token that was not verified, is no error of the
+    draft. The position to learn from is that of the node, which predicts the token. Source: Online speculative decoding
+    (docs/equations.md).
     """
     num_decode = plan.num_decode
     if not candidates.token.shape[1] or not num_decode:
@@ -269,81 +249,30 @@ class Promise(Protocol):
 class SampledRows:
     """M positions of one step whose scores are captured.
 
-    Attributes:
-        choice_ids: texts of the step.
-        at: i32[M], indices of sampled positions: tree nodes in packed order, then ends of prompts in row order.
-        row: i32[M], index into choice_ids.
-        position: i32[M], of the token that was fed, from 0 in its text.
+    row: i32[M], index into choice_ids. position: i32[M], of the token that was fed, from 0 in its text.
     """
 
     choice_ids: abc.Sequence[str]
-    at: np.ndarray
     row: np.ndarray
     position: np.ndarray
-
-    @classmethod
-    def of(
-        cls, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
-        choice_ids: abc.Sequence[str], watched: np.ndarray, *, only_overruled: bool,
-    ) -> SampledRows:  # fmt: skip
-        """Choose the accepted nodes of the watched rows (bool[R]), roots included, and the ends of their prompts; with
-        `only_overruled`, just the nodes of `overruled_nodes`."""
-        nodes = (
-            overruled_nodes(plan, trees, candidates, outcome) if only_overruled else np.flatnonzero(outcome.accepted)
-        )
-        row = trees.row[nodes]
-        position = plan.ctx_len[row] + trees.depth[nodes]
-        final = np.flatnonzero(plan.prefill_final)
-        if len(final) and not only_overruled:
-            ends = plan.num_decode + final
-            nodes = np.concatenate([nodes, trees.num_nodes + np.arange(len(final))])
-            row = np.concatenate([row, ends])
-            position = np.concatenate([position, plan.ctx_len[ends] + plan.prefill_counts[final] - 1])
-        kept = watched[row]
-        at, row, position = (part[kept].astype(np.int32) for part in (nodes, row, position))
-        return cls(choice_ids, at, row, position)
-
-
-@dataclass(frozen=True, eq=False)
-class _Ended:
-    """An ended text. output: i32[tokens], without the prompt."""
-
-    choice_id: str
-    reason: FinishReason | None
-    output: np.ndarray
 
 
 class Watcher:
     """Watches choices from start to end: captures scores after each step, and makes records of ended texts.
 
     A step costs a few array operations, however many texts are watched. `left_out` counts choices without a record, by
-    reason.
+    reason. capture: begins to fetch the scores at sampled positions of the last step, i32[M]: tree nodes in packed
+    order, then ends of prompts in row order. only_overruled: capture only positions where the draft was wrong.
     """
 
     def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], Promise], *, only_overruled: bool):
-        """Watch for `recorder`.
-
-        Args:
-            recorder: holds the rows of running texts.
-            capture: begins to fetch sampled positions (i32[M]) of the last step.
-            only_overruled: capture only positions where the draft was wrong.
-        """
         self._recorder = recorder
         self._capture = capture
         self._only_overruled = only_overruled
         self._promised: tuple[SampledRows, Promise] | None = None
-        self._ended: list[_Ended] = []
+        self._ended: list[tuple[str, FinishReason | None, np.ndarray]] = []
+        """Id, finish reason and output i32[tokens] of the choices that ended in the last step."""
         self.left_out: dict[str, int] = {}
-
-    @property
-    def rows_kept(self) -> int:
-        """Rows kept since the start."""
-        return self._recorder.kept
-
-    @property
-    def rows_lost(self) -> dict[str, int]:
-        """Rows lost since the start, by reason."""
-        return {"no_room": self._recorder.no_room, "not_finite": self._recorder.not_finite}
 
     @property
     def is_waiting(self) -> bool:
@@ -356,7 +285,7 @@ class Watcher:
     def drop(self, choice_id: str, reason: str) -> None:
         """Stop watching a choice that ended outside a step; ignore one that is not watched."""
         if choice_id in self._recorder:
-            self._recorder.discard(choice_id)
+            self._recorder.end(choice_id, keep=False)
             self.leave_out(reason)
 
     def leave_out(self, reason: str, choices: int = 1) -> None:
@@ -366,14 +295,29 @@ class Watcher:
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
         choice_ids: abc.Sequence[str],
     ) -> None:  # fmt: skip
-        """Begin to capture the target's scores of the step just committed; call `take_in` before."""
+        """Begin to capture the target's scores of the step just committed; call `take_in` before.
+
+        They are those of accepted nodes, roots included, and of the ends of prompts, or just of `overruled_nodes`.
+        """
         watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
         if not watched.any():
             return
-        only = self._only_overruled
-        sampled = SampledRows.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
-        if len(sampled.at):
-            self._promised = sampled, self._capture(sampled.at)
+        if self._only_overruled:
+            nodes = overruled_nodes(plan, trees, candidates, outcome)
+        else:
+            nodes = np.flatnonzero(outcome.accepted)
+        row = trees.row[nodes]
+        position = plan.ctx_len[row] + trees.depth[nodes]
+        final = np.flatnonzero(plan.prefill_final)
+        if len(final) and not self._only_overruled:
+            ends = plan.num_decode + final
+            nodes = np.concatenate([nodes, trees.num_nodes + np.arange(len(final))])
+            row = np.concatenate([row, ends])
+            position = np.concatenate([position, plan.ctx_len[ends] + plan.prefill_counts[final] - 1])
+        kept = watched[row]
+        at, row, position = (part[kept].astype(np.int32) for part in (nodes, row, position))
+        if len(at):
+            self._promised = SampledRows(choice_ids, row, position), self._capture(at)
 
     def end(self, updates: StepUpdates) -> None:
         """Note the choices that ended in that step."""
@@ -381,7 +325,7 @@ class Watcher:
             if update.sequence_id in self._recorder:
                 state = updates.states[index]
                 output = state.token_ids[state.prompt_len : state.num_tokens]
-                self._ended.append(_Ended(update.sequence_id, update.finish_reason, output))
+                self._ended.append((update.sequence_id, update.finish_reason, output))
 
     def take_in(self) -> list[Record]:
         """Fetch the captured scores of the last step, and return records of the texts that ended in it."""
@@ -391,13 +335,12 @@ class Watcher:
             self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, rows)
         ended, self._ended = self._ended, []
         records = []
-        for text in ended:
-            self._recorder.output(text.choice_id, text.output.tolist())
-            record = self._recorder.end(text.choice_id, keep=text.reason in FINISHED)
+        for choice_id, reason, output in ended:
+            record = self._recorder.end(choice_id, output, keep=reason in FINISHED)
             if record is not None:
                 records.append(record)
             else:
-                self.leave_out("no_positions" if text.reason in FINISHED else str(text.reason))
+                self.leave_out("no_positions" if reason in FINISHED else str(reason))
         return records
 
     def stop(self, reason: str) -> None:
@@ -406,9 +349,10 @@ class Watcher:
         self.leave_out(reason, max(len(self._recorder), 1))
 
 
-@dataclass(frozen=True, eq=False)
-class PackedBatch:
+class PackedBatch(NamedTuple):
     """Texts packed into arrays of one size, so that each micro-step costs the same. T packed tokens, N = T rows.
+
+    The arrays are numpy's on the host, and jax's in programs.
 
     Attributes:
         tokens: i32[T].
@@ -420,18 +364,13 @@ class PackedBatch:
         weight: f32[N]; a row of weight 0 is no row and has no effect.
     """
 
-    tokens: np.ndarray
-    position: np.ndarray
-    segment: np.ndarray
-    at: np.ndarray
-    ids: np.ndarray
-    log_p: np.ndarray
-    weight: np.ndarray
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """Arrays in the order of the fields, for programs."""
-        return (self.tokens, self.position, self.segment, self.at, self.ids, self.log_p, self.weight)
+    tokens: Any
+    position: Any
+    segment: Any
+    at: Any
+    ids: Any
+    log_p: Any
+    weight: Any
 
     @property
     def num_rows(self) -> int:

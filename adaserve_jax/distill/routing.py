@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -85,12 +85,9 @@ class LanguageDetector:
 class Topic:
     """Running means over the prompts of one draft.
 
-    Attributes:
-        mean: f32[d], mean direction.
-        near, near_square: mean cosine, and mean squared cosine, between each prompt after the first MIN_MEAN_PROMPTS
-            and the mean before it.
-        count: prompts so far.
-        shares: share of the mean by tenant; the rest comes from examples.
+    mean: f32[d], mean direction. near, near_square: mean cosine, and mean squared cosine, between each prompt after the
+    first MIN_MEAN_PROMPTS and the mean before it. count: prompts so far. shares: of the mean by tenant; the rest comes
+    from examples.
     """
 
     mean: np.ndarray
@@ -190,7 +187,10 @@ class TopicClassifier:
     def to_state(self, names: Sequence[str]) -> dict[str, Any]:
         """Return the topics as plain values for JSON. names: names of the drafts."""
         with self._lock:
-            topics = {name: _as_plain(topic) for name, topic in zip(names, self._topics, strict=True)}
+            topics = {
+                name: asdict(topic) | {"mean": topic.mean.tolist()}
+                for name, topic in zip(names, self._topics, strict=True)
+            }
         return {"version": VERSION, "embedding": self._fingerprint, "topics": topics}
 
     def from_state(self, names: Sequence[str], state: dict[str, Any]) -> None:
@@ -211,17 +211,15 @@ class TopicClassifier:
                 self._topics[index] = topic
 
     def _from_plain(self, plain: dict[str, Any]) -> Topic:
-        topic = Topic(np.array(plain["mean"], np.float32), float(plain["near"]), float(plain["near_square"]))
-        numbers = [*topic.mean.ravel(), topic.near, topic.near_square]
-        if topic.mean.shape != self._middle.shape or not np.isfinite(numbers).all():
+        shares = {str(name): float(part) for name, part in plain.get("shares", {}).items()}
+        mean, near, near_square = np.array(plain["mean"], np.float32), float(plain["near"]), float(plain["near_square"])
+        if mean.shape != self._middle.shape or not np.isfinite([*mean, near, near_square]).all():
             raise ValueError(f"a topic has a mean of {len(self._middle)} finite numbers, near and near_square")
-        topic.count = plain["count"]
-        if type(topic.count) is not int or topic.count < 0:
-            raise ValueError(f"a count is an integer of at least 0, got {topic.count!r}")
-        topic.shares = {str(name): float(part) for name, part in plain.get("shares", {}).items()}
-        if not all(0 < part <= 1 for part in topic.shares.values()):
-            raise ValueError(f"shares are above 0 and at most 1, got {topic.shares}")
-        return topic
+        if type(plain["count"]) is not int or plain["count"] < 0:
+            raise ValueError(f"a count is an integer of at least 0, got {plain['count']!r}")
+        if not all(0 < part <= 1 for part in shares.values()):
+            raise ValueError(f"shares are above 0 and at most 1, got {shares}")
+        return Topic(mean, near, near_square, plain["count"], shares)
 
 
 def fingerprint_of(embedding: np.ndarray) -> str:
@@ -249,27 +247,6 @@ def _cosines(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
     return np.divide(rows @ vector, lengths, out=np.zeros(len(rows), np.float32), where=lengths > 0)
 
 
-def _as_plain(topic: Topic) -> dict[str, Any]:
-    return asdict(topic) | {"mean": topic.mean.tolist()}
-
-
-class RoutableRequest(Protocol):
-    """Fields of a request that routing reads. draft_tag: "" without one; learn: whether it may teach a topic; tenant:
-    "" if unknown."""
-
-    @property
-    def draft_tag(self) -> str: ...
-
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
-    @property
-    def learn(self) -> bool: ...
-
-    @property
-    def tenant(self) -> str: ...
-
-
 class DraftRouter:
     """Finds a request's draft. Safe in any thread."""
 
@@ -283,11 +260,8 @@ class DraftRouter:
     ):
         """Set up routing. Raises ConfigError if `how` is unknown or cannot work with these drafts.
 
-        Args:
-            names: names of the drafts, the default first.
-            how: one of ROUTES.
-            embedding: [V, d] of the default draft, for topics only.
-            examples: tokenised example prompts of topics, by draft name.
+        names: of the drafts, the default first. embedding: [V, d] of the default draft, for topics only. examples:
+        tokenised prompts of topics, by draft name.
         """
         self.names = tuple(names)
         if how not in ROUTES:
@@ -301,8 +275,7 @@ class DraftRouter:
             self._topic = TopicClassifier(len(names), embedding)
         for name, prompts in (examples or {}).items():
             for token_ids in prompts:
-                if self._topic is not None and len(token_ids):
-                    self._topic.learn(self.index(name), token_ids)
+                self.learn(name, token_ids)
 
     @property
     def needs_text(self) -> bool:
@@ -317,19 +290,16 @@ class DraftRouter:
             )
         return self.names.index(name)
 
-    def route(self, request: RoutableRequest, text: str = "") -> int:
-        """Return the index of the draft for a request, and learn the topic of a tagged one. text: its prompt, if
-        `needs_text`. Raises RequestError if its tag names no draft."""
-        if request.draft_tag:
-            draft = self.index(request.draft_tag)
-            if self._topic is not None and request.learn:
-                self._topic.learn(draft, request.prompt_ids, request.tenant)
-            return draft
+    def learn(self, name: str, token_ids: Sequence[int], tenant: str | None = None) -> None:
+        """Add a prompt to the topic of a draft by name, if topics are learned. tenant: None for an example."""
+        if self._topic is not None:
+            self._topic.learn(self.index(name), token_ids, tenant)
+
+    def route(self, token_ids: Sequence[int], text: str = "") -> int:
+        """Return the index of the draft for a prompt without a tag. text: of the prompt, if `needs_text`."""
         if self._language is not None:
             return self._language.route(text)
-        if self._topic is not None:
-            return self._topic.route(request.prompt_ids)
-        return 0
+        return 0 if self._topic is None else self._topic.route(token_ids)
 
     def to_state(self) -> dict[str, Any]:
         """Return the learned topics as plain values for JSON; empty without any."""
@@ -348,13 +318,10 @@ def make_router(
     embedding: Callable[[], np.ndarray],
     encode: Callable[[str], Sequence[int]],
 ) -> DraftRouter:
-    """Build the router between the drafts in `folders`. Raises ConfigError.
+    """Build the router between the drafts in `folders`, by draft name, the default first. Raises ConfigError.
 
-    Args:
-        how: one of ROUTES.
-        folders: folders by draft name, the default first.
-        embedding: returns [V, d] of the default draft as loaded, not as trained; called for topics only.
-        encode: tokenises the prompts of topic_examples.txt; called for topics only.
+    embedding: returns [V, d] of the default draft as loaded, not as trained; called for topics only. encode: tokenises
+    the prompts of topic_examples.txt; called for topics only.
     """
     names = list(folders)
     if how != "topic" or len(names) == 1:

@@ -45,12 +45,9 @@ class Trainer:
     Not thread-safe."""
 
     def __init__(self, programs: TrainPrograms, params: Params, target: str = "") -> None:
-        """Begin with `params`, which are also the first good version.
+        """Begin with a copy of `params`, which is also the first good version.
 
-        Args:
-            programs: compiled programs.
-            params: weights of the draft in force; they are copied.
-            target: fingerprint of the target; a checkpoint of another one is refused, "" matches any.
+        target: fingerprint of the target; a checkpoint of another one is refused, "" matches any.
         """
         self.programs = programs
         self._target = target
@@ -60,9 +57,9 @@ class Trainer:
 
     def accumulate(self, batch: PackedBatch) -> None:
         """Add the gradients of a batch: one micro-step."""
-        fields = self.programs.fields(batch)
+        self.programs.check(batch)
         self._sums = jax.block_until_ready(
-            self.programs.run("accumulate", self._state.trained, self._base, self._sums, fields)
+            self.programs.run("accumulate", self._state.trained, self._base, self._sums, batch)
         )
 
     def apply(self, rate_share: float = 1.0) -> Applied:
@@ -74,9 +71,9 @@ class Trainer:
 
     def evaluate(self, batch: PackedBatch, *, good: bool = False) -> Scores:
         """Score the weights in training, or the good ones, on a batch."""
+        self.programs.check(batch)
         state = self._good if good else self._state
-        scores = self.programs.run("evaluate", state.trained, self._base, self.programs.fields(batch))
-        return Scores(*np.asarray(scores).tolist())
+        return Scores(*np.asarray(self.programs.run("evaluate", state.trained, self._base, batch)).tolist())
 
     def weights(self) -> Params:
         """Return the weights in training in the draft's serving type, as arrays that training never changes."""
@@ -96,10 +93,6 @@ class Trainer:
         named = jax.tree_util.tree_leaves_with_path(self._good)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
         return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays, self._target)
-
-    def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
-        """Write the good version like `Snapshot.save`. Slow: a step loop uses another thread for this."""
-        self.snapshot().save(folder, step, meta)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Load the latest checkpoint of a folder as the weights in training and the good version.

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -36,16 +36,6 @@ _log = logging.getLogger(__name__)
 PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "publish"]
 """Kind of the next piece: draw and pack records on the host, a micro-step forward and back, an optimiser step, a
 forward, a copy of weights and optimiser state, or new weights for the executor."""
-
-
-class OverlapSums(Protocol):
-    """Sums over the rows of a batch: of sum min(p, q), and of row weights."""
-
-    @property
-    def overlap_sum(self) -> float: ...
-
-    @property
-    def weight(self) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +77,14 @@ class UpdateVerdict:
 
 def judge(
     weights: Sequence[float],
-    new: Sequence[Sequence[OverlapSums]],
-    old: Sequence[Sequence[OverlapSums]],
+    new: Sequence[Sequence[Scores]],
+    old: Sequence[Sequence[Scores]],
     tolerance: float,
 ) -> UpdateVerdict:
-    """Decide whether new weights may serve.
+    """Decide whether new weights may serve. new, old: scores of each group's batches by the new and the old weights.
 
     They may not if acceptance is not finite, or fell by more than the tolerance over all groups together or for the
     median group (the lower one of two). So no single tenant decides, however much it gains.
-
-    Args:
-        weights: share of each group.
-        new, old: sums of each group's batches under the new and the old weights.
-        tolerance: allowed fall of acceptance.
     """
     acceptance, before = (np.array([_mean(sums) for sums in parts]) for parts in (new, old))
     share = np.asarray(weights) / np.sum(weights)
@@ -112,7 +97,7 @@ def judge(
     return UpdateVerdict(bool(min(means[0] - means[1], change[middle]) >= -tolerance), *means)
 
 
-def _mean(sums: Sequence[OverlapSums]) -> float:
+def _mean(sums: Sequence[Scores]) -> float:
     rows = sum(each.weight for each in sums)
     return sum(each.overlap_sum for each in sums) / rows if rows else math.nan
 
@@ -147,7 +132,6 @@ class Ring:
         self._len += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of records by tenant."""
         return {tenant: len(entries) for tenant, entries in self._of.items()}
 
     def _make_room(self, tenant: str) -> None:
@@ -176,16 +160,13 @@ class Ring:
 
 
 class RecordBuffer:
-    """Records of one draft in two rings: those to train on, and those held out."""
+    """Records of one draft in two rings: `capacity` records to train on, and those held out.
+
+    held_out_share: size of the held-out ring as a share of `capacity`; at least MIN_HELD_OUT records. tenant_share:
+    largest share of either ring that one tenant has while others have any.
+    """
 
     def __init__(self, capacity: int, held_out_share: float, tenant_share: float):
-        """Make an empty buffer.
-
-        Args:
-            capacity: records to train on.
-            held_out_share: size of the held-out ring as a share of `capacity`; at least MIN_HELD_OUT records.
-            tenant_share: largest share of either ring that one tenant has while others have any.
-        """
         self._share = tenant_share
         self._train = Ring(capacity, tenant_share)
         self._held_out = Ring(max(MIN_HELD_OUT, int(held_out_share * capacity)), tenant_share)
@@ -204,7 +185,6 @@ class RecordBuffer:
         return len(self._held_out)
 
     def add(self, record: Record) -> None:
-        """Add a finished text."""
         (self._held_out if record.held_out else self._train).add(record)
 
     def extend(self, records: Iterable[Record]) -> None:
@@ -254,31 +234,21 @@ def fair_limit(counts: list[int], share: float) -> int:
     largest = max(counts, default=0)
     if len(counts) < 2:
         return largest
-    for most in range(largest, MIN_HELD_OUT, -1):
-        if most <= share * sum(min(count, most) for count in counts):
-            return most
-    return min(largest, MIN_HELD_OUT)
+    fair = (most for most in range(largest, MIN_HELD_OUT, -1) if most <= share * sum(min(n, most) for n in counts))
+    return next(fair, min(largest, MIN_HELD_OUT))
 
 
 class DraftUpdates:
-    """Training of one draft while it serves. `version` is the one in force; 0 is the loaded draft."""
+    """Training of one draft while it serves. `version` is the one in force; 0 is the loaded draft.
+
+    num_tokens: of a micro-step. serve: called between steps with the weights of a version that serves from then on; if
+    it raises, the version before goes on serving. rng: draws records and orders.
+    """
 
     def __init__(
         self, name: str, trainer: Trainer, buffer: RecordBuffer, learn: LearnConfig, num_tokens: int,
         serve: Callable[[Params], None], rng: np.random.Generator,
     ) -> None:  # fmt: skip
-        """Set up the updates of one draft.
-
-        Args:
-            name: name of the draft.
-            trainer: its weights in training.
-            buffer: its records.
-            learn: options of learning.
-            num_tokens: tokens of a micro-step.
-            serve: called between steps with the weights of a version that serves from then on; if it raises, the
-                version before goes on serving.
-            rng: draws records and orders.
-        """
         self.name = name
         self.trainer = trainer
         self.buffer = buffer
@@ -295,7 +265,6 @@ class DraftUpdates:
         self._on_probation = self._is_training = self._is_worse = False
 
     def add(self, record: Record) -> None:
-        """Add a finished text of this draft."""
         self.buffer.add(record)
         self._new += 1
         self._new_held_out += record.held_out

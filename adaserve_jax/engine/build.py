@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -25,14 +26,15 @@ from adaserve_jax.engine.core import EngineCore, EngineTokenizer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import GenerationDefaults, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
+from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.loading import device_name, find_pair
 from adaserve_jax.runtime.sizing import dtype_of
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.policies import policy_of
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.tree.acceptance_table import write_chances
-from adaserve_jax.types import CostSamples, Executor, Progress, SamplingParams
+from adaserve_jax.types import CostSamples, Executor, Limits, Progress, SamplingParams
 
 BASELINE_TOKENS = 33
 SAVE_EVERY_S = 180.0
@@ -47,7 +49,7 @@ def measure_baseline(
 ) -> float:  # fmt: skip
     """Measure the baseline latency, which relative SLOs multiply: the median seconds per token of one request alone,
     without speculation, through the whole step. Every "auto" in `config` is resolved."""
-    scheduler = build_scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
+    scheduler = Scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
     core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=1.0)
     max_tokens = min(BASELINE_TOKENS, config.max_context - 1, config.num_pages * config.page_size - 1)
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
@@ -90,37 +92,57 @@ class CalibrationFile:
         self._saved_s = self._clock()
 
 
-def learning_bytes(config: EngineConfig) -> int:
-    """Plan the device memory of learning before anything is loaded; 0 without learning. Raises CheckpointError,
-    ConfigError."""
+@dataclass(frozen=True)
+class StartTimes:
+    """Times that a start measured. samples: of steps. baseline_s: seconds per token that relative SLOs multiply."""
+
+    samples: CostSamples
+    baseline_s: float
+
+
+class WarmFolder:
+    """Private folder that keeps the times of an engine's first start for its restarts."""
+
+    def __init__(self, folder: str | Path):
+        self._file = Path(folder) / "times.json"
+
+    def load(self, config: EngineConfig, limits: Limits) -> StartTimes | None:
+        """Return the times of an earlier start; None if there was none, or if it resolved an "auto" otherwise."""
+        try:
+            found = json.loads(self._file.read_text())
+        except FileNotFoundError:
+            return None
+        if found["engine"] != repr((config, limits)):
+            return None
+        tables = {
+            name: {tuple(key) if isinstance(key, list) else key: seconds for key, seconds in pairs}
+            for name, pairs in found["tables"].items()
+        }
+        return StartTimes(CostSamples(**tables, **found["sizes"]), found["baseline_s"])
+
+    def save(self, config: EngineConfig, limits: Limits, times: StartTimes) -> None:
+        """Keep the times. A failing write is only logged: restarts then take longer."""
+        samples = vars(times.samples)
+        tables = {name: value for name, value in samples.items() if isinstance(value, dict)}
+        found = {
+            "engine": repr((config, limits)),
+            "tables": {name: list(table.items()) for name, table in tables.items()},  # their keys are tuples
+            "sizes": {name: value for name, value in samples.items() if name not in tables},
+            "baseline_s": times.baseline_s,
+        }
+        try:
+            write_whole(self._file, json.dumps(found), mode=PRIVATE)
+        except OSError as error:
+            _log.warning("the times of this start could not be kept for a restart: %s", error)
+
+
+def _learning_bytes(config: EngineConfig) -> int:
+    """Plan the device memory of learning before anything is loaded; 0 without learning."""
     if config.learning is None:
         return 0
     pair = find_pair(config)
     assert pair.draft is not None, "a LearnConfig comes with a draft"
-    return training_bytes(pair.draft, config.learning, dtype_of(config), len(pair.draft_names))
-
-
-def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> DraftRouter | None:
-    """Build the router between the configured drafts; None without a draft. Raises ConfigError."""
-    if config.draft is None:
-        return None
-    folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
-    return make_router(
-        config.route, folders, embedding=lambda: np.asarray(executor.draft_params(0)["embed"], np.float32),
-        encode=tokenizer.encode,
-    )  # fmt: skip
-
-
-def build_learner(
-    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: DraftRouter | None,
-    progress: Progress | None,
-) -> Learner | None:  # fmt: skip
-    """Build the learner and load what it saved before; None without learning. Raises CheckpointError, ConfigError."""
-    if config.learning is None:
-        return None
-    learner = Learner(executor, config.learning, calibrator, seed=config.seed, topics=router)
-    learner.prepare(progress)
-    return learner
+    return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names))
 
 
 class Assembly:
@@ -135,24 +157,20 @@ class Assembly:
         drafting: drafter that asks draft services; None without any.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
-        """Load the executor.
-
-        Args:
-            config: options of the engine.
-            progress: progress(what, done, total), called while parts load and compile.
-            observe: wraps the executor that cores run on.
-
-        Raises:
-            AdaServeError: an option or a checkpoint cannot be used.
-        """
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None,
+        warm_folder: str | None = None,
+    ):  # fmt: skip
+        """Load the executor; `observe` wraps the one that cores run on. warm_folder: see `WarmFolder`; None: nothing is
+        kept. Raises AdaServeError if an option or a checkpoint cannot be used."""
         policy = policy_of(config)  # an unknown policy is refused before minutes of compiling
         if config.drafter is not None:
             remote_draft.check_packages()
             remote_draft.check_files(config.drafter)
         self._progress = progress
         self._observe = observe
-        self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=learning_bytes(config))
+        self._warm_folder = None if warm_folder is None else WarmFolder(warm_folder)
+        self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=_learning_bytes(config))
         self.drafting: remote_draft.Drafting | None = None
 
     @property
@@ -163,37 +181,54 @@ class Assembly:
     def get_ready(self) -> None:
         """Compile, measure, connect to draft services and load what was learned before. Raises AdaServeError."""
         self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
-        self.samples = self.executor.warm_up(self._progress)
-        config = self.config
+        config, limits = self.config, self.executor.limits
+        earlier = None if self._warm_folder is None else self._warm_folder.load(config, limits)
+        samples = self.executor.warm_up(self._progress, None if earlier is None else earlier.samples)
+        self.samples = samples
         chances = self.executor.chances
         self.calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self.calibration_file = CalibrationFile.of(config, self.calibrator)
         if config.drafter is not None and chances is not None:
             self.drafting = found = remote_draft.connect_drafter(
-                config.drafter, chances, self.tokenizer, self.samples, self.executor.limits,
+                config.drafter, chances, self.tokenizer, samples, limits,
                 self.executor.target.config.vocab_size,
             )  # fmt: skip
             self.executor.drafter, self.samples = found.drafter, found.samples
-        self._baseline_s = measure_baseline(self.executor, config, self.samples, self.tokenizer)
+        if earlier is None:
+            self._baseline_s = measure_baseline(self.executor, config, self.samples, self.tokenizer)
+        else:  # relative targets mean the same before and after a restart
+            self._baseline_s = earlier.baseline_s
+        if self._warm_folder is not None and earlier is None:
+            self._warm_folder.save(config, limits, StartTimes(samples, self._baseline_s))
         self._eos_ids = (*self.executor.target.config.eos_token_ids, *self.tokenizer.eos_token_ids)
-        self._grammars, self._no_grammars = self._load_grammars()
-        self.router = build_router(config, self.executor, self.tokenizer)
-        self.learner = build_learner(self.executor, config, self.calibrator, self.router, self._progress)
-
-    def _load_grammars(self) -> tuple[Grammars | None, str]:
-        """Build the grammars of structured output, or return the reason why this tokenizer has none."""
+        self._grammars, self._no_grammars = None, ""
         try:
-            return Grammars(self.tokenizer, self.executor.target.config.vocab_size, self._eos_ids), ""
-        except (CheckpointError, ConfigError) as error:
-            return None, str(error)
+            vocab_size = self.executor.target.config.vocab_size
+            self._grammars = Grammars(self.tokenizer.backend_json(vocab_size), vocab_size, self._eos_ids)
+        except (CheckpointError, ConfigError) as error:  # this tokenizer cannot serve structured output
+            self._no_grammars = str(error)
+        self.router = self._build_router()
+        self.learner = None
+        if config.learning is not None:
+            self.learner = Learner(
+                self.executor, config.learning, self.calibrator, seed=config.seed, topics=self.router
+            )
+            self.learner.prepare(self._progress)
+
+    def _build_router(self) -> DraftRouter | None:
+        config = self.config
+        if config.draft is None:
+            return None
+        folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
+        return make_router(
+            config.route, folders, encode=self.tokenizer.encode,
+            embedding=lambda: np.asarray(self.executor.draft_params(0)["embed"], np.float32),
+        )  # fmt: skip
 
     def build_core(self, config: EngineConfig) -> EngineCore:
         """Build a core for the policy of `config`, which otherwise equals the configuration in force."""
-        found = self.drafting
-        scheduler = build_scheduler(
-            config, self.executor.limits, self.samples, self.calibrator,
-            draft_sessions=None if found is None else found.drafter,
-        )  # fmt: skip
+        sessions = None if self.drafting is None else self.drafting.drafter
+        scheduler = Scheduler(config, self.executor.limits, self.samples, self.calibrator, draft_sessions=sessions)
         executor = self.executor if self._observe is None else self._observe(self.executor)
         return EngineCore(
             executor, scheduler, self.tokenizer,

@@ -30,6 +30,7 @@ class GenerateRequest:
         learn: whether drafts may learn from the text.
         tenant: account that the request belongs to; learning is balanced between tenants.
         draft_tag: name of the draft to use; "": the engine chooses.
+        max_wait_s: a choice that has not begun after so long ends with the error "overloaded"; 0: it waits.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class GenerateRequest:
     learn: bool = True
     tenant: str = ""
     draft_tag: str = ""
+    max_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,13 @@ class OutputChunk:
 
     Attributes:
         text: never ends inside a character and never shows part of a stop string.
+        reasoning: like text, of what was thought; reasoning_tokens: new tokens of it, without its marks. Only with
+            `SamplingParams.thinking`.
         error: message for the user; set with finish_reason "error".
         error_code, error_param: `code` and `param` of the AdaServeError, if one was raised.
         logprobs: one per token id if the request asked for them, else empty.
+        prompt_logprobs: the next ones of the prompt's tokens, from the second on, if the request asked for them. They
+            come before the first token, in as many chunks as the prompt is computed in.
     """
 
     request_id: str
@@ -66,6 +72,9 @@ class OutputChunk:
     error_code: str | None = None
     error_param: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,13 +103,17 @@ class EngineInfo:
     drafts: tuple[str, ...] = ()
     kv_tokens: int | None = None
 
-    def check_prompt(self, prompt_tokens: int, param: str = "prompt") -> None:
-        """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
-        check_prompt(prompt_tokens, self.max_context, param=param)
-
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
         return due_s(arrival_s, priority, ttft_slo_s)
+
+
+@dataclass(frozen=True)
+class Crash:
+    """End of an engine that was not asked for."""
+
+    why: str
+    unix_s: float
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,8 @@ class EngineStats:
 
     Attributes:
         step_age_s: seconds since the last completed step, 0 when idle.
-        restarts: how many times an engine that ended was replaced.
+        restarts: how often an engine that ended was started again, counted when it ended.
+        last_crash: the last unwanted end of an engine; None: there was none.
         back_in_s: estimated seconds until a replacement is ready; None unless one is being started.
         drafter: statistics of the draft services; None without any.
     """
@@ -117,8 +131,9 @@ class EngineStats:
     scheduler: StepStats
     compiles_after_ready: int = counter("compiles_after_ready", "Compilations since ready; anything but 0 is a bug.")
     step_age_s: float = gauge("step_age_seconds", "Seconds since the last completed step; 0 when idle.", default=0.0)
-    restarts: int = counter("engine_restarts", "Engine processes that ended and were replaced.")
+    restarts: int = counter("engine_restarts", "Restarts of the engine, counted when they begin.")
     back_in_s: float | None = None
+    last_crash: Crash | None = None
     learning: LearningStats = field(default_factory=LearningStats)
     drafter: DrafterStats | None = None
 
@@ -184,8 +199,9 @@ class EngineClient(Protocol):
 
 @dataclass(eq=False)
 class _OpenRequest:
-    """Sink of a request, and the choices that have not ended."""
+    """A request with its sink, and the choices that have not ended."""
 
+    request: GenerateRequest
     sink: Sink
     left: set[int]
     failed: bool = False
@@ -208,9 +224,18 @@ class Sinks:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def open(self, request_id: str, sink: Sink, choices: int) -> None:
+    def open(self, request: GenerateRequest, sink: Sink) -> None:
+        """Open a request. Raises RequestError if its id is in use."""
+        request_id = request.request_id
         with self._lock:
-            self._open[request_id] = _OpenRequest(sink, set(range(choices)))
+            if request_id in self._open:
+                raise RequestError(f"request_id {request_id!r} is in flight already", param="request_id")
+            self._open[request_id] = _OpenRequest(request, sink, set(range(request.sampling.n)))
+
+    def requests(self) -> list[GenerateRequest]:
+        """Return the open requests."""
+        with self._lock:
+            return [each.request for each in self._open.values()]
 
     def deliver(self, chunks: Iterable[OutputChunk]) -> list[str]:
         """Hand each chunk to its request's sink; drop chunks of unknown requests and ended choices.
@@ -231,7 +256,12 @@ class Sinks:
                 known.append((request, chunk))
         failed: list[str] = []
         for request, chunk in known:
-            if not request.failed and not _call(request.sink, chunk):
+            if request.failed:
+                continue
+            try:
+                request.sink(chunk)
+            except Exception:  # a failing sink costs its own request only
+                _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
                 request.failed = True
                 failed.append(chunk.request_id)
         return failed
@@ -250,31 +280,17 @@ class Sinks:
             self.fail(request_id, message, code, param)
 
 
-def _call(sink: Sink, chunk: OutputChunk) -> bool:
-    """Call a sink; return False if it raised, since a failing sink costs its own request only."""
-    try:
-        sink(chunk)
-    except Exception:
-        _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
-        return False
-    return True
-
-
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise RequestError if an engine can never serve a request. Every `EngineClient.submit` calls this first."""
     check_ids(request.prompt_ids, info.vocab_size)
-    check_salt(request.cache_salt)
-    check_draft_tag(request.draft_tag, info)
-    check_lengths(len(request.prompt_ids), request.sampling.max_tokens, info.max_context, info.kv_tokens)
-
-
-def check_lengths(prompt_tokens: int, max_tokens: int, max_context: int, kv_tokens: int | None) -> None:
-    """Raise RequestError unless a prompt and its output, cut to the context, fit the KV cache."""
-    check_prompt(prompt_tokens, max_context)
-    output_tokens = min(max_tokens, max_context - prompt_tokens)
-    if kv_tokens is not None and prompt_tokens + output_tokens > kv_tokens:
+    _check_salt(request.cache_salt)
+    _check_draft_tag(request.draft_tag, info)
+    prompt_tokens = len(request.prompt_ids)
+    check_prompt(prompt_tokens, info.max_context)
+    output_tokens = min(request.sampling.max_tokens, info.max_context - prompt_tokens)
+    if info.kv_tokens is not None and prompt_tokens + output_tokens > info.kv_tokens:
         raise RequestError(
-            f"prompt and max_tokens must fit the KV cache of {kv_tokens} tokens, got {prompt_tokens} + "
+            f"prompt and max_tokens must fit the KV cache of {info.kv_tokens} tokens, got {prompt_tokens} + "
             f"{output_tokens}; shorten the prompt or lower max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
@@ -282,13 +298,7 @@ def check_lengths(prompt_tokens: int, max_tokens: int, max_context: int, kv_toke
 
 
 def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") -> None:
-    """Raise RequestError unless a prompt has a token and leaves room for one in the context.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        max_context: most tokens of prompt and output together.
-        param: request field that the error names where the prompt is too long.
-    """
+    """Raise RequestError, naming the field `param`, unless a prompt has a token and leaves room for one."""
     if prompt_tokens == 0:
         raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
     if prompt_tokens >= max_context:
@@ -300,8 +310,7 @@ def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") ->
         )
 
 
-def check_draft_tag(tag: str, info: EngineInfo) -> None:
-    """Raise RequestError unless a draft tag is empty or names a draft of the engine."""
+def _check_draft_tag(tag: str, info: EngineInfo) -> None:
     if not tag or tag in info.drafts:
         return
     if info.drafts:
@@ -312,8 +321,7 @@ def check_draft_tag(tag: str, info: EngineInfo) -> None:
     raise RequestError(f"draft_tag must be absent: this engine {has}; got {tag!r}", param="draft_tag")
 
 
-def check_salt(salt: object) -> None:
-    """Raise RequestError unless `salt` is a text of bounded length."""
+def _check_salt(salt: object) -> None:
     if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
         got = f"{len(salt)} characters" if isinstance(salt, str) else repr(salt)
         raise RequestError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import abc
 from collections.abc import Callable, Iterable
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from adaserve_jax.constraints.bad_words import Spells
 from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
-from adaserve_jax.constraints.protocols import Spells
+from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.errors import OverloadedError
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
+from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
@@ -21,12 +25,12 @@ from adaserve_jax.types import (
     DraftTrees,
     Executor,
     LogitEdits,
+    Logprobs,
     RequestMetrics,
     Sequence,
     SequenceUpdate,
-    StepLogprobs,
+    StepOutcome,
     StepPlan,
-    TokenLogprob,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +42,10 @@ DRAFT_POLL_S = 0.001
 
 class EngineTokenizer(Decodes, Spells, Protocol):
     """Tokenizer interface that detokenisation and constraints need."""
+
+    def showing(self, texts: abc.Collection[str]) -> Decodes:
+        """Return a tokenizer that decodes special tokens of these texts as text."""
+        ...
 
 
 class EngineCore:
@@ -56,19 +64,11 @@ class EngineCore:
         constraints: Constraints | None = None,
         learner: Learner | None = None,
     ) -> None:
-        """Build a core over an executor that is ready to run.
+        """Build a core over an executor that is ready to run, and a scheduler that nobody else uses.
 
-        Args:
-            executor: device, or a simulation of it.
-            scheduler: plans the steps; this core is its only user.
-            tokenizer: turns tokens into text.
-            eos_ids: end a text unless the request ignores them.
-            baseline_s: seconds per token that relative SLOs multiply.
-            seed: seeds the generator of seeds for requests without one.
-            clock: monotonic seconds.
-            constraints: logit edits that requests may ask for; None: none are supported.
-            learner: trains drafts on the served texts.
-            remote: drafter that asks a draft service; it may be away and holds state per row.
+        eos_ids: end a text unless the request ignores them. baseline_s: seconds per token that relative SLOs multiply.
+        seed: seeds the generator of seeds for requests without one. constraints: logit edits that requests may ask for;
+        None: none are supported. learner: trains drafts on the served texts.
         """
         self.executor = executor
         self.scheduler = scheduler
@@ -80,6 +80,8 @@ class EngineCore:
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
         self._choice_ids: dict[str, list[str]] = {}
+        self._latest_begins: list[tuple[float, str, float, list[str]]] = []
+        """Heap of the time by which a request must begin, its id, its max_wait_s and its entry in `_choice_ids`."""
 
     @property
     def has_work(self) -> bool:
@@ -105,13 +107,10 @@ class EngineCore:
     def add(
         self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None = None, draft: int = 0
     ) -> None:  # fmt: skip
-        """Queue every choice of a request, or none.
+        """Queue every choice of a checked and prepared request, or none.
 
-        Args:
-            request: checked and prepared.
-            arrival_s: when it came, on this core's clock.
-            shared: its constraints, from `check`.
-            draft: index of the draft that speculates for it.
+        arrival_s: when it came, on this core's clock. shared: its constraints, from `check`. draft: index of the draft
+        that speculates for it.
 
         Raises:
             RequestError: its id is in use, or its targets are infeasible and refused.
@@ -133,6 +132,9 @@ class EngineCore:
                 self._constraints.discard(sequence_id)
             raise
         self._choice_ids[request.request_id] = added
+        if request.max_wait_s:
+            latest_s = arrival_s + request.max_wait_s
+            heapq.heappush(self._latest_begins, (latest_s, request.request_id, request.max_wait_s, added))
         if self._learner is not None:
             for choice in choices:
                 self._learner.added(choice, learn=request.learn, tenant=request.tenant)
@@ -167,20 +169,37 @@ class EngineCore:
                 sequence_ids.extend(self.scheduler.sequence_ids(plan))
             return self._constraints.edits(plan, trees, sequence_ids) if constrained else None
 
+        chunks = self._end_overdue()
         step = begin_step(self.scheduler, self.executor, self.clock, edit)
         if step is None:
-            return []
+            return chunks
         stuck: list[str] = []
         if step.edits is not None:
             outcome, stuck = drop_disallowed(step.outcome, step.edits, step.plan, step.trees, sequence_ids)
             step = replace(step, outcome=outcome)
-        chunks: list[OutputChunk] = []
         stop_check = self._stop_check if constrained else self._tracker.stop_check
         end_step(
             self.scheduler, self.executor, self.clock, step, stop_check,
             lambda result: chunks.extend(self._take(result, sequence_ids, stuck)),
         )  # fmt: skip
         return chunks
+
+    def _end_overdue(self) -> list[OutputChunk]:
+        """End the choices that have waited as long as their request allows and have not begun."""
+        chunks: list[OutputChunk] = []
+        now = self.clock()
+        while self._latest_begins and self._latest_begins[0][0] <= now:
+            _, request_id, max_wait_s, choices = heapq.heappop(self._latest_begins)
+            if self._choice_ids.get(request_id) is not choices:
+                continue  # it ended, and another request may have its id by now
+            error = (
+                f"the request waited {max_wait_s:g} s for its turn, as long as this server lets it wait; retry after "
+                "the time in Retry-After, or elsewhere"
+            )
+            for sequence_id in filter(self.scheduler.never_ran, choices):
+                chunks += self._fail(sequence_id, error, OverloadedError.code)
+        self._forget_finished(chunks)
+        return [replace(chunk, metrics=None) for chunk in chunks]  # nothing of them ran
 
     def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str]) -> list[OutputChunk]:
         """Return the chunks of a committed step, after ending choices that cannot go on."""
@@ -190,13 +209,14 @@ class EngineCore:
             self._learner.stepped(
                 step.plan, step.trees, step.candidates, step.outcome, sequence_ids, updates, capture=capture
             )
-        found: Iterable[SequenceUpdate] = updates
         if step.edits is not None and step.outcome.logprobs is not None:
-            found = with_logprobs(updates, sequence_ids, step.edits, step.outcome.logprobs)
-        chunks = [self._tracker.chunk(update) for update in found]
+            updates = _with_logprobs(updates, sequence_ids, step.edits, step.outcome.logprobs)
+        chunks = self._tracker.prompt_chunks(step.plan, step.outcome, sequence_ids)
+        chunks += [self._tracker.chunk(update) for update in updates]
         if self._constraints.active:
-            ending = dict.fromkeys([*stuck, *self._constraints.failed])
-            chunks += [chunk for sequence_id in ending for chunk in self._end_stuck(sequence_id)]
+            for sequence_id in dict.fromkeys([*stuck, *self._constraints.failed]):
+                error = self._constraints.why_ended(sequence_id)
+                chunks += self._fail(sequence_id, str(error), error.code, error.param)
         self._forget_finished(chunks)
         return chunks
 
@@ -207,16 +227,14 @@ class EngineCore:
         stopped = self._tracker.stop_check(sequence_id, token_ids[:complete])
         return complete if stopped is None else stopped
 
-    def _end_stuck(self, sequence_id: str) -> list[OutputChunk]:
-        """End a choice that no token may continue, unless it has ended already."""
+    def _fail(self, sequence_id: str, error: str, code: str, param: str | None = None) -> list[OutputChunk]:
+        """End a choice with an error and return its last chunk; none if it has ended already."""
         update = self.scheduler.abort(sequence_id, "error")
         if update is None:
             return []
         if self._learner is not None:
             self._learner.dropped(sequence_id, "error")
-        error = self._constraints.why_ended(sequence_id)
-        chunk = self._tracker.chunk(update)
-        return [replace(chunk, error=str(error), error_code=error.code, error_param=error.param)]
+        return [replace(self._tracker.chunk(update), error=error, error_code=code, error_param=param)]
 
     def learn(self) -> None:
         """Run a micro-step of training between two steps if there is time for one."""
@@ -291,14 +309,14 @@ class _ChoiceText:
 
     request_id: str
     index: int
-    detokenizer: IncrementalDetokenizer
+    detokenizer: IncrementalDetokenizer | ThinkingDetokenizer
     text: str = ""
 
 
 class OutputTracker:
     """Turns tokens into text and output chunks: one detokeniser per choice in flight, by sequence id."""
 
-    def __init__(self, tokenizer: Decodes):
+    def __init__(self, tokenizer: EngineTokenizer):
         self._tokenizer = tokenizer
         self._choices: dict[str, _ChoiceText] = {}
 
@@ -307,8 +325,13 @@ class OutputTracker:
 
     def add(self, request_id: str, sequence: Sequence) -> None:
         """Begin the text of one choice of a request."""
-        prompt = sequence.prompt_ids.tolist()
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, sequence.sampling.stop)
+        prompt, sampling = sequence.prompt_ids.tolist(), sequence.sampling
+        calls, thinking = sampling.tool_calls, sampling.thinking
+        tokenizer = self._tokenizer if calls is None else self._tokenizer.showing(FORMATS[calls.format].marks)
+        if thinking is None:
+            detokenizer = IncrementalDetokenizer(tokenizer, prompt, sampling.stop)
+        else:
+            detokenizer = ThinkingDetokenizer(self._tokenizer, tokenizer, prompt, sampling.stop, thinking)
         self._choices[sequence.sequence_id] = _ChoiceText(request_id, sequence.choice, detokenizer)
 
     def discard(self, sequence_id: str) -> None:
@@ -328,44 +351,39 @@ class OutputTracker:
             del self._choices[update.sequence_id]
             choice.text += choice.detokenizer.finish()
         text, choice.text = choice.text, ""
+        detokenizer = choice.detokenizer
+        reasoning, reasoning_tokens = detokenizer.take() if isinstance(detokenizer, ThinkingDetokenizer) else ("", 0)
         return OutputChunk(
-            choice.request_id,
-            choice.index,
-            text,
-            list(update.token_ids),
-            update.finish_reason,
-            update.metrics,
-            logprobs=list(update.logprobs),
-        )
+            choice.request_id, choice.index, text, list(update.token_ids), update.finish_reason, update.metrics,
+            logprobs=list(update.logprobs), reasoning=reasoning, reasoning_tokens=reasoning_tokens,
+        )  # fmt: skip
+
+    def prompt_chunks(self, plan: StepPlan, outcome: StepOutcome, sequence_ids: list[str]) -> list[OutputChunk]:
+        """Return a chunk without text for each row whose prompt the step scored. sequence_ids: of the R rows."""
+        scored, found = plan.scored, outcome.prompt_logprobs
+        if scored is None or found is None:
+            return []
+        chunks: list[OutputChunk] = []
+        first = 0
+        for row, count, top in np.stack([scored.rows, scored.counts, scored.tops], axis=1).tolist():
+            part = slice(first, first + count)
+            first += count
+            choice = self._choices.get(sequence_ids[row])
+            if choice is not None:
+                told = list(found.of(part, scored.token[part].tolist(), top))
+                chunks.append(OutputChunk(choice.request_id, choice.index, "", [], prompt_logprobs=told))
+        return chunks
 
 
-def with_logprobs(
-    updates: Iterable[SequenceUpdate], sequence_ids: abc.Sequence[str], edits: LogitEdits, found: StepLogprobs
+def _with_logprobs(
+    updates: Iterable[SequenceUpdate], sequence_ids: list[str], edits: LogitEdits, found: Logprobs
 ) -> list[SequenceUpdate]:
-    """Return the updates with one TokenLogprob per token for the requests that asked for them.
-
-    Args:
-        updates: committed updates of a step.
-        sequence_ids: id of each row of the step.
-        edits: the step's edits, which hold how many alternatives each row asked for.
-        found: log probabilities that verification returned.
-    """
+    """Return the updates with one TokenLogprob per token for the requests that asked for them; `sequence_ids` are those
+    of the step's rows."""
     rows = {sequence_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
     return [
-        replace(update, logprobs=_token_logprobs(update.token_ids, found, row, int(edits.logprobs[row])))
+        replace(update, logprobs=found.of(row, update.token_ids, int(edits.logprobs[row])))
         if (row := rows.get(update.sequence_id)) is not None
         else update
         for update in updates
     ]
-
-
-def _token_logprobs(
-    token_ids: tuple[int, ...], found: StepLogprobs, row: int, count: int
-) -> tuple[TokenLogprob, ...]:  # fmt: skip
-    """Return the log probability of each kept token of a row, with the `count` most likely alternatives."""
-    drawn = found.drawn[row].tolist()
-    ids, top = found.top_ids[row, :, :count].tolist(), found.top[row, :, :count].tolist()
-    return tuple(
-        TokenLogprob(token, drawn[place], tuple(zip(ids[place], top[place], strict=True)))
-        for place, token in enumerate(token_ids)
-    )

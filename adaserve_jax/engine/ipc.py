@@ -23,10 +23,14 @@ from adaserve_jax.errors import AdaServeError, EngineDeadError, RequestError
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Build and serve an engine: `LocalEngine`, or `factory` ("module:callable", called with config and progress)."""
+    """Build and serve an engine: `LocalEngine`, or `factory` ("module:callable", called with config and progress).
+
+    warm_folder: as in `LocalEngine`; no other factory gets it.
+    """
 
     config: EngineConfig
     factory: str | None = None
+    warm_folder: str | None = None
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -89,9 +93,8 @@ SAVE_LIMIT_S = 60.0
 """Seconds that an engine may take at its end to save learned drafts."""
 MAX_PATH = 100
 """Longest path of a Unix socket, with a margin (the system's limit is 108)."""
-LAST_MESSAGES_MS = 1000
-"""Time that a closed socket has to send its last messages."""
-_TO_ENGINE, _FROM_ENGINE = "to_engine", "from_engine"
+TO_ENGINE, FROM_ENGINE = "to_engine", "from_engine"
+"""Names of the two sockets."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
@@ -124,34 +127,18 @@ def to_error(fault: Fault) -> Exception:
 def new_folder() -> str:
     """Make a folder whose path is short enough for a Unix socket."""
     folder = tempfile.mkdtemp(prefix="adaserve-")
-    if len(folder) > MAX_PATH - len(f"/{_FROM_ENGINE}"):
+    if len(folder) > MAX_PATH - len(f"/{FROM_ENGINE}"):
         shutil.rmtree(folder)
         folder = tempfile.mkdtemp(prefix="adaserve-", dir="/tmp")
     return folder
 
 
-def requests_out(context: zmq.Context, folder: str) -> zmq.Socket:
-    """Open the front end's sending socket. The sender connects and the receiver binds: a PUSH socket that binds has
-    nowhere to put a message while nobody is connected."""
-    return _push(context, folder, _TO_ENGINE, linger_ms=0)
+def sender(context: zmq.Context, folder: str, name: str, linger_ms: int) -> zmq.Socket:
+    """Open the sending end of TO_ENGINE or FROM_ENGINE; once closed, it has `linger_ms` to send its last messages.
 
-
-def requests_in(context: zmq.Context, folder: str) -> zmq.Socket:
-    """Open the engine's receiving socket."""
-    return _pull(context, folder, _TO_ENGINE)
-
-
-def replies_out(context: zmq.Context, folder: str) -> zmq.Socket:
-    """Open the engine's sending socket."""
-    return _push(context, folder, _FROM_ENGINE, linger_ms=LAST_MESSAGES_MS)
-
-
-def replies_in(context: zmq.Context, folder: str) -> zmq.Socket:
-    """Open the front end's receiving socket."""
-    return _pull(context, folder, _FROM_ENGINE)
-
-
-def _push(context: zmq.Context, folder: str, name: str, linger_ms: int) -> zmq.Socket:
+    The sender connects and the receiver binds: a PUSH socket that binds has nowhere to put a message while nobody is
+    connected.
+    """
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, linger_ms)
@@ -159,7 +146,8 @@ def _push(context: zmq.Context, folder: str, name: str, linger_ms: int) -> zmq.S
     return socket
 
 
-def _pull(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
+def receiver(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
+    """Open the receiving end of TO_ENGINE or FROM_ENGINE."""
     socket = context.socket(zmq.PULL)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.bind(f"ipc://{folder}/{name}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar, cast
@@ -33,8 +33,10 @@ class Completion:
     Attributes:
         finish_reason: "stop", "length", "abort" or "error".
         logprobs: one per token if the sampling parameters ask for them, else empty.
+        prompt_logprobs: one per token of the prompt but the first, if they ask for them, else empty.
         error: message; set with finish_reason "error".
         error_code: short form of it, such as "no_token_allowed".
+        reasoning: what was thought before the text, with `SamplingParams.thinking`.
     """
 
     text: str = ""
@@ -42,8 +44,10 @@ class Completion:
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     error: str | None = None
     error_code: str | None = None
+    reasoning: str = ""
 
 
 @dataclass
@@ -100,14 +104,8 @@ class LLM:
             CheckpointError: a checkpoint cannot be used.
             ConfigError: an option is unknown or out of range.
         """
-        values: dict[str, Any] = {
-            "target": target,
-            "draft": draft,
-            "policy": policy,
-            "deterministic": deterministic,
-            **options,
-        }
-        engine = LocalEngine(EngineConfig(**values), progress)
+        config = EngineConfig(target=target, draft=draft, policy=policy, deterministic=deterministic, **options)
+        engine = LocalEngine(config, progress)
         engine.start()
         self._use(engine)
 
@@ -120,8 +118,7 @@ class LLM:
 
     def _use(self, engine: LocalEngine) -> None:
         self._engine = engine
-        folder = resolve_folder(engine.info.target, "target")
-        self.tokenizer = Tokenizer.from_folder(folder)
+        self.tokenizer = Tokenizer.from_folder(resolve_folder(engine.info.target, "target"))
 
     @property
     def info(self) -> EngineInfo:
@@ -169,8 +166,8 @@ class LLM:
         submitted: list[str] = []
         try:
             for request in requests:
-                self._raise_error(collector.wait_to_submit(request.sampling.n, most_open))
-                if request.sampling.json_schema is not None:
+                self._raise_error(collector.wait(request.sampling.n, most_open))
+                if request.sampling.grammar_source is not None:
                     self._engine.prepare(request)
                 self._engine.submit(request, collector)
                 submitted.append(request.request_id)
@@ -267,8 +264,10 @@ class _Collector:
     def __call__(self, chunk: OutputChunk) -> None:
         completion = self._outputs[chunk.request_id].choices[chunk.choice]
         completion.text += chunk.text
+        completion.reasoning += chunk.reasoning
         completion.token_ids += chunk.token_ids
         completion.logprobs += chunk.logprobs
+        completion.prompt_logprobs += chunk.prompt_logprobs
         if chunk.finish_reason is None:
             return
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
@@ -280,21 +279,18 @@ class _Collector:
                 self._failed = chunk
             self._changed.notify_all()
 
-    def wait_to_submit(self, choices: int, most_open: int) -> OutputChunk | None:
+    def wait(self, choices: int = 0, most_open: int = 0) -> OutputChunk | None:
         """Wait until a request of `choices` keeps the number of open choices within `most_open`, or is alone; count it.
 
-        So an offline batch of any size never fills the engine's queue. Return the last chunk of a refused request, if
-        there is one.
+        So an offline batch of any size never fills the engine's queue. Without arguments, wait until all requests have
+        ended. Return at once the last chunk of a refused request, if there is one.
         """
-        return self._wait(lambda: not self._open or self._open + choices <= most_open, choices)
 
-    def wait(self) -> OutputChunk | None:
-        """Wait until all requests have ended or one was refused; return its last chunk."""
-        return self._wait(lambda: not self._open, 0)
+        def has_room() -> bool:
+            return self._failed is not None or not self._open or self._open + choices <= most_open
 
-    def _wait(self, condition: Callable[[], bool], choices: int) -> OutputChunk | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failed is not None or condition())
+            self._changed.wait_for(has_room)
             self._open += choices
             return self._failed
 

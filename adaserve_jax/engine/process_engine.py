@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from adaserve_jax.engine.client import (
     check_room,
 )
 from adaserve_jax.engine.supervisor import OnDeath
-from adaserve_jax.errors import EngineDeadError, RequestError
+from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
 
@@ -53,20 +54,19 @@ class ProcessEngine:
         progress: Progress | None = None,
         *,
         factory: str | None = None,
-        on_death: OnDeath = lambda why: EngineDeadError(f"{why}; restart the server"),
+        warm_folder: str | None = None,
+        on_death: OnDeath = lambda why, requests: EngineDeadError(f"{why}; restart the server"),
     ):
-        """Configure an engine that has not started.
+        """Configure an engine that has not started. The receiving thread calls `progress` and `on_death`.
 
-        Args:
-            config: options of the engine.
-            progress: progress(what, done, total), called from the receiving thread during `start`.
-            factory: "module:callable" that the child calls with config and progress to make its engine; None:
-                `LocalEngine`.
-            on_death: called from the receiving thread with the reason of death; returns the error that requests get.
+        factory: "module:callable" that the child calls with config and progress to make its engine; None:
+        `LocalEngine`, which also gets `warm_folder`. on_death: takes the reason of death and the requests in flight;
+        returns the error that they get.
         """
         self._config = config
         self._progress = progress
         self._factory = factory
+        self._warm_folder = warm_folder
         self._on_death = on_death
         self._sinks = Sinks()
         self._lock = threading.Lock()  # guards everything below
@@ -110,18 +110,16 @@ class ProcessEngine:
         """Start the child, send it what to run, and start the receiving thread."""
         self.socket_folder = ipc.new_folder()
         self._context = zmq.Context()
-        self._requests = ipc.requests_out(self._context, self.socket_folder)
-        replies = ipc.replies_in(self._context, self.socket_folder)
+        self._requests = ipc.sender(self._context, self.socket_folder, ipc.TO_ENGINE, linger_ms=0)
+        replies = ipc.receiver(self._context, self.socket_folder, ipc.FROM_ENGINE)
         command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self.socket_folder]
         # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        start = ipc.encode(ipc.Start(self._config, self._factory))
+        start = ipc.encode(ipc.Start(self._config, self._factory, self._warm_folder))
         assert child.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the child died at once; the receiving thread reports it
             child.stdin.write(struct.pack("<I", len(start)) + start)
             child.stdin.flush()
-        except BrokenPipeError:
-            pass  # the child died at once; the receiving thread reports it
         self._receiver = threading.Thread(
             target=self._receive, args=(child, replies), name="engine-replies", daemon=True
         )
@@ -134,13 +132,11 @@ class ProcessEngine:
         with self._lock:
             if not self.is_alive():
                 raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
-            if request.request_id in self._sinks:
-                raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             waiting = self._stats.scheduler.waiting + self._submitted - self._received
             check_room(choices, waiting, self._config.max_waiting)
             if not self._sinks:
                 self._stepped_s = time.monotonic()
-            self._sinks.open(request.request_id, sink, choices)  # before any chunk of it can arrive
+            self._sinks.open(request, sink)  # before any chunk of it can arrive
             self._send(ipc.Submit(request))
             self._submitted += choices
 
@@ -250,7 +246,7 @@ class ProcessEngine:
         elif self._info is None:
             error = self._error or EngineDeadError(why)
         else:
-            error = self._on_death(why)
+            error = self._on_death(why, self._sinks.requests())
         with self._lock:
             self._error = error
             self._stats = self._stats.ended()

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from typing import TypeVar
 
 import zmq
@@ -27,6 +28,8 @@ from adaserve_jax.engine.client import EngineClient, OutputChunk
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 
 HEARTBEAT_S = 0.25
+LAST_MESSAGES_MS = 1000
+"""Time that the last messages have to leave the closed socket."""
 CLOSE_LIMIT_S = 10.0
 """Time to end by itself once the front end is gone."""
 T = TypeVar("T")
@@ -61,8 +64,10 @@ class Outbox:
         self._woken = threading.Event()
         self._messages: deque[Notice] = deque()
         self._chunks: deque[OutputChunk] = deque()
-        self._engine: EngineClient | None = None
-        self._received = 0
+        self.engine: EngineClient | None = None
+        """Once set, its statistics are sent with each step and as a heartbeat."""
+        self.received = 0
+        """Choices that the engine has received."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
@@ -77,13 +82,6 @@ class Outbox:
         if not self._woken.is_set():  # once for a whole step
             self._woken.set()
 
-    def count_received(self, choices: int) -> None:
-        self._received += choices
-
-    def start_steps(self, engine: EngineClient) -> None:
-        """Begin to send the engine's statistics, with each step and as a heartbeat."""
-        self._engine = engine
-
     def close(self) -> None:
         """Send what is left, then close the socket."""
         self._closing = True
@@ -94,12 +92,12 @@ class Outbox:
         while True:
             self._woken.wait(HEARTBEAT_S)
             self._woken.clear()  # before taking, so that anything appended later wakes this thread again
-            engine, closing = self._engine, self._closing
+            engine, closing = self.engine, self._closing
             for message in _taken(self._messages):
                 self._socket.send(ipc.encode(message))
             if engine is not None:
                 chunks = _taken(self._chunks)
-                received = self._received  # read before the statistics, so that they include these requests
+                received = self.received  # read before the statistics, so that they include these requests
                 self._socket.send(ipc.encode(ipc.Step(chunks, engine.stats(), received)))
             if closing:
                 self._socket.close()
@@ -111,32 +109,27 @@ def _taken(items: deque[T]) -> list[T]:
     return [items.popleft() for _ in range(len(items))]
 
 
-class Inbox:
-    """Takes requests from the front end until its pipe ends."""
+def serve(requests: zmq.Socket, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
+    """Hand every message to the engine until `stop` is set or the engine died."""
+    while engine.is_alive() and not stop.is_set():
+        if not requests.poll(100):
+            continue
+        match ipc.decode_to_engine(requests.recv()):
+            case ipc.Abort(request_id):
+                engine.abort(request_id)
+            case ipc.Submit(request):
+                try:
+                    engine.submit(request, outbox.sink)
+                except Exception as error:  # one bad request must not end the engine
+                    outbox.post(ipc.Refused(request.request_id, describe(error)))
+                outbox.received += request.sampling.n
 
-    def __init__(self, socket: zmq.Socket):
-        self._socket = socket
 
-    def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
-        """Hand every message to the engine until `stop` is set or the engine died."""
-        while engine.is_alive() and not stop.is_set():
-            if self._socket.poll(100):
-                self._handle(ipc.decode_to_engine(self._socket.recv()), engine, outbox)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-
-    def _handle(self, message: ipc.ToEngine, engine: EngineClient, outbox: Outbox) -> None:
-        if isinstance(message, ipc.Abort):
-            engine.abort(message.request_id)
-            return
-        try:
-            engine.submit(message.request, outbox.sink)
-        except Exception as error:  # one bad request must not end the engine
-            if not isinstance(error, AdaServeError):
-                traceback.print_exc()
-            outbox.post(ipc.Refused(message.request.request_id, ipc.to_fault(error)))
-        outbox.count_received(message.request.sampling.n)
+def describe(error: Exception) -> ipc.Fault:
+    """Describe an exception to the front end; print where it was raised unless it is for users."""
+    if not isinstance(error, AdaServeError):
+        traceback.print_exception(error)
+    return ipc.to_fault(error)
 
 
 def stop_at_end_of(pipe: int, stop: threading.Event, folder: str, limit_s: float) -> None:
@@ -170,25 +163,23 @@ def main(folder: str) -> int:
     stop = threading.Event()
     limit_s = CLOSE_LIMIT_S + ipc.save_limit_s(start.config)
     threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder, limit_s), daemon=True).start()
-    with zmq.Context() as context:
-        outbox, inbox = Outbox(ipc.replies_out(context, folder)), Inbox(ipc.requests_in(context, folder))
+    with (
+        zmq.Context() as context,
+        ipc.receiver(context, folder, ipc.TO_ENGINE) as requests,
+        closing(Outbox(ipc.sender(context, folder, ipc.FROM_ENGINE, LAST_MESSAGES_MS))) as outbox,
+    ):
         try:
             make = find_factory(start.factory)
-            engine = make(start.config, lambda *part: outbox.post(ipc.Loading(*part)))
+            warm = {} if start.factory else {"warm_folder": start.warm_folder}
+            engine = make(start.config, lambda *part: outbox.post(ipc.Loading(*part)), **warm)
             engine.start()
         except Exception as error:
-            if not isinstance(error, AdaServeError):
-                traceback.print_exc()
-            outbox.post(ipc.Failed(ipc.to_fault(error)))
-            outbox.close()
-            inbox.close()
+            outbox.post(ipc.Failed(describe(error)))
             return 1
         outbox.post(ipc.Ready(engine.info))
-        outbox.start_steps(engine)
-        inbox.serve(engine, outbox, stop)
+        outbox.engine = engine
+        serve(requests, engine, outbox, stop)
         engine.close()
-        outbox.close()
-        inbox.close()
     if not stop.is_set():
         return 1
     shutil.rmtree(folder, ignore_errors=True)

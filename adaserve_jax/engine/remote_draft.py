@@ -88,15 +88,9 @@ def connect_drafter(
 ) -> Drafting:  # fmt: skip
     """Connect to the services and wait up to CONNECT_S for a first one; the others connect in the background.
 
-    Args:
-        config: addresses and options of the services.
-        chances: acceptance chances of the target.
-        tokenizer: the target's; a service must have the same vocabulary.
-        samples: step times of the target.
-        limits: what the executor can hold.
-        vocab_size: number of token ids of the target.
+    Chances, tokenizer, samples, limits and vocab_size are the target's; a service must have the same vocabulary.
     """
-    hello = hello_of(config, chances, tokenizer, samples, limits)
+    hello = hello_of(config, chances, tokenizer, samples, limits, vocab_size)
     drafter = build_drafter(config, chances, hello, limits.max_requests, vocab_size)
     try:
         return wait_for_service(drafter, samples, limits)
@@ -117,13 +111,14 @@ def build_drafter(
 
 
 def hello_of(
-    config: DrafterConfig, chances: ChanceTable, tokenizer: Tokenizer, samples: CostSamples, limits: Limits
-) -> Hello:
+    config: DrafterConfig, chances: ChanceTable, tokenizer: Tokenizer, samples: CostSamples, limits: Limits,
+    vocab_size: int,
+) -> Hello:  # fmt: skip
     """Build the greeting of this target; its times are those of one request."""
     grid = CostGrid(samples, limits)
     return Hello(
         target_id=f"{os.getpid()}-{secrets.token_hex(8)}",
-        vocabulary_hash=tokenizer.vocabulary_hash,
+        vocabulary_hash=tokenizer.vocabulary_hash(vocab_size),
         cells_hash=cells_hash(chances),
         draft_version=config.drafter_version,
         verify_s=grid.verify_s(1 + limits.max_depth, 1, samples.context),
@@ -131,26 +126,25 @@ def hello_of(
     )
 
 
-def wait_for_service(
-    drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect_s: float = CONNECT_S
-) -> Drafting:  # fmt: skip
-    """Wait up to `connect_s` seconds for a service and measure the round trip to it.
+def wait_for_service(drafter: ServiceDrafter, samples: CostSamples, limits: Limits) -> Drafting:
+    """Wait up to CONNECT_S for a service and measure the round trip to it.
 
     The scheduler plans within the configured depth and width, whatever the services search: each is asked for no more
     than it searches, and services come and go.
     """
-    welcome = drafter.connect(connect_s)
+    welcome = drafter.connect(CONNECT_S)
     if welcome is None:
         services = drafter.stats().services.items()
         states = "; ".join(f"{address}: {state.reason or state.breaker}" for address, state in services)
         _log.warning(
-            "no draft service answered within %g s (%s): serving without drafts, and connecting meanwhile", connect_s,
+            "no draft service answered within %g s (%s): serving without drafts, and connecting meanwhile", CONNECT_S,
             states,
         )  # fmt: skip
         return Drafting(drafter, guess_times(samples, limits), guessed=True)
     _warn_of_smaller_limits(welcome, limits)
-    measured_s = round_trip_s(drafter, limits, _level_round_s(welcome))
-    return Drafting(drafter, with_drafting(samples, limits, welcome, measured_s))
+    fed_s = min(welcome.catchup_s.items())[1] if welcome.catchup_s else 0.0
+    served_s = fed_s + (_level_s(welcome, 1, 1) if welcome.level_s else 0.0)  # a round of one row and one level
+    return Drafting(drafter, with_drafting(samples, limits, welcome, round_trip_s(drafter, limits, served_s)))
 
 
 def retime(found: Drafting, limits: Limits) -> Drafting | None:
@@ -218,12 +212,6 @@ def round_trip_s(
     drafter.ended(np.zeros(1, np.int32))
     drafter.count_anew()  # the trial rounds do not belong in the statistics
     return max(min(times) - served_s, 0.0) if times else GUESSED_ROUND_TRIP_S
-
-
-def _level_round_s(welcome: Welcome) -> float:
-    """Return the seconds that the service works for a round of one row and one level."""
-    fed = welcome.catchup_s[min(welcome.catchup_s)] if welcome.catchup_s else 0.0
-    return fed + (_level_s(welcome, 1, 1) if welcome.level_s else 0.0)
 
 
 def _level_s(welcome: Welcome, rows: int, width: int) -> float:

@@ -1,34 +1,51 @@
 """SupervisedEngine: replaces an engine that died, behind the same `EngineClient` protocol.
 
-It wraps any client that reports its own death, decides whether to start another, and keeps totals across restarts.
+It wraps any client that reports its own death, decides whether and when to start another, keeps totals across restarts,
+and refuses a request that was there whenever an engine died (`Suspects`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats, GenerateRequest, Sink
-from adaserve_jax.errors import EngineDeadError, EngineRestartingError
+import msgspec
+
+from adaserve_jax.engine.client import (
+    Crash,
+    EngineClient,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    OutputChunk,
+    Sink,
+)
+from adaserve_jax.errors import EngineDeadError, EngineRestartingError, RequestError
 from adaserve_jax.stats import StepStats
 
-OnDeath = Callable[[str], EngineDeadError]
-"""Called once by an engine that was ready and died, with the reason, before its requests are ended. Returns the error
-that they get."""
+OnDeath = Callable[[str, Sequence[GenerateRequest]], EngineDeadError]
+"""Function that an engine which was ready calls once when it dies, with the reason and the requests in flight, before
+these are ended. Returns the error that they get."""
 LEAST_START_LIMIT_S = 600.0
 START_LIMIT = 5.0
 """Limit of a restart, as a multiple of the first start's time; at least LEAST_START_LIMIT_S."""
 LONGEST_BACK_IN_S = 10.0
 """Largest estimate of a restart's time: the first start, which compiled, says little about one with a warm cache."""
+LONGEST_BACKOFF_S = 60.0
+MAX_REASON_CHARS = 300
 _log = logging.getLogger(__name__)
 
 
 class SupervisedEngine:
-    """Replaces an engine that died, at most `max_restarts` times within any `window_s` seconds; then it stays dead.
+    """Replaces an engine that died, unless that happened more than `max_restarts` times in a row without progress.
+
+    Progress is a finished request, or `window_s` seconds of service. The first engine that dies within `window_s` is
+    replaced at once, the second after `backoff_s`, each other after twice the wait before, at most LONGEST_BACKOFF_S.
 
     While an engine is being replaced, `is_alive` is False, `stats().back_in_s` is set and `submit` raises
     EngineRestartingError. No count of `stats` ever goes down. A new engine that is not ready in time is closed and
@@ -39,32 +56,28 @@ class SupervisedEngine:
         self,
         build: Callable[[OnDeath], EngineClient],
         *,
-        max_restarts: int = 1,
+        max_restarts: int = 3,
         window_s: float = 600.0,
+        backoff_s: float = 1.0,
         least_start_limit_s: float = LEAST_START_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Configure an engine that has not started.
-
-        Args:
-            build: makes a new engine that has not started; it gets the function to call when it dies.
-            max_restarts: restarts within any `window_s` seconds.
-            window_s: length of that window, seconds.
-            least_start_limit_s: seconds that a restart may take at least.
-            clock: monotonic seconds.
-        """
+        """Configure an engine that has not started; `build` makes a new one from the function to call when it dies."""
         self._build = build
         self._max_restarts = max_restarts
         self._window_s = window_s
+        self._backoff_s = backoff_s
+        self._suspects = Suspects(window_s, clock)
         self._start_limit_s = least_start_limit_s
         self._clock = clock
         self._changed = threading.Condition()  # guards everything below; pairs are replaced as a whole
-        self._current: tuple[EngineClient | None, EngineStats | None] = (
-            None,
-            None,
-        )  # engine, totals before it
+        self._current: tuple[EngineClient | None, EngineStats | None] = (None, None)  # engine, totals before it
         self._fault: tuple[EngineDeadError, float | None] | None = None  # error for requests; time of death if replaced
-        self._restarted_at: deque[float] = deque()
+        self._died_at: deque[float] = deque()  # within the last window_s
+        self._died_in_a_row = 0  # without progress between
+        self._ready_at = 0.0
+        self._crash: Crash | None = None
+        self._wait_s = 0.0  # before the restart that is due
         self._restarts = 0
         self._start_s = LONGEST_BACK_IN_S
         self._closing = False
@@ -91,7 +104,16 @@ class SupervisedEngine:
         engine, fault = self._current[0], self._fault
         if engine is None or fault is not None:
             raise (fault[0] if fault else EngineDeadError("the engine is not ready")).with_traceback(None)
-        engine.submit(request, sink)
+        if not self._suspects:
+            engine.submit(request, sink)
+            return
+        with self._changed:
+            watched = self._suspects.watch(request, sink)
+        try:
+            engine.submit(request, watched)
+        except BaseException:
+            self._suspects.end_trial(request)
+            raise
 
     def abort(self, request_id: str) -> None:
         engine = self._current[0]
@@ -101,12 +123,13 @@ class SupervisedEngine:
     def stats(self) -> EngineStats:
         engine, earlier = self._current
         own = EngineStats(StepStats()) if engine is None else engine.stats()
-        fault = self._fault
-        since = None if fault is None else fault[1]
-        if since is None and earlier is None:
+        if self._crash is None:
             return own
-        left_s = None if since is None else max(min(self._start_s, LONGEST_BACK_IN_S) - (self._clock() - since), 0.0)
-        return replace(_after(own, earlier), restarts=self._restarts, back_in_s=left_s)
+        fault, left_s = self._fault, None
+        if fault is not None and fault[1] is not None:
+            back_s = self._wait_s + min(self._start_s, LONGEST_BACK_IN_S)
+            left_s = max(back_s - (self._clock() - fault[1]), 0.0)
+        return replace(_after(own, earlier), restarts=self._restarts, back_in_s=left_s, last_crash=self._crash)
 
     def is_alive(self) -> bool:
         engine = self._current[0]
@@ -135,33 +158,48 @@ class SupervisedEngine:
         """Start an engine and measure the time; raise what its start raises."""
         began = self._clock()
         engine.start()
-        self._start_s = self._clock() - began
+        self._ready_at = self._clock()
+        self._start_s = self._ready_at - began
         self._info = engine.info
 
-    def _on_death(self, why: str) -> EngineDeadError:
+    def _on_death(self, why: str, requests: Sequence[GenerateRequest] = ()) -> EngineDeadError:
         """Decide whether the dead engine is replaced, and return the error that its requests get."""
         with self._changed:
             now = self._clock()
+            if not self._closing:
+                self._suspects.engine_died(requests)
             error = self._verdict(why, now)
             self._fault = error, now if isinstance(error, EngineRestartingError) else None
             self._changed.notify_all()
             return error
 
     def _verdict(self, why: str, now: float) -> EngineDeadError:
-        """Return the error for an engine that died at `now`; count the restart if there will be one. Needs the
-        lock."""
-        while self._restarted_at and self._restarted_at[0] <= now - self._window_s:
-            self._restarted_at.popleft()
+        """Return the error for an engine that died at `now`; count its restart. Needs the lock."""
         if self._closing:
             return EngineDeadError("the engine was closed")
-        if len(self._restarted_at) < self._max_restarts:
-            self._restarted_at.append(now)
-            _log.warning("%s; it is started again", why)
-            return EngineRestartingError(f"{why}; it is started again: retry in a few seconds")
-        _log.error("%s; it is not started again", why)
-        return EngineDeadError(
-            f"{why}, after {len(self._restarted_at)} restarts within {self._window_s:g} s; restart the server"
-        )
+        self._died_in_a_row = 1 if self._made_progress(now) else self._died_in_a_row + 1
+        while self._died_at and self._died_at[0] <= now - self._window_s:
+            self._died_at.popleft()
+        self._died_at.append(now)
+        self._crash = Crash(" ".join(why.split())[:MAX_REASON_CHARS], time.time())
+        if self._died_in_a_row > self._max_restarts:
+            _log.error("%s; it is not started again", why)
+            return EngineDeadError(
+                f"{why}; it ended {self._died_in_a_row} times in a row without finishing a request; restart the server"
+            )
+        earlier = len(self._died_at) - 1
+        self._wait_s = min(self._backoff_s * 2.0 ** (earlier - 1), LONGEST_BACKOFF_S) if earlier else 0.0
+        self._restarts += 1
+        _log.warning("%s; it is started again in %g s (restart %d)", why, self._wait_s, self._restarts)
+        return EngineRestartingError(f"{why}; it is started again: retry in a few seconds")
+
+    def _made_progress(self, now: float) -> bool:
+        """Return whether the engine that died finished a request or served for long. Needs the lock."""
+        engine = self._current[0]
+        if engine is None or self._fault is not None:  # it died in its start
+            return False
+        finished = engine.stats().scheduler.finished
+        return bool(finished.get("stop") or finished.get("length")) or now - self._ready_at >= self._window_s
 
     # ---- the supervising thread ----
 
@@ -174,6 +212,8 @@ class SupervisedEngine:
                 dead = self._current[0]
             assert dead is not None
             dead.close()
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self._wait_s)
             self._restart()
 
     def _restart(self) -> None:
@@ -188,14 +228,12 @@ class SupervisedEngine:
             self._on_death(f"the engine could not be started again: {error}")
             return
         with self._changed:
-            self._restarts += 1
             if self._fault is fault:  # else the new one died already
                 self._fault = None
         _log.warning("the engine is back after %.1f s", self._start_s)
 
     def _start_in_time(self, engine: EngineClient) -> None:
-        """Start an engine, or close it and raise EngineDeadError when that takes too long; raise what its start
-        raises."""
+        """Start an engine, or close it and raise EngineDeadError when that takes too long."""
         first = threading.Lock()  # taken by the first of two: the end of the start, the time limit
 
         def give_up() -> None:
@@ -220,3 +258,80 @@ class SupervisedEngine:
 def _after(own: EngineStats, earlier: EngineStats | None) -> EngineStats:
     """Add the counts of earlier engines, if there are any."""
     return own if earlier is None else own.after(earlier)
+
+
+class Suspects:
+    """Requests that were in flight in every one of the last crashes, by their content: a retry has another id.
+
+    After one crash they are served as before: most crashes have another cause. After two, they are tried one at a time,
+    so that the next crash tells them apart: only the one that was there stays a suspect. One that is left alone after
+    two crashes or more is set aside: it is refused. A suspect that finishes is cleared. All are forgotten `window_s`
+    seconds after the last crash. Nothing is computed as long as no engine has died.
+    """
+
+    def __init__(self, window_s: float, clock: Callable[[], float]):
+        self._window_s = window_s
+        self._clock = clock
+        self._contents: frozenset[bytes] = frozenset()
+        self._crashes = 0
+        self._crashed_at = 0.0
+        self._on_trial: GenerateRequest | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._contents)
+
+    def engine_died(self, requests: Sequence[GenerateRequest]) -> None:
+        """Keep the suspects that were in flight, or begin anew with all that were."""
+        now, there = self._clock(), frozenset(map(_content, requests))
+        stay = self._contents & there if now - self._crashed_at < self._window_s else frozenset[bytes]()
+        self._crashes = self._crashes + 1 if stay else 1
+        self._contents, self._crashed_at, self._on_trial = stay or there, now, None
+
+    def watch(self, request: GenerateRequest, sink: Sink) -> Sink:
+        """Return the sink to submit a request with; it notes that a suspect ended.
+
+        Raises:
+            RequestError: the request is set aside.
+            EngineRestartingError: another suspect is tried first.
+        """
+        if self._clock() - self._crashed_at >= self._window_s:
+            self._contents = frozenset()
+        content = _content(request)
+        if content not in self._contents:
+            return sink
+        if self._crashes > 1:
+            if len(self._contents) == 1:
+                raise RequestError(
+                    f"this request was running each of the last {self._crashes} times that the engine crashed, and is "
+                    f"set aside for {self._window_s:g} s; change its prompt or parameters, and tell the operator",
+                    code="crashes_engine",
+                )
+            if self._on_trial is not None:
+                raise EngineRestartingError(
+                    "the engine crashed several times with this request and others; they are tried one at a time: "
+                    "retry in a few seconds"
+                )
+            self._on_trial = request
+        left = set(range(request.sampling.n))
+
+        def watched(chunk: OutputChunk) -> None:
+            if chunk.finish_reason is not None:
+                left.discard(chunk.choice)
+                if chunk.finish_reason in ("stop", "length"):
+                    self._contents -= {content}
+                if not left:
+                    self.end_trial(request)
+            sink(chunk)
+
+        return watched
+
+    def end_trial(self, request: GenerateRequest) -> None:
+        """Let the next suspect be tried if this request, which ended or was not taken, is the one on trial."""
+        if self._on_trial is request:
+            self._on_trial = None
+
+
+def _content(request: GenerateRequest) -> bytes:
+    """Return a digest of what a retry has in common with its request."""
+    data = msgspec.msgpack.encode((request.prompt_ids, request.sampling, request.draft_tag))
+    return hashlib.blake2b(data, digest_size=16).digest()

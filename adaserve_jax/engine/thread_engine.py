@@ -26,7 +26,7 @@ from adaserve_jax.engine.client import (
     check_request,
     check_room,
 )
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Progress
@@ -41,14 +41,15 @@ _log = logging.getLogger(__name__)
 class LocalEngine:
     """An `EngineClient` that loads and compiles in the thread that calls `start`, and runs steps in its own."""
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
-        """Configure an engine that has not started.
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None,
+        warm_folder: str | None = None,
+    ):  # fmt: skip
+        """Configure an engine that has not started; `observe` wraps the executor, so that a caller sees its steps.
 
-        Args:
-            config: options of the engine.
-            progress: progress(what, done, total), called during `start`.
-            observe: wraps the executor, so that a caller sees what steps do.
+        warm_folder: private folder that keeps measured times for restarts; None: every start measures its own.
         """
+        self._warm_folder = warm_folder
         self._config = config
         self._progress = progress
         self._observe = observe
@@ -88,7 +89,7 @@ class LocalEngine:
     def start(self) -> None:
         if self._info is not None or self._stopping:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
-        self._assembly = assembly = Assembly(self._config, self._progress, self._observe)
+        self._assembly = assembly = Assembly(self._config, self._progress, self._observe, self._warm_folder)
         try:
             assembly.get_ready()
             self._core = assembly.build_core(assembly.config)
@@ -128,12 +129,10 @@ class LocalEngine:
         with self._lock:
             if not self.is_alive():
                 raise self._error or EngineDeadError("the engine is not running; build and start a new one")
-            if request.request_id in self._sinks:
-                raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             check_room(choices, self._core.scheduler.num_waiting + self._queued, self._config.max_waiting)
+            self._sinks.open(request, sink)
             if not self._is_busy:
                 self._last_step_s = arrival_s
-            self._sinks.open(request.request_id, sink, choices)
             self._queued += choices
             self._preparing[request.request_id] = (request, arrival_s)
         self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
@@ -165,11 +164,11 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        assembly, busy, live = self._assembly, self._is_busy, self._core.scheduler.stats
+        assembly = self._assembly
         return EngineStats(
-            scheduler=live,
+            scheduler=self._core.scheduler.stats,
             compiles_after_ready=assembly.executor.compiles_after_ready,
-            step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
+            step_age_s=time.monotonic() - self._last_step_s if self._is_busy else 0.0,
             learning=LearningStats() if assembly.learner is None else assembly.learner.stats(),
             drafter=None if assembly.drafting is None else assembly.drafting.drafter.stats(),
         )
@@ -237,8 +236,8 @@ class LocalEngine:
             self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:
             router = self._assembly.router
-            if router is not None and request.draft_tag:
-                router.route(request)  # learns the topic of a tag, from accepted requests only
+            if router is not None and request.draft_tag and request.learn:
+                router.learn(request.draft_tag, request.prompt_ids, request.tenant)  # from accepted requests only
 
     def _draft_of(self, request: GenerateRequest) -> int:
         """Return the index of the draft that speculates for the request; the router learns nothing from it yet."""
@@ -249,7 +248,7 @@ class LocalEngine:
             return router.index(request.draft_tag)
         # A step waits for this: decode no more of a long prompt than the router reads (a token has >= 1 character).
         last = request.prompt_ids[-MAX_PROMPT_CHARS:] if router.needs_text else []
-        return router.route(request, self._assembly.tokenizer.decode(last))
+        return router.route(request.prompt_ids, self._assembly.tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for request_id in self._sinks.deliver(chunks):

@@ -22,19 +22,15 @@ class ResponseHandler(Protocol):
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Take status and headers, by lower-case name."""
-        ...
 
     def on_body(self, at_s: float, part: bytes) -> None:
         """Take a part of the body. at_s: time.monotonic when its bytes were read."""
-        ...
 
     def on_end(self, at_s: float) -> None:
         """Note that the response is complete."""
-        ...
 
     def on_lost(self, at_s: float, code: str, heard: bool) -> None:
         """Note that the response is cut. code: disconnected or malformed_http; heard: whether any byte came."""
-        ...
 
 
 def parser_library() -> Any:

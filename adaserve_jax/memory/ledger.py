@@ -69,8 +69,13 @@ class Sizes:
         return max(0, limit.bytes - taken) // self.page
 
     def extension_pages(self, num_pages: int) -> int:
-        """Return the pages that fit in the memory of the drafts' weights and of their KV of `num_pages` pages."""
-        return extension_pages(self.drafts_weights, num_pages * self.draft_page, self.target_page)
+        """Return N_draft, pages of the target that fit in the memory of the drafts' weights and of their KV of
+        `num_pages` pages.
+
+        Rounded down: the drafts leave no more than that. Source: Nightjar section 5, corrected (its ceiling overruns,
+        and it forgets the draft's KV).
+        """
+        return (self.drafts_weights + num_pages * self.draft_page) // self.target_page
 
     @property
     def drafts_weights(self) -> int:
@@ -78,16 +83,11 @@ class Sizes:
         return self.draft_weights + self.further_drafts
 
     def without_draft(self) -> Sizes:
-        return self._without("draft_weights", "draft_page", "further_drafts", "training")
+        return self.without("draft_weights", "draft_page", "further_drafts", "training")
 
-    def without_further_drafts(self) -> Sizes:
-        return self._without("further_drafts")
-
-    def without_training(self) -> Sizes:
-        return self._without("training")
-
-    def _without(self, *parts: str) -> Sizes:
-        int8 = None if self.int8 is None else self.int8._without(*parts)
+    def without(self, *parts: str) -> Sizes:
+        """Return the sizes with these parts, names of fields, as 0."""
+        int8 = None if self.int8 is None else self.int8.without(*parts)
         return replace(self, **dict.fromkeys(parts, 0), int8=int8)
 
 
@@ -169,15 +169,6 @@ class Ledger:
         return self.needed - (self.sizes.reserve if self.workspace is None else 0) <= self.limit.bytes
 
 
-def extension_pages(draft_weights: int, draft_kv: int, page_bytes: int) -> int:
-    """Return N_draft, pages of the target that fit in the memory of the draft; all sizes in bytes.
-
-    Rounded down: the draft leaves no more than that. Source: Nightjar section 5, corrected (its ceiling overruns, and
-    it forgets the draft's KV).
-    """
-    return (draft_weights + draft_kv) // page_bytes
-
-
 @dataclass(frozen=True)
 class Shape:
     """Limits of an engine that a suggested change may lower."""
@@ -241,9 +232,9 @@ def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
 def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
     sizes = ledger.sizes
     if sizes.training:
-        yield "learning none", _with(ledger, sizes.without_training())
+        yield "learning none", _with(ledger, sizes.without("training"))
     if sizes.further_drafts:
-        yield "drafts none", _with(ledger, sizes.without_further_drafts())
+        yield "drafts none", _with(ledger, sizes.without("further_drafts"))
     # what needs a draft goes with it
     no_draft = (
         "draft none" + " and drafts none" * bool(sizes.further_drafts) + " and learning none" * bool(sizes.training)

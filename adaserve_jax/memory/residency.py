@@ -98,12 +98,9 @@ class Residency:
     ) -> Transition | None:
         """Return the transition to make now, or None. Call once per step.
 
-        Args:
-            pressure: Demand for pages.
-            speculates: Whether speculation was on in the step; None if it had no decode rows, so that nothing was
-                decided.
-            pages_pay: Returns whether pages are worth more than the draft. If given, it is asked after each T_persist
-                steps of short pages, and whether speculation was on does not matter.
+        speculates: whether speculation was on in the step; None if it had no decode rows, so that nothing was decided.
+        pages_pay: returns whether pages are worth more than the draft. If given, it is asked after each T_persist steps
+        of short pages, and whether speculation was on does not matter.
         """
         self._stay += 1
         self._wait = max(self._wait - 1, 0)

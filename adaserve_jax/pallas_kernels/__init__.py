@@ -1,1 +1,1 @@
-"""One folder per device operation, each with its reference and its conformance specs."""
+"""Device kernels, a folder per operation, each with its reference."""

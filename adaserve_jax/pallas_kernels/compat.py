@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
@@ -22,19 +20,14 @@ def tpu_interpret(detect_races: bool = False) -> Any:
     return pltpu.InterpretParams(detect_races=detect_races)
 
 
-def gpu_interpret(detect_races: bool = False) -> Any:
+def gpu_interpret() -> Any:
     """Build the `interpret` that runs a Mosaic GPU kernel on a CPU, with shared memory and barriers simulated."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public in jax 0.10
 
-    return InterpretGPUParams(detect_races=detect_races)
+    return InterpretGPUParams()
 
 
 def gpu_load(ref: Any, layout: Any) -> jax.Array:
     """Load all of a reference into registers of that layout, by the widest loads that it allows."""
     whole = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *whole, layout=layout, optimized=False)
-
-
-# Types of pools by the names that shapes for tests and benchmarks use.
-
-DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}

@@ -19,15 +19,8 @@ from adaserve_jax.results.run_folder import RunResults
 def load_folders(
     paths: Sequence[Path], against: Path | None = None
 ) -> tuple[tuple[RunResults, ...], RunResults | None]:
-    """Read the runs to report on, and the run that they are compared with.
-
-    Args:
-        paths: folders of `adaserve bench` or `adaserve simulate`, or files of `adaserve serve --records`.
-        against: another such folder or file.
-
-    Raises:
-        ConfigError: no path is given, one is given twice or compared with itself, or one cannot be read.
-    """
+    """Read the runs to report on, and the run that they are compared with; see `RunResults.load`. Raises ConfigError:
+    no path is given, one is given twice or compared with itself, or one cannot be read."""
     if not paths:
         raise ConfigError("expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, got none")
     places = [path.resolve() for path in paths]
@@ -48,12 +41,8 @@ def build(
 ) -> Document:  # fmt: skip
     """Build the report of all measured points; sections with nothing to show are left out.
 
-    Args:
-        found: the points to report on.
-        against: an earlier run, compared point by point.
-        title: title of the report; None makes one of the sources' names.
-        timeline: name of the point that is shown over time; None chooses one.
-        rate: requests per second of the figures that show one rate; None chooses the middle one.
+    timeline: name of the point that is shown over time; None chooses one. rate: requests per second of the figures that
+    show one rate; None chooses the middle one.
 
     Raises:
         ConfigError: there is no such point or rate.

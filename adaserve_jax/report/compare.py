@@ -12,12 +12,11 @@ from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.estimates import (
     Estimate,
     Estimates,
-    amount,
+    amounts,
     cell,
     difference_cell,
     heading,
     listed,
-    number,
     titled,
 )
 from adaserve_jax.report.measures import (
@@ -78,8 +77,7 @@ def headline(view: View) -> Section:
     shown = settings if groups <= MOST_HEADLINE_ROWS else view.line
     texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
     texts += [Text(text, warns=True) for text in _how_paired(view.estimates, _pairs(view, settings))]
-    texts += [Text(left_out, warns=True)] if (left_out := _left_out(view, settings)) else []
-    texts += [Text(repeats)] if (repeats := _repeats(view)) else []
+    texts += [*_left_out(view, settings), *_repeats(view)]
     return Section("headline", "Headline", (*texts, _headline_table(view, shown)))
 
 
@@ -127,9 +125,7 @@ def leader(view: View, measure: Measure, setting: LoadSetting) -> Lead | None:
 
 
 def _lead_text(measure: Measure, leads: Sequence[Lead], compared: int, axes: Sequence[str]) -> str:
-    by = sorted(lead.by for lead in leads)
-    low, high = number(measure.unit, by[0]), amount(measure, by[-1])
-    over = high if number(measure.unit, by[-1]) == low else f"{low} to {high}"
+    over = amounts(measure, [lead.by for lead in leads])
     where = f" at {listed([lead.setting.describe(axes) for lead in leads])}" if axes else ""
     share = f" ({len(leads)} of {compared} settings)" if compared > 1 else ""
     return f"{leads[0].policy} is ahead of every other policy{where}{share}, of the next one by {over}"
@@ -177,8 +173,8 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
     )
 
 
-def _left_out(view: View, settings: Sequence[LoadSetting]) -> str:
-    """Return a sentence on policies with invalid points only, which cannot be ahead; empty if there are none."""
+def _left_out(view: View, settings: Sequence[LoadSetting]) -> Iterator[Text]:
+    """Yield a sentence on policies with invalid points only, which cannot be ahead."""
     axes = view.measured.varied
     parts = [
         f"{listed(policies)} at {s.describe(axes) or s.describe(('rate_rps',))}"
@@ -186,25 +182,27 @@ def _left_out(view: View, settings: Sequence[LoadSetting]) -> str:
         if (policies := view.measured.invalid_at(s))
     ]
     more = f"; and at {len(parts) - MOST_LEFT_OUT} more settings" if len(parts) > MOST_LEFT_OUT else ""
-    return f"Not compared, as their points are invalid: {'; '.join(parts[:MOST_LEFT_OUT])}{more}." if parts else ""
+    if parts:
+        named = "; ".join(parts[:MOST_LEFT_OUT])
+        yield Text(f"Not compared, as their points are invalid: {named}{more}.", warns=True)
 
 
-def _repeats(view: View) -> str:
-    """Return a sentence on the limits of intervals of few repeats; empty with enough repeats or without intervals."""
+def _repeats(view: View) -> Iterator[Text]:
+    """Yield a sentence on the limits of intervals of few repeats."""
     groups = [group for group in view.measured.groups.values() if group.has_records]
     fewest = min((len(group.points) for group in groups), default=ENOUGH_REPEATS)
-    if fewest >= ENOUGH_REPEATS:
-        return ""
-    times = "once" if fewest == 1 else f"{fewest} times"
-    return (
-        f"Points were measured {times}: intervals hold which requests happened to come, and not what differs from "
-        f"run to run, for which it takes {ENOUGH_REPEATS} repeats."
-    )
+    if fewest < ENOUGH_REPEATS:
+        times = "once" if fewest == 1 else f"{fewest} times"
+        yield Text(
+            f"Points were measured {times}: intervals hold which requests happened to come, and not what differs from "
+            f"run to run, for which it takes {ENOUGH_REPEATS} repeats."
+        )
 
 
 def versus(view: View) -> Section | None:
     """Compare one policy with each other policy, setting by setting; None if no setting has two policies."""
-    ours = our_policy(view)
+    groups = view.measured.groups.values()
+    ours = next((g.policy for g in groups if g.points[0].served_by == OURS), view.measured.policies[0])
     pairs = {
         other: pairs for other in view.measured.policies if other != ours and (pairs := pairs_of(view, ours, other))
     }
@@ -217,12 +215,6 @@ def versus(view: View) -> Section | None:
     every = [pair for each in pairs.values() for pair in each]
     texts += [Text(text) for text in _how_paired(view.estimates, every)]
     return Section("versus", f"{ours} against the others", (*texts, _versus_table(view, ours, pairs)))
-
-
-def our_policy(view: View) -> str:
-    """Return the policy that is compared with the others."""
-    ours = (group.policy for group in view.measured.groups.values() if group.points[0].served_by == OURS)
-    return next(ours, view.measured.policies[0])
 
 
 def pairs_of(view: View, ours: str, theirs: str) -> list[GroupPair]:
@@ -317,13 +309,9 @@ def _comparison_table(view: View, pairs: Sequence[GroupPair], then: str) -> Tabl
         ((pair.ours.policy, *_axis_cells(view, pair), name), pair, name)
         for pair in sorted(pairs, key=lambda pair: pair.ours.setting.order)
         for name in view.classes
-        if _has_class(pair.ours, name) and _has_class(pair.theirs, name)
+        if all(any(name in point.rows for point in group.points) for group in (pair.ours, pair.theirs))
     ]
     return _difference_table("differences", view, caption, titles, "then / now", rows)
-
-
-def _has_class(group: PointGroup, slo_class: str) -> bool:
-    return any(slo_class in point.rows for point in group.points)
 
 
 def _how_paired(estimates: Estimates, pairs: Sequence[GroupPair]) -> list[str]:
@@ -350,20 +338,13 @@ def _axis_cells(view: View, pair: GroupPair) -> list[str]:
 
 
 def _difference_table(
-    key: str,
-    view: View,
-    caption: str,
-    titles: tuple[str, ...],
-    ratio: str,
+    key: str, view: View, caption: str, titles: tuple[str, ...], ratio: str,
     rows: Sequence[tuple[tuple[str, ...], GroupPair, str]],
-) -> Table:
+) -> Table:  # fmt: skip
     """Build a table of ours - theirs in each measure, and of the ratio of their violations to ours.
 
-    The ratio has no upper bound where ours may be 0. Cells are strong where ours is better beyond chance.
-
-    Args:
-        titles: titles of the first cells. ratio: title of the violations' ratio.
-        rows: first cells, pair of groups and class of requests of each row.
+    The ratio has no upper bound where ours may be 0. Cells are strong where ours is better beyond chance. ratio: its
+    title. rows: first cells, whose titles are given, pair of groups and class of requests.
     """
     cells: list[tuple[str, ...]] = []
     strong: set[tuple[int, int]] = set()
@@ -395,13 +376,7 @@ def _tally(estimates: Estimates, pairs: Sequence[GroupPair], measure: Measure) -
 
 
 def _by(measure: Measure, values: Sequence[float]) -> str:
-    """Return the range of differences, e.g. " (by 2.0 to 4.1 ms)"."""
-    if not values:
-        return ""
-    low, high = min(map(abs, values)), max(map(abs, values))
-    if number(measure.unit, low) == number(measure.unit, high):
-        return f" (by {amount(measure, high)})"
-    return f" (by {number(measure.unit, low)} to {amount(measure, high)})"
+    return f" (by {amounts(measure, values)})" if values else ""
 
 
 def _wins(measure: Measure, difference: Estimate) -> bool:

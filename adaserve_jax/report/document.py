@@ -9,10 +9,9 @@ from itertools import pairwise
 from math import floor, isfinite, log10
 from typing import Literal
 
-Kind = Literal["line", "step", "scatter", "bars", "stack", "area"]
+Kind = Literal["line", "step", "scatter", "bars", "stack"]
 """Kinds of figures. line: joined points, with an interval around them where one is known; step: values that hold until
-the next; scatter: points with their labels; bars: one group of bars per category; stack: bars upon each other; area:
-stacked areas over x."""
+the next; scatter: points with their labels; bars: one group of bars per category; stack: bars upon each other."""
 PlotPoint = tuple[float | str, float | None, float | None, float | None]
 """x, y, low, high."""
 MIN_FILLED = 0.5
@@ -53,8 +52,7 @@ class Series:
 class Panel:
     """One pair of axes.
 
-    y_range: fixed range, or None for one that fits the values. y_percent: values are shares, shown in percent. log_y: a
-    logarithmic axis; every y is above 0.
+    y_range: fixed range, or None for one that fits the values. y_percent: values are shares, shown in percent.
     """
 
     title: str
@@ -62,7 +60,6 @@ class Panel:
     y_label: str
     y_range: tuple[float, float] | None = None
     y_percent: bool = False
-    log_y: bool = False
 
     def __post_init__(self) -> None:
         if self.y_range is not None and not self.y_range[0] < self.y_range[1]:
@@ -186,9 +183,9 @@ def _table(figure: Figure, panel: Panel, key: str, most_rows: int) -> Table:
     if doubled or labelled or filled < MIN_FILLED:
         columns = ("series", figure.x_label, panel.y_label, *(("label",) if labelled else ()))
         rows = [
-            (series.name, number(point[0]), _cell(panel, point), *((_label(series, i),) if labelled else ()))
+            (series.name, number(point[0]), _cell(panel, point), *labels)
             for series in shown
-            for i, point in enumerate(series.points)
+            for point, labels in zip(series.points, _label_cells(series, labelled), strict=True)
         ]
         numeric = {1, 2}
     else:
@@ -211,8 +208,9 @@ def _cell(panel: Panel, point: PlotPoint | None) -> str:
     return f"{panel.format(y)} ({panel.format(low)} to {panel.format(high)})"
 
 
-def _label(series: Series, index: int) -> str:
-    return series.labels[index] if series.labels else ""
+def _label_cells(series: Series, labelled: bool) -> list[tuple[str, ...]]:
+    labels = series.labels or ("",) * len(series.y)
+    return [(label,) if labelled else () for label in labels]
 
 
 def thinned(points: list[PlotPoint], most: int) -> list[PlotPoint]:
@@ -223,7 +221,8 @@ def thinned(points: list[PlotPoint], most: int) -> list[PlotPoint]:
     if len(points) <= most:
         return points
     kept: list[PlotPoint] = []
-    for start, end in _stretches(len(points), max(1, most // 4)):
+    stretches = max(1, most // 4)
+    for start, end in pairwise(len(points) * i // stretches for i in range(stretches + 1)):
         ys = {i: y for i in range(start, end) if (y := points[i][1]) is not None}
         gaps = [i for i in range(start, end) if i not in ys]
         chosen = {start, end - 1, *gaps[:1]}
@@ -231,17 +230,3 @@ def thinned(points: list[PlotPoint], most: int) -> list[PlotPoint]:
             chosen |= {min(ys, key=ys.__getitem__), max(ys, key=ys.__getitem__)}
         kept += [points[i] for i in sorted(chosen)]
     return kept
-
-
-def averaged(xs: list[float], columns: list[list[float]], most: int) -> tuple[list[float], list[list[float]]]:
-    """Return at most `most` points: the first x of each stretch, and the mean of each column over it."""
-    if len(xs) <= most:
-        return xs, columns
-    stretches = _stretches(len(xs), most)
-    means = [[sum(column[a:b]) / (b - a) for a, b in stretches] for column in columns]
-    return [xs[a] for a, _ in stretches], means
-
-
-def _stretches(length: int, count: int) -> list[tuple[int, int]]:
-    """Cut `length` items into `count` stretches of nearly the same length, as (start, end)."""
-    return list(pairwise([length * i // count for i in range(count + 1)]))

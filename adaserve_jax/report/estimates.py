@@ -33,13 +33,13 @@ class Estimate:
 
 
 UNKNOWN = Estimate(None)
+SEED = 0
 
 
 class Estimates:
     """Estimates by bootstrap of 2,000 resamples, or fewer of many requests; each is computed once and kept."""
 
-    def __init__(self, seed: int = 0):
-        self._seed = seed
+    def __init__(self):
         self._pairings: dict[tuple[PointGroup, PointGroup], Pairing] = {}
         # One group per set of repeats, so that it is resampled once.
         self._groups: dict[tuple[MeasuredPoint, ...], PointGroup] = {}
@@ -133,7 +133,7 @@ class Estimates:
             return Estimate(value)
         ours, theirs = (self._distribution(group, measure, slo_class) for group in pair)
         if not pairing.paired:
-            theirs = np.random.default_rng(self._seed + 1).permutation(theirs)
+            theirs = np.random.default_rng(SEED + 1).permutation(theirs)
         drawn = min(len(ours), len(theirs))
         found = between(combine(ours[:drawn], theirs[:drawn]))
         return Estimate(value, found.low, found.high)
@@ -157,7 +157,7 @@ class Estimates:
             columns = group.columns
             wanted = _drawn_with(group, measure, slo_class)
             statistics = [each.of(columns, columns.mask(name)) for each, name in wanted]
-            drawn = distributions(statistics, columns.sizes, samples=resamples_for(sum(columns.sizes)), seed=self._seed)
+            drawn = distributions(statistics, columns.sizes, samples=resamples_for(sum(columns.sizes)), seed=SEED)
             self._drawn |= {(group, each.name, name): row for (each, name), row in zip(wanted, drawn, strict=True)}
         return self._drawn[group, measure.name, slo_class]
 
@@ -197,16 +197,12 @@ def _value(group: PointGroup, measure: Measure, slo_class: str) -> float | None:
     if measure.needs is not None and not any(getattr(point.row, measure.needs) for point in group.points):
         return None
     if not group.has_records:
-        return _mean_of_rows(group, measure, slo_class)
+        values = [getattr(point.rows[slo_class], measure.name) for point in group.points if slo_class in point.rows]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
     columns = group.columns
     (value,) = measure.of(columns, columns.mask(slo_class))(np.ones((1, len(columns.due_s))))
     return None if np.isnan(value) else float(value)
-
-
-def _mean_of_rows(group: PointGroup, measure: Measure, slo_class: str) -> float | None:
-    values = [getattr(point.rows[slo_class], measure.name) for point in group.points if slo_class in point.rows]
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -241,9 +237,10 @@ def titled(measure: Measure) -> str:
     return measure.title[0].upper() + measure.title[1:]
 
 
-def amount(measure: Measure, value: float) -> str:
-    """Return a difference without its sign, e.g. "4.2 percentage points", "12.0 tokens/s", "3.1 ms"."""
-    return number(measure.unit, abs(value)) + _AMOUNTS[measure.unit]
+def amounts(measure: Measure, values: Sequence[float]) -> str:
+    """Return the range of differences without their signs, e.g. "4.2 percentage points", "2.0 to 4.1 ms"."""
+    least, most = (number(measure.unit, of(map(abs, values))) for of in (min, max))
+    return span(least, most) + _AMOUNTS[measure.unit]
 
 
 def number(unit: Unit, value: float | None, sign: str = "") -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.document import Figure, Panel, PlotPoint, Series, averaged, number, printable, thinned
+from adaserve_jax.report.document import Figure, Panel, PlotPoint, Series, number, printable, thinned
 from adaserve_jax.report.palette import Style, shades, styles_of
 
 Colours = Mapping[str, str]
@@ -37,13 +37,12 @@ LETTER_WIDTH = 0.6 * LETTER
 LINE = 16.0
 RIGHT = 14.0
 MOST_POINTS = 400
-MOST_AREAS = 160
 MOST_MARKERS = 24
 MOST_TICKS = 9
 """Most values of x that each get a tick of their own, if their labels fit."""
 TITLE_LETTERS, LABEL_LETTERS, NAME_LETTERS = 46, 54, 22
 LEAST_BAR, LEAST_SLOT = 9.0, 22.0
-KIND_NAMES = {"step": "Line", "stack": "Stacked bars", "area": "Stacked areas", "scatter": "Points"}
+KIND_NAMES = {"step": "Line", "stack": "Stacked bars", "scatter": "Points"}
 
 
 def need_matplotlib() -> None:
@@ -58,9 +57,7 @@ def need_matplotlib() -> None:
 def draw(figure: Figure) -> str:
     """Return the HTML of a figure: a picture and a legend per panel, or one legend for panels that share series.
 
-    Raises:
-        ConfigError: matplotlib is not installed.
-        ValueError: a logarithmic axis cannot show a value.
+    Raises ConfigError without matplotlib, ValueError where a logarithmic axis cannot show a value.
     """
     need_matplotlib()
     figure = _cleaned(figure)
@@ -84,19 +81,17 @@ def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style]) -
     """Return a list of series names with their signs; nothing for a single name."""
     if len(names) < 2:
         return ""
-    entries = "".join(f"<li>{_swatch(figure, styles[name])}{escape(name)}</li>" for name in names)
-    return f'<ul class="legend">{entries}</ul>\n'
+    attributes = 'class="swatch {}" alt="" width="30" height="12"'
+    entries = [
+        _pictures(lambda colours, at=name: _plot_swatch(figure, styles[at], colours), attributes) + escape(name)
+        for name in names
+    ]
+    return f'<ul class="legend">{"".join(f"<li>{entry}</li>" for entry in entries)}</ul>\n'
 
 
 def _panel(figure: Figure, panel: Panel, styles: Mapping[str, Style]) -> str:
     alt = f"{panel.title or figure.title}. {described(figure, panel)}"
     return _pictures(lambda colours: _plot(figure, panel, styles, colours), f'class="plot {{}}" alt="{escape(alt)}"')
-
-
-def _swatch(figure: Figure, style: Style) -> str:
-    return _pictures(
-        lambda colours: _plot_swatch(figure, style, colours), 'class="swatch {}" alt="" width="30" height="12"'
-    )
 
 
 def _pictures(drawn: Callable[[Colours], Any], attributes: str) -> str:
@@ -171,11 +166,17 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-def _plot(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Colours) -> Any:
-    """Plot a panel as a matplotlib figure: title and y label on top, axes below."""
+def _sheet(width: float, height: float) -> tuple[Any, Any]:
+    """Return an empty matplotlib figure of so many pixels, and its renderer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
+    sheet = Sheet(figsize=(width / 72, height / 72), dpi=72)
+    return sheet, FigureCanvasAgg(sheet).get_renderer()
+
+
+def _plot(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Colours) -> Any:
+    """Plot a panel as a matplotlib figure: title and y label on top, axes below."""
     categories = Categories.of(figure, panel, width=WIDTH - 60.0)
     titles = wrap(panel.title, TITLE_LETTERS)
     labels = wrap(panel.y_label, LABEL_LETTERS)
@@ -184,8 +185,7 @@ def _plot(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Co
         lines = max(label.count("\n") + 1 for label in categories.labels)
         slot = max(LEAST_SLOT, LINE * lines, LEAST_BAR * len(panel.series) if figure.kind == "bars" else 0.0)
         height += max(0.0, slot * len(categories.names) - HEIGHT + 80.0)
-    sheet: Any = Sheet(figsize=(WIDTH / 72, height / 72), dpi=72)
-    renderer = FigureCanvasAgg(sheet).get_renderer()
+    sheet, renderer = _sheet(WIDTH, height)
     axes: Any = sheet.add_axes((0.1, 0.1, 0.8, 0.8))
     for line, text in enumerate([*titles, *labels]):
         bold = line < len(titles)
@@ -225,14 +225,11 @@ def _fill(style: Style, colours: Colours) -> dict[str, Any]:
 
 def _plot_swatch(figure: Figure, style: Style, colours: Colours) -> Any:
     """Plot the legend's sign for a series: a piece of its line with its marker, or of its bar."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Sheet
     from matplotlib.lines import Line2D
     from matplotlib.patches import Rectangle
 
-    sheet: Any = Sheet(figsize=(30 / 72, 12 / 72), dpi=72)
-    FigureCanvasAgg(sheet)
-    if figure.kind in ("bars", "stack", "area"):
+    sheet, _ = _sheet(30.0, 12.0)
+    if figure.kind in ("bars", "stack"):
         sheet.add_artist(Rectangle((0.1, 0.05), 0.8, 0.9, **_fill(style, colours)))
         return sheet
     look = _look(style, colours, markers=figure.kind != "step")
@@ -287,8 +284,7 @@ class PanelPlot:
     def draw(self) -> None:
         """Draw the values; ranges, ticks and labels come after them."""
         kinds = {"line": self._lines, "step": self._lines, "scatter": self._points, "bars": self._bars}
-        kinds |= {"stack": self._stack, "area": self._areas}
-        kinds[self.figure.kind]()
+        (kinds | {"stack": self._stack})[self.figure.kind]()
 
     def _lines(self) -> None:
         for order, series in enumerate(self.panel.series):
@@ -331,9 +327,7 @@ class PanelPlot:
             style = self.styles[series.name]
             x, y, low, high = self._arrays(series.points)
             x += (order - (len(shown) - 1) / 2) * thick
-            (self.axes.barh if self.categories.horizontal else self.axes.bar)(
-                x, np.nan_to_num(y), thick, zorder=2, **_fill(style, self.colours)
-            )
+            self._bar(x, np.nan_to_num(y), thick, style)
             self._whiskers(x, low, high, style, upright=not self.categories.horizontal)
 
     def _stack(self) -> None:
@@ -342,28 +336,15 @@ class PanelPlot:
             heights = np.zeros(len(base))
             x, y, *_ = self._arrays(series.points)
             heights[x.astype(int)] += np.nan_to_num(y)
-            places = np.arange(len(base))
-            fill = _fill(self.styles[series.name], self.colours)
-            if self.categories.horizontal:
-                self.axes.barh(places, heights, 0.7, left=base, zorder=2, **fill)
-            else:
-                self.axes.bar(places, heights, 0.6, bottom=base, zorder=2, **fill)
+            self._bar(np.arange(len(base)), heights, 0.65, self.styles[series.name], base)
             base += heights
 
-    def _areas(self) -> None:
-        xs = sorted({self.categories.place(x) for series in self.panel.series for x in series.x})
-        columns = [self._column(series, xs) for series in self.panel.series]
-        thin_xs, thin = averaged(xs, columns, MOST_AREAS)
-        base = np.zeros(len(thin_xs))
-        for series, heights in zip(self.panel.series, thin, strict=True):
-            top = base + np.array(heights)
-            self.axes.fill_between(thin_xs, base, top, zorder=2, **_fill(self.styles[series.name], self.colours))
-            base = top
-
-    def _column(self, series: Series, xs: list[float]) -> list[float]:
-        """Return the values of a series over `xs`; 0 where it has none."""
-        values = {self.categories.place(x): y or 0.0 for x, y in zip(series.x, series.y, strict=True)}
-        return [values.get(x, 0.0) for x in xs]
+    def _bar(self, x: np.ndarray, heights: np.ndarray, thick: float, style: Style, base: Any = None) -> None:
+        fill = _fill(style, self.colours)
+        if self.categories.horizontal:
+            self.axes.barh(x, heights, thick, left=base, zorder=2, **fill)
+        else:
+            self.axes.bar(x, heights, thick, bottom=base, zorder=2, **fill)
 
     def _arrays(self, points: list[PlotPoint]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return x, y, low, high: f64[points], NaN where there is nothing to draw."""
@@ -390,8 +371,7 @@ class PanelPlot:
         top, height: of the space below the titles, and of the whole picture, in pixels.
         """
         right = WIDTH - RIGHT
-        for side in ("top", "right", "left"):
-            self.axes.spines[side].set_visible(False)
+        self.axes.spines[["top", "right", "left"]].set_visible(False)
         self.axes.spines["bottom"].set_color(self.colours["muted"])
         self.axes.tick_params(length=0, pad=4, labelsize=LETTER - 1, labelcolor=self.colours["muted"])
         self.axes.set_axisbelow(True)
@@ -423,14 +403,8 @@ class PanelPlot:
             self._label_points()
 
     def _value_range(self) -> None:
-        bars = self.figure.kind in ("bars", "stack", "area")
+        bars = self.figure.kind in ("bars", "stack")
         set_range = self.axes.set_xlim if self.categories.horizontal else self.axes.set_ylim
-        if self.panel.log_y:
-            self._above_zero([y for s in self.panel.series for y in (*s.y, *s.low, *s.high) if y is not None], "y")
-            (self.axes.set_xscale if self.categories.horizontal else self.axes.set_yscale)("log")
-            if self.panel.y_range is not None:
-                set_range(*self.panel.y_range)
-            return
         if self.panel.y_range is not None:
             low, high = self.panel.y_range
             margin = 0.0 if bars else 0.03 * (high - low)
@@ -442,11 +416,9 @@ class PanelPlot:
             set_range(0 if bars else -0.03 * (high or 1.0), high if high > 0 else 1.0)
 
     def _value_ticks(self, axis: Any) -> None:
-        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+        from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-        axis.set_major_locator(
-            LogLocator(subs=(1, 2, 5), numticks=8) if self.panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
-        )
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(
             FuncFormatter(lambda y, _: f"{number(100 * y)}%" if self.panel.y_percent else number(_tidy(y)))
@@ -464,23 +436,15 @@ class PanelPlot:
     def _x_range(self) -> None:
         xs = [float(x) for series in self.panel.series for x in series.x] + [x for x, _ in self.figure.marks]
         xs = [x for x in xs if np.isfinite(x)] or [0.0, 1.0]
-        margin = {"step": 0.0, "area": 0.0, "line": 0.03, "scatter": 0.06}[self.figure.kind]
+        margin = {"step": 0.0, "line": 0.03, "scatter": 0.06}[self.figure.kind]
+        scale, back = (np.log, np.exp) if self.figure.log_x else (np.asarray, np.asarray)
+        if self.figure.log_x and min(xs) <= 0:
+            raise ValueError(f"{self.figure.key}: expected every x above 0 on a logarithmic axis, got {min(xs)}")
         if self.figure.log_x:
-            self._above_zero(xs, "x")
             self.axes.set_xscale("log")
-            low, high = np.log(min(xs)), np.log(max(xs))
-            span = (high - low) or 1.0
-            self.axes.set_xlim(float(np.exp(low - margin * span)), float(np.exp(high + margin * span)))
-        else:
-            span = (max(xs) - min(xs)) or 1.0
-            side = margin or (0.0 if max(xs) > min(xs) else 0.5)
-            self.axes.set_xlim(min(xs) - side * span, max(xs) + side * span)
-
-    def _above_zero(self, values: list[float], axis: str) -> None:
-        if values and min(values) <= 0:
-            raise ValueError(
-                f"{self.figure.key}: expected every {axis} above 0 on a logarithmic axis, got {min(values)}"
-            )
+        low, high = scale(min(xs)), scale(max(xs))
+        side = (margin or (0.0 if high > low else 0.5)) * ((high - low) or 1.0)
+        self.axes.set_xlim(float(back(low - side)), float(back(high + side)))
 
     def _x_ticks(self, xs: list[float], width: float) -> None:
         """Set a tick at each value of x where all their labels fit, else at round values."""

@@ -11,31 +11,29 @@ from base64 import b64encode
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from html import escape
+from itertools import chain, count
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import adaserve_jax
 from adaserve_jax.report.document import Document, Figure, Section, Table, Text, printable, tables_of
-from adaserve_jax.report.figures import draw, need_matplotlib
+from adaserve_jax.report.figures import draw
 from adaserve_jax.report.palette import css_variables
 
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 MOST_ROWS = 200
 """Most rows of the tables of numbers below figures."""
-MANY_PANELS = 7
-"""Number of panels that do not fit on one printed page."""
 _WITH_INTERVAL = re.compile(r"([-+]?[\d.,]+%?(?: \w+)?) \(([^()]+ to [^()]+)\)")
 
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure with its drawing and its tables of numbers. many: it has many panels, and may break across pages."""
+    """A figure with its drawing and its tables of numbers."""
 
     figure: Figure
     svg: Markup
     tables: tuple[Table, ...]
-    many: bool
 
     @property
     def key(self) -> str:
@@ -58,13 +56,8 @@ class RenderedSection:
 
 
 def render_html(document: Document) -> str:
-    """Return the file's content. The same document gives the same text.
-
-    Raises:
-        ConfigError: there is a figure to draw, and matplotlib is not installed.
-    """
-    if any(isinstance(item, Figure) for section in document.sections for item in section.items):
-        need_matplotlib()
+    """Return the file's content. The same document gives the same text. Raises ConfigError: there is a figure to draw,
+    and matplotlib is not installed."""
     anchors = Anchors()
     parts = [_rendered(section, anchors, first=section is document.headline) for section in document.sections]
     loader = PackageLoader("adaserve_jax.report")
@@ -99,8 +92,7 @@ def _rendered(section: Section, anchors: Anchors, *, first: bool) -> RenderedSec
         else:
             figure = replace(item, key=anchors.of(item.key))
             tables = tables_of(figure, most_rows=MOST_ROWS)
-            many = len(figure.panels) >= MANY_PANELS
-            items.append(("figure", DrawnFigure(figure, Markup(draw(figure)), tables, many)))
+            items.append(("figure", DrawnFigure(figure, Markup(draw(figure)), tables)))
     return RenderedSection(key, section.title, tuple(items), first)
 
 
@@ -113,10 +105,8 @@ class Anchors:
     def of(self, key: str) -> str:
         """Return an identifier like the key."""
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", key).strip("-") or "part"
-        name, again = stem, 1
-        while name in self._taken:
-            again += 1
-            name = f"{stem}-{again}"
+        names = chain([stem], (f"{stem}-{again}" for again in count(2)))
+        name = next(name for name in names if name not in self._taken)
         self._taken.add(name)
         return name
 

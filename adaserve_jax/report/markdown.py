@@ -23,7 +23,7 @@ def _body(document: Document) -> Iterator[str]:
         yield from _section(section)
         if section is document.headline and document.facts:
             yield from ("## Conditions", "")
-            yield from _rows(("", ""), document.facts, frozenset(), frozenset())
+            yield from _rows(Table("conditions", "Conditions", "", ("", ""), document.facts))
             yield ""
 
 
@@ -40,7 +40,7 @@ def _section(section: Section) -> Iterator[str]:
 
 def _table(table: Table, *, level: int) -> Iterator[str]:
     yield from (f"{'#' * level} {_inline(table.title)}", "")
-    yield from _rows(table.columns, table.rows, table.numeric, table.strong)
+    yield from _rows(table)
     yield ""
     if table.caption:
         yield from (_paragraph(table.caption), "")
@@ -57,20 +57,16 @@ def _figure(figure: Figure) -> Iterator[str]:
         if len(figure.panels) > 1:
             yield from (f"#### {_inline(table.title)}", "")
         yield from (_paragraph(table.caption), "")
-        yield from _rows(table.columns, table.rows, table.numeric, table.strong)
+        yield from _rows(table)
         yield ""
 
 
-def _rows(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    numeric: frozenset[int],
-    strong: frozenset[tuple[int, int]],
-) -> Iterator[str]:
-    yield _row([_inline(column) for column in columns])
-    yield _row(["---:" if index in numeric else "---" for index in range(len(columns))])
-    for i, row in enumerate(rows):
-        yield _row([f"**{_prose(c)}**" if (i, j) in strong and c.strip() else _prose(c) for j, c in enumerate(row)])
+def _rows(table: Table) -> Iterator[str]:
+    yield _row([_inline(column) for column in table.columns])
+    yield _row(["---:" if index in table.numeric else "---" for index in range(len(table.columns))])
+    for i, row in enumerate(table.rows):
+        strong = [(i, j) in table.strong and bool(c.strip()) for j, c in enumerate(row)]
+        yield _row([f"**{_prose(c)}**" if each else _prose(c) for c, each in zip(row, strong, strict=True)])
 
 
 def _row(cells: Sequence[str]) -> str:

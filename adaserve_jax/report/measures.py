@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from adaserve_jax.results.bootstrap import Counted, Ratio, percentile
-from adaserve_jax.results.records import RequestRecord, arrival_order
+from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.schema import ALL_CLASSES
 
 WITH_TARGET, WITHOUT_TARGET = "with a target", "without a target"
@@ -37,7 +37,7 @@ class MeasureColumns:
     A measure of thousands of requests is then a product of arrays. sizes: number of records of each repeat, one after
     the other. wall_s: wall time of the repeat divided among its records, so that the sum over any repeats is their wall
     time. tpot_over: TPOT / target of requests with a target, 0 for a single token and infinite for requests that did
-    not finish. ttft_over: likewise.
+    not finish, NaN for those that their client cancelled. ttft_over: likewise.
     """
 
     sizes: tuple[int, ...]
@@ -45,6 +45,7 @@ class MeasureColumns:
     due_s: np.ndarray
     wall_s: np.ndarray
     finished: np.ndarray
+    cancelled: np.ndarray
     slo_met: np.ndarray
     tpot_met: np.ndarray
     ttft_met: np.ndarray
@@ -65,14 +66,15 @@ class MeasureColumns:
         """Build columns of repeats, each given by its records and wall time in seconds; sort requests by arrival."""
         records = [record for each, _ in repeats for record in sorted(each, key=arrival_order)]
         walls = [wall_s / len(each) for each, wall_s in repeats for _ in each]
-        done = [record.status == "finished" for record in records]
+        statuses: list[Status] = [record.status for record in records]
         return cls(
             sizes=tuple(len(each) for each, _ in repeats),
             slo_class=np.array([record.slo_class for record in records], dtype=np.str_),
             wall_s=_numbers(walls),
-            finished=_numbers(done),
-            tpot_over=_over(done, [(r.tpot_s, r.tpot_slo_s) for r in records], one_token=0.0),
-            ttft_over=_over(done, [(r.ttft_s, r.ttft_slo_s) for r in records], one_token=np.inf),
+            finished=_numbers(status == "finished" for status in statuses),
+            cancelled=_numbers(status == "cancelled" for status in statuses),
+            tpot_over=_over(statuses, [(r.tpot_s, r.tpot_slo_s) for r in records], one_token=0.0),
+            ttft_over=_over(statuses, [(r.ttft_s, r.ttft_slo_s) for r in records], one_token=np.inf),
             **{name: _numbers(getattr(record, name) for record in records) for name in _SAME_NAME},
         )
 
@@ -81,7 +83,7 @@ class MeasureColumns:
         if slo_class == ALL_CLASSES:
             return np.ones(len(self.slo_class), bool)
         if slo_class in (WITH_TARGET, WITHOUT_TARGET):
-            return np.isnan(self.slo_met) == (slo_class == WITHOUT_TARGET)
+            return (np.isnan(self.tpot_slo_s) & np.isnan(self.ttft_slo_s)) == (slo_class == WITHOUT_TARGET)
         return self.slo_class == slo_class
 
     def same_requests(self, other: MeasureColumns) -> bool:
@@ -95,13 +97,15 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def _over(done: Sequence[bool], pairs: Sequence[tuple[float | None, float | None]], one_token: float) -> np.ndarray:
+def _over(
+    statuses: Sequence[Status], pairs: Sequence[tuple[float | None, float | None]], one_token: float
+) -> np.ndarray:
     """Return measured / target. one_token: value for a request that finished without the measured time."""
     values: list[float | None] = []
-    for finished, (measured_s, target_s) in zip(done, pairs, strict=True):
-        if target_s is None:
+    for status, (measured_s, target_s) in zip(statuses, pairs, strict=True):
+        if target_s is None or status == "cancelled":
             values.append(None)
-        elif not finished:
+        elif status != "finished":
             values.append(np.inf)
         else:
             values.append(one_token if measured_s is None else measured_s / target_s)

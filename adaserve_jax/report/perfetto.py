@@ -31,11 +31,8 @@ Event = dict[str, Any]
 
 
 def write_trace(point: MeasuredPoint, path: Path) -> None:
-    """Write the trace of a point, compressed if the path ends in .gz.
-
-    Raises:
-        ConfigError: the point has no request records, or the file cannot be written.
-    """
+    """Write the trace of a point, compressed if the path ends in .gz. Raises ConfigError: the point has no request
+    records, or the file cannot be written."""
     if not point.records:
         raise ConfigError(
             f"expected request records of {point.name!r} to trace, its folder has none: keep requests.jsonl beside "
@@ -49,17 +46,8 @@ def write_trace(point: MeasuredPoint, path: Path) -> None:
 
 
 def traced_point(found: Measured, name: str | None, rate: float | None = None) -> MeasuredPoint:
-    """Return the point to trace.
-
-    Args:
-        found: all points.
-        name: name of the point; None chooses the one that a report shows over time, else the first valid one with
-            records, else any.
-        rate: requests per second of the report.
-
-    Raises:
-        ConfigError: there is no such point or rate.
-    """
+    """Return the point of a name; None chooses the one that a report at this rate shows over time, else the first valid
+    one with records, else any. Raises ConfigError: there is no such point or rate."""
     if name is not None:
         return find_point(found.points, name)
     sampled = View.of(found, rate).timeline_point() if found.valid else None
@@ -123,14 +111,16 @@ def _stages(record: RequestRecord, arrival_us: float) -> Iterator[tuple[tuple[st
 
 def _args(record: RequestRecord) -> dict[str, Any]:
     """Return the values that a click on the request shows; times in ms."""
-    times = ("queue_s", "ttft_s", "tpot_s", "ttft_slo_s", "tpot_slo_s")
-    shown = {f"{name.removesuffix('_s')}_ms": _ms(getattr(record, name)) for name in times}
+    shown = {
+        f"{name.removesuffix('_s')}_ms": round(seconds * 1e3, 6)
+        for name in ("queue_s", "ttft_s", "tpot_s", "ttft_slo_s", "tpot_slo_s")
+        if (seconds := getattr(record, name)) is not None
+    }
     counts = (
         "status", "slo_met", "prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens",
         "preemptions", "replica",
     )  # fmt: skip
-    values = shown | {name: getattr(record, name) for name in counts}
-    return {name: value for name, value in values.items() if value is not None}
+    return shown | {name: value for name in counts if (value := getattr(record, name)) is not None}
 
 
 def _engine_events(samples: Sequence[Sample]) -> Iterator[Event]:
@@ -143,7 +133,3 @@ def _engine_events(samples: Sequence[Sample]) -> Iterator[Event]:
 def _us(seconds: float) -> float:
     """Return microseconds, rounded to the nanosecond."""
     return round(seconds * 1e6, 3)
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 6)

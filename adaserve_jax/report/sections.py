@@ -63,14 +63,18 @@ def curves(view: View) -> Section:
     """Build a figure per axis and measure, with a panel per class; bars by class where nothing varies."""
     measures = _measures(view)
     drawn = figures(view, measures)
-    if ATTAINMENT_TPOT in measures:
-        return Section("curves", "Attainment and goodput", tuple(drawn))
-    return Section("curves", "Attainment and goodput", (Text(SAME_FIGURES), *drawn))
+    notes = () if ATTAINMENT_TPOT in measures else (Text(SAME_FIGURES),)
+    return Section("curves", "Attainment and goodput", (*notes, *drawn))
 
 
 def figures(view: View, measures: Sequence[Measure]) -> list[Figure]:
     """Return each measure along each axis that varies, or by class at the focus where none does."""
-    lines = [figure for axis in view.axes for figure in _along(view, axis, measures)]
+    lines = [
+        _figure(view, axis, settings, others, measure, index)
+        for axis in view.axes
+        for index, (others, settings) in enumerate(view.slices(axis), 1)
+        for measure in measures
+    ]
     return lines or [by_class(view, measure) for measure in measures]
 
 
@@ -85,19 +89,14 @@ def _measures(view: View) -> tuple[Measure, ...]:
     return (*JOINT, *(TPOT_ONLY if differ else ()), THROUGHPUT)
 
 
-def _along(view: View, axis: str, measures: Sequence[Measure]) -> Iterator[Figure]:
-    for index, (others, settings) in enumerate(view.slices(axis)):
-        key = f"{axis.removesuffix('_rps').replace('_', '-')}{f'-{index + 1}' if index else ''}"
-        for measure in measures:
-            yield _figure(view, axis, settings, others, measure, key)
-
-
-def _figure(view: View, axis: str, settings: Sequence[LoadSetting], others: str, measure: Measure, key: str) -> Figure:
+def _figure(
+    view: View, axis: str, settings: Sequence[LoadSetting], others: str, measure: Measure, index: int
+) -> Figure:
     classes = (ALL_CLASSES,) if measure in ONLY_ALL else view.classes
     x = [setting.number(axis) for setting in settings]
     intervals = "Bands: 95% intervals." if any(group.has_records for group in view.measured.groups.values()) else ""
     return Figure(
-        key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-{key}",
+        key=f"{key_of(measure.name)}-by-{key_of(axis)}" + (f"-{index}" if index > 1 else ""),
         title=f"{titled(measure)} against {AXES[axis][0]}" + (f", at {others}" if others else ""),
         caption=view.caption(f"{_explanation(measure)} {intervals}".strip()),
         kind="line",
@@ -105,6 +104,11 @@ def _figure(view: View, axis: str, settings: Sequence[LoadSetting], others: str,
         panels=tuple(_panel(view, axis, settings, measure, name) for name in classes),
         log_x=axis == "rate_rps" and len(x) > 2 and x[0] > 0 and x[-1] / x[0] >= 16,
     )
+
+
+def key_of(column: str) -> str:
+    """Return the name in links of a measure or an axis, without its unit."""
+    return column.removesuffix("_tps").removesuffix("_rps").replace("_", "-")
 
 
 def _panel(view: View, axis: str, settings: Sequence[LoadSetting], measure: Measure, slo_class: str) -> Panel:
@@ -115,21 +119,23 @@ def _panel(view: View, axis: str, settings: Sequence[LoadSetting], measure: Meas
         estimates = [view.estimates.of(group, measure, slo_class) for _, group in known]
         if any(each.value is not None for each in estimates):
             x = [setting.number(axis) for setting, _ in known]
-            series.append(series_of(policy, x, estimates, view.colour(policy)))
+            series.append(series_of(policy, x, estimates, view.measured.colour(policy)))
     return _axes(slo_class, series, measure)
 
 
 def by_class(view: View, measure: Measure) -> Figure:
     """Draw bars at the focus, of all requests and of each class."""
     classes = (ALL_CLASSES,) if measure in ONLY_ALL else view.classes
-    found = {g.policy: [view.estimates.of(g, measure, name) for name in classes] for g in view.focus_groups()}
+    found = {
+        g.policy: [view.estimates.of(g, measure, name) for name in classes] for g in view.measured.groups_at(view.focus)
+    }
     series = [
-        series_of(policy, classes, estimates, view.colour(policy))
+        series_of(policy, classes, estimates, view.measured.colour(policy))
         for policy, estimates in found.items()
         if any(each.value is not None for each in estimates)
     ]
     return Figure(
-        key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-class",
+        key=f"{key_of(measure.name)}-by-class",
         title=f"{titled(measure)} by class",
         caption=view.caption(f"{_explanation(measure)} {view.at_focus} Whiskers: 95% intervals."),
         kind="bars",
@@ -156,30 +162,28 @@ def _explanation(measure: Measure) -> str:
 
 def latency(view: View) -> Section:
     """Build the percentiles of TTFT, TPOT and queue time, and the distribution of TPOT / target."""
-    items: list[Text | Table | Figure] = [_latency_table(view)]
     figure = _distribution(view)
-    if figure is not None:
-        items.append(figure)
-    return Section("latency", "Latency", tuple(items))
+    return Section("latency", "Latency", (_latency_table(view), *(() if figure is None else (figure,))))
 
 
 def _latency_table(view: View) -> Table:
-    rows = tuple((*first, *cells) for group, first in view.along_line() for cells in _rows(view, group))
-    columns = (*view.line_titles, "requests", "number", "finished", *(m.title for m in PERCENTILES))
+    cancelled = any(_counts(group, ALL_CLASSES)[2] for group in view.measured.groups.values())
+    ends = ("finished", "cancelled") if cancelled else ("finished",)
+    columns = ("requests", "number", *ends, *(m.title for m in PERCENTILES))
     others = view.measured.varied[1:]
     where = f" At {view.focus.describe(others)}." if others else ""
-    caption = f"Milliseconds, over all requests that have the time; those that did not finish too.{where}"
-    numeric = frozenset(range(len(view.line_titles) + 1, len(columns)))
-    return Table("percentiles", "TTFT and TPOT percentiles", view.caption(caption), columns, rows, numeric)
+    rows = ((*first, *cells) for group, first in view.along_line() for cells in _rows(view, group, len(ends)))
+    text = f"Milliseconds, over all requests that have the time; those that did not finish too.{where}"
+    return view.line_table("percentiles", "TTFT and TPOT percentiles", text, columns, rows, texts=1)
 
 
-def _rows(view: View, group: PointGroup) -> Iterator[tuple[str, ...]]:
+def _rows(view: View, group: PointGroup, ends: int) -> Iterator[tuple[str, ...]]:
     """Yield a row for all requests, for those with and without a target where there are both, and for each class."""
     for name in (ALL_CLASSES, *_kinds(group), *view.measured.classes):
         count = _counts(group, name)
         if count[0]:
             times = (number("s", view.estimates.value(group, measure, name)) for measure in PERCENTILES)
-            yield (name, f"{count[0]:,}", f"{count[1]:,}", *times)
+            yield (name, *(f"{each:,}" for each in count[: 1 + ends]), *times)
 
 
 def _kinds(group: PointGroup) -> tuple[str, ...]:
@@ -189,22 +193,22 @@ def _kinds(group: PointGroup) -> tuple[str, ...]:
     return (WITH_TARGET, WITHOUT_TARGET) if with_target.any() and not with_target.all() else ()
 
 
-def _counts(group: PointGroup, name: str) -> tuple[int, int]:
-    """Return the number of requests, and of those that finished."""
+def _counts(group: PointGroup, name: str) -> tuple[int, int, int]:
+    """Return the number of requests, of those that finished, and of those that their client cancelled."""
     if name in (WITH_TARGET, WITHOUT_TARGET):
         mask = group.columns.mask(name)
-        return int(mask.sum()), int(group.columns.finished[mask].sum())
+        return int(mask.sum()), int(group.columns.finished[mask].sum()), int(group.columns.cancelled[mask].sum())
     rows = [point.rows[name] for point in group.points if name in point.rows]
-    return sum(row.requests for row in rows), sum(row.finished for row in rows)
+    return sum(row.requests for row in rows), sum(row.finished for row in rows), sum(row.cancelled for row in rows)
 
 
 def _distribution(view: View) -> Figure | None:
     """Draw the share of requests with a TPOT target at or below each multiple of it; None if no request has one."""
-    groups = [group for group in view.focus_groups() if group.has_records]
+    groups = [group for group in view.measured.groups_at(view.focus) if group.has_records]
     panels = []
     for name in view.classes:
         series = tuple(
-            Series(group.policy, tuple(TIMES_OVER.tolist()), shares, colour=view.colour(group.policy))
+            Series(group.policy, tuple(TIMES_OVER.tolist()), shares, colour=view.measured.colour(group.policy))
             for group in groups
             if (shares := shares_within(group.columns, name))
         )
@@ -253,22 +257,16 @@ def _acceptance_table(view: View) -> Table:
             rate = percent(accepted / drafted)
             counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
             rows.append((*first, *counts, cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))))
-    columns = (
-        *view.line_titles, "verifications", "drafted", "accepted", "acceptance rate",
-        MEAN_ACCEPTED.title,
-    )  # fmt: skip
-    numeric = frozenset(range(len(view.line_titles), len(columns)))
-    caption = "Verifications are counted per request; drafted tokens are those that were verified."
-    return Table("drafts", "Drafts and what became of them", view.caption(caption), columns, tuple(rows), numeric)
+    columns = ("verifications", "drafted", "accepted", "acceptance rate", MEAN_ACCEPTED.title)
+    text = "Verifications are counted per request; drafted tokens are those that were verified."
+    return view.line_table("drafts", "Drafts and what became of them", text, columns, rows)
 
 
 def _sums(group: PointGroup) -> tuple[int, int, int]:
     """Return verifications, drafted and accepted tokens of all repeats."""
-    rows = [point.row for point in group.points]
-    return (
-        sum(row.verify_steps for row in rows), sum(row.drafted_tokens for row in rows),
-        sum(row.accepted_tokens for row in rows),
-    )  # fmt: skip
+    rows = [(point.row.verify_steps, point.row.drafted_tokens, point.row.accepted_tokens) for point in group.points]
+    verifications, drafted, accepted = map(sum, zip(*rows, strict=True))
+    return verifications, drafted, accepted
 
 
 def pareto(view: View) -> Section | None:
@@ -283,7 +281,7 @@ def pareto(view: View) -> Section | None:
         if own:
             x, y = zip(*(at for _, at in own), strict=True)
             labels = tuple(group.setting.describe(axes) for group, _ in own)
-            series.append(Series(policy, x, y, labels=labels, colour=view.colour(policy)))
+            series.append(Series(policy, x, y, labels=labels, colour=view.measured.colour(policy)))
     front = [f"{group.policy} {group.setting.describe(axes)}".strip() for group, _ in undominated(known)]
     figure = Figure(
         key="pareto",
@@ -338,13 +336,12 @@ class StepTotals:
         if not any(sample.steps for sample in last):
             return None
         return cls(
-            steps=sum(s.steps for s in last),
-            spec_steps=sum(s.spec_steps for s in last),
-            preemptions=sum(s.preemptions for s in last),
-            swaps=sum(s.swaps for s in last),
             seconds=tuple(sum(getattr(s, phase) for s in last) for phase in PHASES),
-            wait_s=sum(s.wait_s for s in last),
             of_s=sum(s.t_s for s in last),
+            **{
+                name: sum(getattr(s, name) for s in last)
+                for name in ("steps", "spec_steps", "preemptions", "swaps", "wait_s")
+            },
         )
 
 
@@ -391,12 +388,10 @@ def _phases_table(view: View, known: dict[PointGroup, StepTotals]) -> Table:
             )  # fmt: skip
             rows.append((*first, *cells))
     columns = (
-        *view.line_titles, "steps", "that drafted", "ms per step", "waiting for the device",
-        "of the time in steps", "preemptions", "swaps of the draft",
+        "steps", "that drafted", "ms per step", "waiting for the device", "of the time in steps", "preemptions",
+        "swaps of the draft",
     )  # fmt: skip
-    numeric = frozenset(range(len(view.line_titles), len(columns)))
-    caption = "From the last sample of each point, warm-up not counted."
-    return Table("steps", "Steps", view.caption(caption), columns, tuple(rows), numeric)
+    return view.line_table("steps", "Steps", "From the last sample of each point, warm-up not counted.", columns, rows)
 
 
 def violations(view: View) -> Section | None:

@@ -78,11 +78,8 @@ class View:
 
     @classmethod
     def of(cls, measured: Measured, rate: float | None = None) -> View:
-        """Choose the focus at a rate, or at the middle rate for None.
-
-        Raises:
-            ConfigError: no valid point has this rate.
-        """
+        """Choose the focus at a rate, or at the middle rate for None. Raises ConfigError: no valid point has this
+        rate."""
         rates = measured.rates
         if rate is None:
             rate = middle(rates)
@@ -132,6 +129,21 @@ class View:
             for group in self.measured.groups_at(setting):
                 yield group, (group.policy, *(setting.cell(axis) for axis in self.measured.varied[:1]))
 
+    def line_table(
+        self,
+        key: str,
+        title: str,
+        text: str,
+        columns: Sequence[str],
+        rows: Iterable[tuple[str, ...]],
+        *,
+        texts: int = 0,
+    ) -> Table:
+        """Return a table of the line. columns: after `line_titles`; the first `texts` of them hold no numbers."""
+        titles = (*self.line_titles, *columns)
+        numeric = frozenset(range(len(self.line_titles) + texts, len(titles)))
+        return Table(key, title, self.caption(text), titles, tuple(rows), numeric)
+
     def slice_through(self, axis: str) -> tuple[LoadSetting, ...]:
         """Return the settings through the focus along an axis."""
         return tuple(s for s in self.measured.settings if s.without(axis) == self.focus.without(axis))
@@ -146,18 +158,12 @@ class View:
         along = [sorted(each, key=lambda s: s.number(axis)) for each in lines.values() if len(each) > 1]
         return [(each[0].describe(others), tuple(each)) for each in spread(along, MOST_SLICES)]
 
-    def focus_groups(self) -> list[PointGroup]:
-        return self.measured.groups_at(self.focus)
-
     def timeline_point(self) -> MeasuredPoint | None:
         """Return the point that is shown over time: at the focus, of the first policy that drafted, else of the first
         one with samples; None if there are no samples."""
-        sampled = [point for group in self.focus_groups() for point in group.points if point.samples]
+        sampled = [point for group in self.measured.groups_at(self.focus) for point in group.points if point.samples]
         drafted = [point for point in sampled if any(sample.spec_steps for sample in point.samples)]
         return next(iter(drafted or sampled), None)
-
-    def colour(self, policy: str) -> int:
-        return self.measured.colour(policy)
 
 
 def series_of(

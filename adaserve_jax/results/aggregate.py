@@ -229,7 +229,7 @@ class TargetSummary:
 class ClassReport:
     """One SLO class at a server, or all classes.
 
-    aborted: number of the failed choices that their client or the server's shutdown stopped. errors: error codes and
+    aborted: number of the failed choices that the server stopped. errors: error codes and
     the number of choices that ended with them, the most frequent first.
     """
 
@@ -263,11 +263,8 @@ class ServedReport:
 def report_of(
     path: Path, *, since_unix_s: float, until_unix_s: float, slo_class: str | None = None, key: str | None = None
 ) -> ServedReport:
-    """Report on a server's file of records, or on one class or one API key of it.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Report on a server's file of records, or on one class or one API key of it. Raises ConfigError: the file cannot
+    be read."""
     records, held = read_records(path, since_unix_s=since_unix_s, until_unix_s=until_unix_s)
     first = min((record.arrival_unix_s for record in records), default=None)
     last = max((record.ended_unix_s for record in records), default=None)

@@ -8,61 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.schema import READABLE, SCHEMA_VERSION
 
-NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list",
-         dict: "an object", NoneType: "null"}  # fmt: skip
-TAIL_BYTES = 1 << 16
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True)
-class RowSchema:
-    """Columns of a dataclass in a JSON line.
-
-    required: names without a default. types: Python types of a column's values; elements of lists and objects are not
-    checked.
-    """
-
-    names: frozenset[str]
-    required: frozenset[str]
-    types: Mapping[str, frozenset[type]]
-
-
 @cache
-def schema_of(kind: type) -> RowSchema:
-    """Return the columns of a dataclass of numbers, texts, None, tuples and dicts."""
-    hints, own = get_type_hints(kind), fields(kind)
-    return RowSchema(
-        names=frozenset(f.name for f in own),
-        required=frozenset(f.name for f in own if f.default is MISSING),
-        types={f.name: frozenset(_types(hints[f.name])) for f in own},
-    )
-
-
-def _types(hint: Any) -> set[type]:
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return {kind for part in get_args(hint) for kind in _types(part)}
-    if origin is Literal:
-        return {type(value) for value in get_args(hint)}
-    if hint is float:
-        return {float, int}
-    kind = origin or hint
-    return {list if kind is tuple else kind}
-
-
-def _named(types: frozenset[type]) -> str:
-    shown = types - {int} if float in types else types
-    return " or ".join(text for kind, text in NAMES.items() if kind in shown)
+def _adapter(kind: type[Row]) -> TypeAdapter[Row]:
+    return TypeAdapter(kind)
 
 
 def make_folder(out: Path) -> None:
@@ -92,28 +54,18 @@ def as_line(row: Any) -> str:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Read the rows of a file as `kind`; a column that has a default may be absent.
-
-    Raises:
-        ConfigError: names file, line and column of what is wrong.
-    """
+    """Read the rows of a file as `kind`; a column that has a default may be absent. Raises ConfigError: names file,
+    line and column of what is wrong."""
     return [_parse(line, f"{path}:{number}", kind) for number, line in _lines(path)]
 
 
 def read_good_rows(path: Path, kind: type[Row]) -> tuple[list[Row], str | None]:
-    """Read rows like `read_rows`, but leave out a last line that was not written to its end.
-
-    Returns:
-        The rows, and a sentence about the line that was left out, or None.
-
-    Raises:
-        ConfigError: anything else is wrong, in this line or another.
-    """
-    lines = _lines(path)
-    if not lines or _is_whole(lines[-1][1]):
-        return [_parse(line, f"{path}:{number}", kind) for number, line in lines], None
-    rows = [_parse(line, f"{path}:{number}", kind) for number, line in lines[:-1]]
-    return rows, f"{path}:{lines[-1][0]}: left out: the line was not written to its end"
+    """Read rows like `read_rows`, but leave out a last line that was not written to its end; a sentence says so."""
+    lines, note = _lines(path), None
+    if lines and not lines[-1][1].endswith(b"\n") and not _is_object(lines[-1][1]):
+        number, _ = lines.pop()
+        note = f"{path}:{number}: left out: the line was not written to its end"
+    return [_parse(line, f"{path}:{number}", kind) for number, line in lines], note
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
@@ -123,11 +75,6 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSON lines file") from error
     return [(number, line) for number, line in enumerate(raw.splitlines(keepends=True), 1) if line.strip()]
-
-
-def _is_whole(line: bytes) -> bool:
-    """Return whether a last line was written to its end: an object that lacks more than the line end is no JSON."""
-    return line.endswith(b"\n") or _is_object(line)
 
 
 def _is_object(line: bytes) -> bool:
@@ -140,42 +87,26 @@ def _is_object(line: bytes) -> bool:
 def end_last_line(path: Path) -> None:
     """Make a file end in a whole line: add a line end that is missing, or remove a half-written line."""
     with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        if file.read(1) in (b"", b"\n"):
+        if not file.seek(0, os.SEEK_END):
             return
-        start, tail = size, b""
-        while start and b"\n" not in tail:
-            length = min(TAIL_BYTES, start)
-            start -= length
-            file.seek(start)
-            tail = file.read(length) + tail
-        last = tail.rpartition(b"\n")[2]
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as whole:
+            start = whole.rfind(b"\n") + 1
+            last = whole[start:]
         if _is_object(last):
-            file.seek(size)
             file.write(b"\n")
         else:
-            file.truncate(size - len(last))
+            file.truncate(start)
 
 
 def _parse(line: bytes, where: str, kind: type[Row]) -> Row:
     try:
-        values = json.loads(line)
-    except ValueError as error:
-        problem = error.msg if isinstance(error, json.JSONDecodeError) else "it is not UTF-8"
-        raise ConfigError(f"{where}: expected one JSON object per line, got invalid JSON: {problem}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    values = cast("dict[str, Any]", values)
-    schema = schema_of(kind)
-    version = values.get("schema_version", SCHEMA_VERSION)
-    if version not in READABLE:
-        known = " and ".join(str(each) for each in READABLE)
-        raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {known}")
-    for problem, keys in (("unknown", values.keys() - schema.names), ("missing", schema.required - values.keys())):
-        if keys:
-            raise ConfigError(f"{where}: {problem} column {min(keys)!r} for a {kind.__name__}")
-    for name, value in values.items():
-        if type(value) not in schema.types[name]:
-            raise ConfigError(f"{where}: column {name!r} must be {_named(schema.types[name])}, got {value!r}")
-    return kind(**values)
+        return _adapter(kind).validate_json(line, strict=True, extra="forbid")
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    # A line of another version may lack columns too.
+    problem = next((each for each in problems if each["loc"] == ("schema_version",)), problems[0])
+    what = problem["msg"]
+    if problem["loc"]:
+        got = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
+        what = f"column {problem['loc'][0]!r}: {what}{got}"
+    raise ConfigError(f"{where}: expected one JSON object with the columns of a {kind.__name__}; {what}")

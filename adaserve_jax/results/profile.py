@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.whole_file import SHARED, write_whole
@@ -25,9 +26,38 @@ LEAST_S = 1e-6
 """Least time of a level of a search; the difference of two times may be noise."""
 LEAST_BASE = 0.25
 """Least fitted time without context, as a share of the least measured one: lines are not trusted beyond that."""
-_TIMED = {"verify": 3, "catchup": 3, "search": 4, "switching": 2}
-"""Tables of `Timings`, and the number of sizes in a key."""
 Key = TypeVar("Key", bound=Hashable)
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _by_sizes(rows: Any) -> dict[Any, Any]:
+    try:
+        return {tuple(row[:-1]): row[-1] for row in rows}
+    except (IndexError, KeyError, TypeError) as error:  # pydantic would pass them on and name no field
+        raise ValueError("a table of times must be rows of sizes and their seconds") from error
+
+
+def _have_factors(serving: dict[str, float]) -> dict[str, float]:
+    factors = [serving.get(name, 0.0) for name in ("verify", "draft")]
+    if not min(factors) > 0 or not serving.keys() <= {"verify", "draft", "overhead_s"}:
+        raise ValueError("serving must have factors above 0 of verify and draft, and no more than overhead_s beside")
+    return serving
+
+
+def _is_grid(table: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    if len(table) != len({lag for lag, _ in table}) * len({rows for _, rows in table}):
+        raise ValueError("switching must have a time for every lag with every number of rows")
+    return table
+
+
+AS_ROWS = (
+    BeforeValidator(_by_sizes),
+    PlainSerializer(lambda table: [[*key, seconds] for key, seconds in sorted(table.items())]),
+)
+"""Form of a table of times in the file: rows of sizes and seconds."""
+ByRows = Annotated[dict[tuple[int, int, int], Seconds], *AS_ROWS]
+ByDepth = Annotated[dict[tuple[int, int, int, int], Seconds], *AS_ROWS]
+ByLag = Annotated[dict[tuple[int, int], Seconds], *AS_ROWS, AfterValidator(_is_grid)]
 
 
 @dataclass(frozen=True)
@@ -41,11 +71,11 @@ class Timings:
     """
 
     typical_context: int
-    context_rows: int
-    verify: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
-    catchup: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
-    search: dict[tuple[int, int, int, int], float] = field(default_factory=dict[tuple[int, int, int, int], float])
-    switching: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    context_rows: Annotated[int, Field(ge=1)]
+    verify: Annotated[ByRows, Field(min_length=1)] = field(default_factory=dict[tuple[int, int, int], float])
+    catchup: ByRows = field(default_factory=dict[tuple[int, int, int], float])
+    search: ByDepth = field(default_factory=dict[tuple[int, int, int, int], float])
+    switching: ByLag = field(default_factory=dict[tuple[int, int], float])
 
     def samples(self) -> CostSamples:
         """Return the samples that the cost table starts from; catch-up with the most rows that were timed."""
@@ -141,9 +171,9 @@ class Identity:
         return None
 
     def _flat(self) -> dict[str, Any]:
-        place = {"machine": self.machine, "device": self.device, "target": self.target, "draft": self.draft}
-        limits = {name: value for name, value in asdict(self.limits).items() if name not in FREE_LIMITS}
-        return place | limits | self.settings
+        values = asdict(self)
+        limits, settings = values.pop("limits"), values.pop("settings")
+        return values | {name: value for name, value in limits.items() if name not in FREE_LIMITS} | settings
 
 
 @dataclass(frozen=True)
@@ -164,13 +194,13 @@ class Profile:
     jax_version: str
     identity: Identity
     timings: Timings
-    baseline_s: float
-    acceptance: float | None = None
+    baseline_s: Seconds
+    acceptance: Annotated[float, Field(gt=0, lt=1)] | None = None
     c1: int | None = None
     c2: int | None = None
     errors: dict[str, Any] | None = None
     proposal: dict[str, Any] | None = None
-    serving: dict[str, float] | None = None
+    serving: Annotated[dict[str, float], AfterValidator(_have_factors)] | None = None
 
     def check(self, identity: Identity, where: str) -> None:
         """Raise ConfigError, which names the difference, unless these times hold for `identity`."""
@@ -183,6 +213,9 @@ class Profile:
             )
 
 
+PROFILE = TypeAdapter(Profile)
+
+
 def is_profile(values: Any) -> bool:
     """Return whether parsed JSON is a profile of any version."""
     return isinstance(values, dict) and cast("dict[str, Any]", values).get("kind") == KIND
@@ -190,8 +223,7 @@ def is_profile(values: Any) -> bool:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile so that no reader sees half of it. Raises ConfigError if it cannot be written."""
-    values = {"kind": KIND, "version": VERSION} | asdict(profile)
-    values["timings"] = asdict(profile.timings) | {name: _rows(getattr(profile.timings, name)) for name in _TIMED}
+    values = {"kind": KIND, "version": VERSION} | PROFILE.dump_python(profile)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _json(values) + "\n", mode=SHARED)
@@ -221,65 +253,21 @@ def parse_profile(values: Any, where: str) -> Profile:
             f"profile {where} has version {values.get('version')!r}, and this program reads version {VERSION}; measure "
             "again with `adaserve profile`"
         )
-    given: dict[str, Any] = {"serving": None} | values
-    del given["kind"], given["version"]
-    _check_names(Profile, given, where)
+    given = {name: value for name, value in values.items() if name not in ("kind", "version")}
     try:
-        _check_names(Identity, given["identity"], where)
-        identity, timings = dict(given["identity"]), {"switching": []} | given["timings"]
-        _check_names(Timings, timings, where)
-        limits = {"extension_pages": 0} | identity["limits"]
-        _check_names(Limits, limits, where)
-        limits["token_edges"] = tuple(limits["token_edges"])
-        identity["limits"] = Limits(**limits)
-        for name, size in _TIMED.items():
-            timings[name] = _by_key(timings[name], size)
-        read = Timings(**timings)
-        if len(read.switching) != len({lag for lag, _ in read.switching}) * len({n for _, n in read.switching}):
-            raise ValueError("switching must have a time for every lag with every number of rows")
-        given |= {"identity": Identity(**identity), "timings": read}
-        profile = Profile(**given)
-        times = [s for name in _TIMED for s in getattr(read, name).values()]
-        if not read.verify or min(times) <= 0 or not profile.baseline_s > 0 or read.context_rows < 1:
-            raise ValueError("times must be above 0 seconds, those of verification among them")
-        if profile.acceptance is not None and not 0 < profile.acceptance < 1:
-            raise ValueError(f"acceptance must be between 0 and 1, got {profile.acceptance!r}")
-        if profile.serving is not None and not min(profile.serving[name] for name in ("verify", "draft")) > 0:
-            raise ValueError(f"serving must have factors above 0, got {profile.serving!r}")
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"profile {where}: {error}") from error
-    return profile
-
-
-def _rows(table: dict[tuple[int, ...], float]) -> list[list[float]]:
-    """Return [*key, seconds] of every entry, in order."""
-    return [[*key, seconds] for key, seconds in sorted(table.items())]
-
-
-def _by_key(rows: list[list[float]], size: int) -> dict[tuple[int, ...], float]:
-    if any(len(row) != size + 1 for row in rows):
-        raise ValueError(f"a timing must be {size} sizes and its seconds")
-    return {tuple(int(each) for each in row[:-1]): float(row[-1]) for row in rows}
+        return PROFILE.validate_python(given, extra="forbid")
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        at = ".".join(map(str, problem["loc"]))
+        raise ConfigError(f"profile {where}: field {at!r} is wrong: {problem['msg']}") from error
 
 
 def _json(values: dict[str, Any]) -> str:
     """Return indented JSON with one line for each timing."""
     text = json.dumps(values | {"timings": None}, indent=1, allow_nan=False)
-    timings = values["timings"]
     lines: list[str] = []
+    timings: dict[str, Any] = values["timings"]
     for name, value in timings.items():
-        if name in _TIMED:
-            rows = ",\n   ".join(json.dumps(row) for row in value)
-            lines.append(f'  "{name}": [\n   {rows}\n  ]' if value else f'  "{name}": []')
-        else:
-            lines.append(f'  "{name}": {json.dumps(value)}')
+        rows = "" if isinstance(value, int) else ",\n   ".join(map(json.dumps, value))
+        lines.append(f'  "{name}": [\n   {rows}\n  ]' if rows else f'  "{name}": {json.dumps(value)}')
     return text.replace('"timings": null', '"timings": {\n' + ",\n".join(lines) + "\n }")
-
-
-def _check_names(kind: type, values: Any, where: str) -> None:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(values, dict):
-        raise ConfigError(f"profile {where}: expected an object for {kind.__name__}, got {type(values).__name__}")
-    wrong = sorted(names ^ set(cast("dict[str, Any]", values)))
-    if wrong:
-        raise ConfigError(f"profile {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")

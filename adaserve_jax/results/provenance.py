@@ -46,6 +46,11 @@ def machine_name() -> str:
     return f"{_cpu_model()}, {cores} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.machine()}"
 
 
+def code_and_machine(package_version: str) -> dict[str, Any]:
+    """Return the columns of result rows that name the code and the machine."""
+    return {"commit": source_commit(), "package_version": package_version, "machine": machine_name()}
+
+
 def count_parameters(folder: Path) -> int | None:
     """Return the number of parameters of a checkpoint, from the headers of its safetensors or of the arrays that
     `adaserve convert` wrote; None if there are none to read."""
@@ -53,22 +58,16 @@ def count_parameters(folder: Path) -> int | None:
     arrays = sorted(folder.glob("weights/*/zarr.json"))
     try:
         if files:
-            return sum(_tensor_sizes(path) for path in files)
+            headers = [_header(path) for path in files]
+            return sum(math.prod(each["shape"]) for h in headers for name, each in h.items() if name != "__metadata__")
         return sum(math.prod(json.loads(path.read_text())["shape"]) for path in arrays) if arrays else None
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
 
 
 def model_hash(folder: Path) -> str:
-    """Return the SHA-256, in hex, of everything that a checkpoint's times depend on.
-
-    That is its config.json, and names, sizes and headers (names, shapes and types of all tensors) of its weights. The
-    weights are not read.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a header is wrong.
-    """
+    """Return the SHA-256, in hex, of everything that a checkpoint's times depend on: config.json, and names, sizes and
+    headers (names, shapes and types of all tensors) of the weights. Raises OSError, or ValueError: a wrong header."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -76,11 +75,6 @@ def model_hash(folder: Path) -> str:
     for path in sorted(folder.glob("weights/*/zarr.json")):
         digest.update(f"{path.parent.name} ".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _tensor_sizes(path: Path) -> int:
-    """Return the number of elements of all tensors of one file."""
-    return sum(math.prod(entry["shape"]) for name, entry in _header(path).items() if name != "__metadata__")
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import ServedRecord, ServerRun
+from adaserve_jax.results.whole_file import PRIVATE
 
 APPLICATION_ID = 0x41645356
 """Marks the file as ours, in SQLite's header."""
@@ -84,13 +85,11 @@ class RecordStore:
 
     @classmethod
     def open(cls, path: Path) -> RecordStore:
-        """Open the file, or create it readable by its owner only.
-
-        Raises:
-            ConfigError: it cannot be written, or it is another program's.
-        """
+        """Open the file, or create it readable by its owner only. Raises ConfigError: it cannot be written, or it is
+        another program's."""
         try:
-            _create(path)
+            with suppress(FileExistsError):  # SQLite gives the log beside it the same mode
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, PRIVATE))
             connection = sqlite3.connect(path, timeout=WRITER_BUSY_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise _cannot(path, error) from error
@@ -104,13 +103,10 @@ class RecordStore:
         return cls(path, connection)
 
     def add(self, records: Sequence[ServedRecord]) -> None:
-        """Write all records, or none.
-
-        Raises:
-            sqlite3.Error: the disk is full, or another process holds the file.
-        """
+        """Write all records, or none. Raises sqlite3.Error: the disk is full, or another process holds the file."""
         made: dict[ServerRun, int] = {}
-        with self._transaction():
+        with self._connection:  # commits or rolls back
+            self._connection.execute("BEGIN IMMEDIATE")
             for run in dict.fromkeys(record.run for record in records):
                 if run not in self._run_ids:
                     made[run] = self._connection.execute(self._insert_run, astuple(run)).lastrowid or 0
@@ -122,17 +118,14 @@ class RecordStore:
     def prune(self, *, before_unix_s: float, max_bytes: int) -> bool:
         """Remove some records that ended before a time, and some of the oldest while the file has too many bytes.
 
-        Returns:
-            Whether there is more to remove.
-
-        Raises:
-            sqlite3.Error: the file cannot be written now.
+        Return whether there is more to remove. Raises sqlite3.Error: the file cannot be written now.
         """
         removed = self._remove("ended_unix_s < ? ORDER BY ended_unix_s", PRUNE_ROWS, before_unix_s)
         used = self.used_bytes()
         if used > max_bytes and removed < PRUNE_ROWS:
             share = 1 - (1 - PRUNE_MARGIN) * max_bytes / used
-            removed += self._remove("true ORDER BY id", min(math.ceil(share * self._rows()), PRUNE_ROWS - removed))
+            (rows,) = self._connection.execute("SELECT count(*) FROM requests").fetchone()
+            removed += self._remove("true ORDER BY id", min(math.ceil(share * rows), PRUNE_ROWS - removed))
         if removed:
             self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
         return removed >= PRUNE_ROWS or (removed > 0 and self.used_bytes() > max_bytes)
@@ -149,37 +142,13 @@ class RecordStore:
         statement = f"DELETE FROM requests WHERE id IN (SELECT id FROM requests WHERE {which} LIMIT {most})"
         return self._connection.execute(statement, values).rowcount
 
-    def _rows(self) -> int:
-        return self._connection.execute("SELECT count(*) FROM requests").fetchone()[0]
-
     def _pragma(self, name: str) -> int:
         return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
 
-    @contextmanager
-    def _transaction(self) -> Generator[None, None, None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:  # SQLite ends it by itself on a full disk
-                self._connection.execute("ROLLBACK")
-            raise
-
-
-def _create(path: Path) -> None:
-    """Create an empty file with mode 0600 unless there is one; SQLite gives the log beside it the same mode."""
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
-    """Create the tables in an empty file, and set the file's journal.
-
-    Raises:
-        ConfigError: the file is not ours, or its file system has no shared memory maps.
-        sqlite3.Error: SQLite cannot read or write it.
-    """
+    """Create the tables in an empty file, and set the file's journal. Raises ConfigError: the file is not ours, or its
+    file system has no shared memory maps. sqlite3.Error: SQLite cannot read or write it."""
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect in an empty file only
     connection.execute("BEGIN IMMEDIATE")  # fails if the file cannot be written
     if _is_empty(connection):

@@ -11,28 +11,21 @@ from typing import Literal
 from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
 from adaserve_jax.types import RequestMetrics
 
-Status = Literal["finished", "rejected", "failed", "unfinished"]
+Status = Literal["finished", "rejected", "failed", "unfinished", "cancelled"]
 Cause = Literal[
-    "rejected",
-    "failed",
-    "unfinished",
-    "queueing",
-    "prefill",
-    "infeasible",
-    "preemption",
-    "low_acceptance",
-    "budget",
-]
+    "rejected", "failed", "unfinished", "queueing", "prefill", "infeasible", "preemption", "low_acceptance", "budget"
+]  # fmt: skip
 """Reasons why a request missed its target, as far as its own record tells."""
 STATUS_OF: dict[str, Status] = {
     "stop": "finished",
     "length": "finished",
     "abort": "failed",
+    "cancelled": "cancelled",
     "error": "failed",
     "rejected": "rejected",
 }
-"""Status by how a choice ended at a server. An abort comes from the client or from a server that shuts down: the
-request failed."""
+"""Status by how a choice ended at a server. An abort comes from a server that shuts down, or from a sibling that
+failed: the request failed."""
 LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
 """Error codes of choices that the engine took and lost by ending or failing. They failed; they were not rejected."""
 
@@ -47,10 +40,11 @@ _COPIED = (
 class RequestRecord:
     """Timings and counts of one request, in seconds and tokens; definitions: docs/metrics.md.
 
-    A request that did not finish meets none of its targets.
+    A request that did not finish meets none of its targets. Outcomes of a cancelled one are None: nobody knows whether
+    it would have met them.
 
     status: finished (stop or length), rejected (refused at submission), failed (an error or a foreign abort),
-    unfinished (cut off by the end of the run).
+    unfinished (cut off by the end of the run), cancelled (its client closed the connection).
     due_s: when the request was due, since the start of the run; at a server, its arrival in Unix time.
     late_s: how much later than due_s the client submitted it.
     token_offsets_s: time of each output token since the first; tokens of one step share their time.
@@ -87,9 +81,6 @@ class RequestRecord:
     replica: int = 0
     point: str = field(default="", kw_only=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_offsets_s", tuple(self.token_offsets_s))
-
     @classmethod
     def of(
         cls,
@@ -108,11 +99,10 @@ class RequestRecord:
         point: str = "",
     ) -> RequestRecord:
         """Build the record of a request from the metrics that the engine gave."""
-        finished = status == "finished"
         paper_s = tpot_paper_s(metrics)
         paper_met = None
         if metrics.tpot_slo_s is not None:
-            paper_met = finished and paper_s is not None and paper_s <= metrics.tpot_slo_s
+            paper_met = paper_s is not None and paper_s <= metrics.tpot_slo_s
         return RequestRecord(
             run_id=run_id,
             policy=policy,
@@ -123,10 +113,10 @@ class RequestRecord:
             due_s=due_s,
             late_s=late_s,
             tpot_paper_s=paper_s,
-            tpot_met=_met(metrics.tpot_met, finished),
-            ttft_met=_met(metrics.ttft_met, finished),
-            slo_met=_met(metrics.slo_met, finished),
-            tpot_paper_met=paper_met,
+            tpot_met=judged(metrics.tpot_met, status),
+            ttft_met=judged(metrics.ttft_met, status),
+            slo_met=judged(metrics.slo_met, status),
+            tpot_paper_met=judged(paper_met, status),
             token_offsets_s=token_offsets_s,
             replica=replica,
             point=point,
@@ -173,9 +163,9 @@ class ServedRecord(RequestRecord):
     It has no token times, and its due_s is the arrival in Unix time; for a choice that the engine never began, due_s is
     when it ended.
 
-    choice: index in the answer. key: name of the API key, "" without keys. ending: stop, length, abort, error or
-    rejected. cause: why a target was missed, judged by the acceptance rate of the server until then. prompt, output:
-    texts, None unless the server keeps them.
+    choice: index in the answer. key: name of the API key, "" without keys. ending: stop, length, abort, cancelled,
+    error or rejected. cause: why a target was missed, judged by the acceptance rate of the server until then. prompt,
+    output: texts, None unless the server keeps them.
     """
 
     run: ServerRun
@@ -269,7 +259,7 @@ def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause |
 
     acceptance_rate: accepted / drafted tokens of the whole run.
     """
-    if record.slo_met is not False:
+    if record.slo_met is not False or record.status == "cancelled":
         return None
     if record.slo_feasible is False and record.status in ("finished", "rejected"):
         return "infeasible"
@@ -295,5 +285,8 @@ def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
     return "budget"
 
 
-def _met(outcome: bool | None, finished: bool) -> bool | None:
-    return outcome if finished or outcome is None else False
+def judged(met: bool | None, status: Status) -> bool | None:
+    """Return whether a target counts as met: only what finished met it, and a cancelled request is not counted."""
+    if status == "finished" or met is None:
+        return met
+    return None if status == "cancelled" else False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,11 +40,8 @@ class RunResults:
 
     @classmethod
     def load(cls, path: Path) -> RunResults:
-        """Read a folder, or the file of `adaserve serve --records`, in which each start of an engine is a point.
-
-        Raises:
-            ConfigError: the folder has no results.jsonl, the file is not a server's, or a line is wrong.
-        """
+        """Read a folder, or the file of `adaserve serve --records`, in which each start of an engine is a point. Raises
+        ConfigError: the folder has no results.jsonl, the file is not a server's, or a line is wrong."""
         if path.is_file():
             return _load_server_file(path)
         if not (path / RESULTS).is_file():
@@ -79,17 +76,12 @@ def _by_point(path: Path, kind: type[Line], known: set[PointKey], notes: list[st
         return {}
     read, note = read_good_rows(path, kind)
     notes += [note] if note else []
-    found = _grouped(read)
+    found: dict[PointKey, list[Line]] = defaultdict(list)
+    for line in read:
+        found[key_of(line)].append(line)
     for run_id, point in sorted(found.keys() - known):
         notes.append(f"{path.name}: {point} of run {run_id} has no result rows, its lines are left out")
     return {key: tuple(lines) for key, lines in found.items() if key in known}
-
-
-def _grouped(lines: Iterable[Line]) -> dict[PointKey, list[Line]]:
-    groups: dict[PointKey, list[Line]] = defaultdict(list)
-    for line in lines:
-        groups[key_of(line)].append(line)
-    return groups
 
 
 def _load_server_file(path: Path) -> RunResults:
@@ -122,11 +114,6 @@ def _rows_of_server(run: ServerRun, records: list[ServedRecord]) -> list[ResultR
         jax_version=run.jax_version,
         target=run.target,
         draft=run.draft,
-        target_params=None,
-        draft_params=None,
-        deterministic=False,
-        max_requests=0,
-        max_context=0,
         baseline_s=run.baseline_s,
         workload="requests of clients",
         workload_hash="",
@@ -138,11 +125,7 @@ def _rows_of_server(run: ServerRun, records: list[ServedRecord]) -> list[ResultR
         rate_rps=rate_rps,
         duration_s=max(record.arrival_unix_s for record in records) - first_s,
         wall_s=wall_s,
-        compiles_after_ready=0,
-        client_late_max_s=0.0,
-        client_late_p99_s=0.0,
         valid=True,
-        invalid_reason=None,
         point=f"{run.policy}@{rate_rps:.3g}/s {run.run_id[:8]}",
     )
     summaries = summarize(records, wall_s=wall_s)

@@ -8,6 +8,13 @@ from adaserve_jax.stats import StepStats
 
 SAMPLE_S = 0.1
 """Interval between two samples."""
+# Columns that StepStats has too, under the same name: increases since the last sample, and latest values.
+COUNTS = ("steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions")
+HOST_SECONDS = ("plan_s", "select_s", "commit_s")
+SECONDS = (*HOST_SECONDS, "draft_s", "verify_s", "wait_s")
+LATEST = (
+    "running", "waiting", "pages_used", "pages_total", "extension_used", "extension_total", "draft_resident",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +61,16 @@ class Sample:
 
         host: keep the times of host phases; otherwise they are 0.
         """
+        seconds = {name: round(getattr(stats, name) - getattr(since, name), 6) for name in SECONDS}
         return cls(
             run_id=run_id,
             point=point,
             t_s=round(t_s, 6),
-            steps=stats.steps - since.steps,
-            spec_steps=stats.spec_steps - since.spec_steps,
-            generation_tokens=stats.generation_tokens - since.generation_tokens,
-            draft_tokens=stats.draft_tokens - since.draft_tokens,
-            accepted_tokens=stats.accepted_tokens - since.accepted_tokens,
-            preemptions=stats.preemptions - since.preemptions,
             swaps=sum(stats.elastic_moves.values()) - sum(since.elastic_moves.values()),
-            plan_s=round(stats.plan_s - since.plan_s, 6) if host else 0.0,
-            draft_s=round(stats.draft_s - since.draft_s, 6),
-            select_s=round(stats.select_s - since.select_s, 6) if host else 0.0,
-            verify_s=round(stats.verify_s - since.verify_s, 6),
-            commit_s=round(stats.commit_s - since.commit_s, 6) if host else 0.0,
-            wait_s=round(stats.wait_s - since.wait_s, 6),
-            running=stats.running,
-            waiting=stats.waiting,
-            pages_used=stats.pages_used,
-            pages_total=stats.pages_total,
-            extension_used=stats.extension_used,
-            extension_total=stats.extension_total,
             depth=stats.last_depth,
             width=stats.last_width,
             budget=stats.last_verified_tree_tokens,
-            draft_resident=stats.draft_resident,
+            **{name: getattr(stats, name) - getattr(since, name) for name in COUNTS},
+            **(seconds if host else seconds | dict.fromkeys(HOST_SECONDS, 0.0)),
+            **{name: getattr(stats, name) for name in LATEST},
         )

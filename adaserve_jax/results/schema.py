@@ -5,12 +5,10 @@ docs/metrics.md defines every column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from typing import Final, Literal
 
-SCHEMA_VERSION = 2
-READABLE = (1, SCHEMA_VERSION)
-"""Versions with the same columns. In version 1 a violation was infeasible when its TPOT target was below
-`baseline_s`."""
+SCHEMA_VERSION: Final = 2
 ALL_CLASSES = "all"
 OWN_SYSTEM = "adaserve_jax"
 """System that served, unless it was another one behind a URL."""
@@ -18,7 +16,7 @@ SERVED = "served"
 """Arrival process of rows that are made from a server's records. The engine's limits are unknown in them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Provenance:
     """Place, time and means of the measurement; the same for all rows of one bench run.
 
@@ -35,24 +33,24 @@ class Provenance:
     jax_version: str
     target: str
     draft: str | None
-    target_params: int | None
-    draft_params: int | None
-    deterministic: bool
-    max_requests: int
-    max_context: int
+    target_params: int | None = None
+    draft_params: int | None = None
+    deterministic: bool = False
+    max_requests: int = 0
+    max_context: int = 0
     baseline_s: float
     workload: str
     workload_hash: str
     seed: int
-    max_prefill_tokens: int = field(default=0, kw_only=True)
-    num_pages: int | None = field(default=None, kw_only=True)
-    extension_pages: int | None = field(default=None, kw_only=True)
-    elastic: str | None = field(default=None, kw_only=True)
-    plan_hash: str = field(default="", kw_only=True)
-    engine_hash: str = field(default="", kw_only=True)
+    max_prefill_tokens: int = 0
+    num_pages: int | None = None
+    extension_pages: int | None = None
+    elastic: str | None = None
+    plan_hash: str = ""
+    engine_hash: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conditions:
     """Varied settings of one point, and whether the client kept up.
 
@@ -65,25 +63,25 @@ class Conditions:
     rate_rps: float
     duration_s: float
     wall_s: float
-    compiles_after_ready: int
-    client_late_max_s: float
-    client_late_p99_s: float
+    compiles_after_ready: int = 0
+    client_late_max_s: float = 0.0
+    client_late_p99_s: float = 0.0
     valid: bool
-    invalid_reason: str | None
-    replicas: int = field(default=1, kw_only=True)
-    router: str | None = field(default=None, kw_only=True)
-    label: str | None = field(default=None, kw_only=True)
-    system: str = field(default=OWN_SYSTEM, kw_only=True)
-    point: str = field(default="", kw_only=True)
-    repeat: int = field(default=0, kw_only=True)
-    urgent_share: float | None = field(default=None, kw_only=True)
-    slo_scale: float | None = field(default=None, kw_only=True)
-    burstiness: float | None = field(default=None, kw_only=True)
-    token_source: str = field(default="engine", kw_only=True)
-    policy_hash: str = field(default="", kw_only=True)
+    invalid_reason: str | None = None
+    replicas: int = 1
+    router: str | None = None
+    label: str | None = None
+    system: str = OWN_SYSTEM
+    point: str = ""
+    repeat: int = 0
+    urgent_share: float | None = None
+    slo_scale: float | None = None
+    burstiness: float | None = None
+    token_source: str = "engine"
+    policy_hash: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """Measured figures of one SLO class, or of all classes together (slo_class "all").
 
@@ -136,12 +134,13 @@ class Summary:
     cause_preemption: int
     cause_low_acceptance: int
     cause_budget: int
-    e2e_mean_s: float | None = field(default=None, kw_only=True)
-    running_mean: float | None = field(default=None, kw_only=True)
-    busy_throughput_tps: float | None = field(default=None, kw_only=True)
+    e2e_mean_s: float | None = None
+    running_mean: float | None = None
+    busy_throughput_tps: float | None = None
+    cancelled: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResultRow(Summary, Conditions, Provenance):
     """One line of results.jsonl.
 
@@ -149,7 +148,8 @@ class ResultRow(Summary, Conditions, Provenance):
     files that were written before it was added.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
+    """In version 1 a violation was infeasible when its TPOT target was below `baseline_s`."""
 
     @classmethod
     def join(cls, provenance: Provenance, conditions: Conditions, summary: Summary) -> ResultRow:

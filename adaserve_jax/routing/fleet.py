@@ -6,9 +6,8 @@ from the columns it reads only what changed or what it needs. R: replicas; K: pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
@@ -30,8 +29,8 @@ FREE = -1
 """Value of `kind` at a free place."""
 
 
-class Fleet(Sequence[list[Assigned]]):
-    """Open requests of each replica at the last step's end; as a sequence, lists of them in the order of `add`.
+class Fleet:
+    """Open requests of each replica at the end of its last step; `fleet[replica]` lists them in the order of `add`.
 
     Columns, [R, K]: kind, i64, index of the request's class in `kinds`, or FREE; prompt, received, i64, tokens;
     arrival_s, f64; tpot_s, f64, inf without a target; ttft_s, f64, nan without one; first_s, f64, inf before the first
@@ -50,7 +49,7 @@ class Fleet(Sequence[list[Assigned]]):
         self._free: list[list[int]] = [list(range(places - 1, -1, -1)) for _ in range(replicas)]
 
     @classmethod
-    def of(cls, replicas: Sequence[list[Assigned]]) -> Fleet:
+    def of(cls, replicas: Fleet | Sequence[list[Assigned]]) -> Fleet:
         """Return the requests as a fleet; a fleet is returned unchanged."""
         if isinstance(replicas, Fleet):
             return replicas
@@ -63,31 +62,12 @@ class Fleet(Sequence[list[Assigned]]):
     def __len__(self) -> int:
         return len(self._open)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Assigned]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[list[Assigned]]: ...
-    def __getitem__(self, index: int | slice) -> list[Assigned] | list[list[Assigned]]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> list[Assigned]:
         for place, known in self._open[index].items():
             first_s = float(self.first_s[index, place])
-            known.received, known.first_token_s = (
-                int(self.received[index, place]),
-                None if first_s == np.inf else first_s,
-            )
+            known.received = int(self.received[index, place])
+            known.first_token_s = None if first_s == np.inf else first_s
         return list(self._open[index].values())
-
-    def __iter__(self) -> Iterator[list[Assigned]]:
-        return (self[index] for index in range(len(self)))
-
-    def kind_named(self, slo_class: str) -> int:
-        """Return the index of a class, which is added if it is new."""
-        kind = self._kind_of.get(slo_class)
-        if kind is None:
-            kind = self._kind_of[slo_class] = len(self.kinds)
-            self.kinds.append(slo_class)
-        return kind
 
     def add(self, replica: int, known: Assigned) -> int:
         """Add a request and return its place, which it keeps until it ends."""
@@ -96,7 +76,10 @@ class Fleet(Sequence[list[Assigned]]):
         place = self._free[replica].pop()
         self._open[replica][place] = known
         at = replica, place
-        self.kind[at] = self.kind_named(known.slo_class)
+        if known.slo_class not in self._kind_of:
+            self._kind_of[known.slo_class] = len(self.kinds)
+            self.kinds.append(known.slo_class)
+        self.kind[at] = self._kind_of[known.slo_class]
         self.prompt[at], self.received[at], self.arrival_s[at] = known.prompt_tokens, known.received, known.arrival_s
         self.tpot_s[at] = np.inf if known.tpot_slo_s is None else known.tpot_slo_s
         self.ttft_s[at] = np.nan if known.ttft_slo_s is None else known.ttft_slo_s

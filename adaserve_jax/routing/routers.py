@@ -31,36 +31,33 @@ SAMPLED_PREFIX = "slo-aware:"
 """Prefix of the policy `slo-aware:<d>`, which looks at d replicas drawn anew for each request."""
 
 
+Replicas = Fleet | Sequence[list[Assigned]]
+"""Open requests of each replica. Of a `Fleet`, policies read the columns."""
+
+
 class RoutingPolicy(Protocol):
     """Chooses replicas and is told of every end."""
 
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
-        """Return the index of the replica that gets `request`.
-
-        replicas: the open requests of each; of a `Fleet`, policies read the columns instead. now: seconds.
-        """
+    def choose(self, request: Assigned, replicas: Replicas, now: float) -> int:
+        """Return the index of the replica that gets `request`. now: seconds."""
         ...
 
     def ended(self, request: Assigned) -> None:
         """Note the end of a request; its `received` is then its whole output."""
-        ...
 
 
-class RoundRobin:
+class RoundRobin(RoutingPolicy):
     """Policy that takes the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
+    def choose(self, request: Assigned, replicas: Replicas, now: float) -> int:
         chosen, self._next = self._next % len(replicas), self._next + 1
         return chosen
 
-    def ended(self, request: Assigned) -> None:
-        return None
 
-
-class LeastLoaded:
+class LeastLoaded(RoutingPolicy):
     """Policy that takes the replica with the fewest seconds of outstanding work; the first of equals.
 
     A prompt token costs what one more packed token adds to a verification (the slope of the cost table). An output
@@ -83,7 +80,7 @@ class LeastLoaded:
         self._prompts = self._others = np.zeros(0, np.int64)
         self._counts = np.zeros((0, 0), np.int64)
 
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
+    def choose(self, request: Assigned, replicas: Replicas, now: float) -> int:
         return int(np.argmin(self.loads_s(Fleet.of(replicas))))
 
     def ended(self, request: Assigned) -> None:
@@ -125,7 +122,7 @@ class LeastLoaded:
         self._counts[rows] = (more[:, :, None] & (kind[:, :, None] == np.arange(len(self._short)))).sum(axis=1)
 
 
-class SloAware:
+class SloAware(RoutingPolicy):
     """Policy that takes the replica where a request puts the fewest requests, itself included, off pace.
 
     Of equals it takes the one left least full, then the one with the fewest requests. sampled: number of replicas that
@@ -158,7 +155,7 @@ class SloAware:
         self._at = self._at.reshape(rates.shape)
         self._nodes = nodes.astype(np.float64)
 
-    def choose(self, request: Assigned, replicas: Sequence[list[Assigned]], now: float) -> int:
+    def choose(self, request: Assigned, replicas: Replicas, now: float) -> int:
         asked = self._asked(len(replicas))
         if not isinstance(replicas, Fleet):  # make columns only of the replicas looked at
             replicas, rows = Fleet.of([replicas[index] for index in asked]), np.arange(len(asked))
@@ -167,9 +164,6 @@ class SloAware:
         before, _ = self.off_pace(replicas, rows, now)
         after, fullness = self.off_pace(replicas, rows, now, request)
         return asked[int(np.lexsort((replicas.open_counts[rows], fullness, after - before))[0])]
-
-    def ended(self, request: Assigned) -> None:
-        return None
 
     def off_pace(
         self, fleet: Fleet, rows: np.ndarray, now: float, request: Assigned | None = None

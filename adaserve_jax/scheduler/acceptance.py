@@ -64,19 +64,11 @@ class LearnedAcceptance:
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
         edited: np.ndarray | None = None,
     ) -> float:  # fmt: skip
-        """Learn from one verification.
+        """Learn from one verification; return the expected number of accepted nodes among those verified, edited rows
+        included and roots left out, by what had been learned before.
 
-        Args:
-            candidates: Candidates of the step.
-            width: Width of its beam search.
-            speculates: bool[num_decode].
-            trees: The verified trees.
-            accepted: bool[N], per packed node.
-            edited: bool[R], rows whose logits were changed; their acceptance says nothing about other rows.
-
-        Returns:
-            Expected number of accepted nodes among those verified, edited rows included and roots left out, by what had
-            been learned before.
+        width: of the beam search. speculates: bool[num_decode]. accepted: bool[N], per packed node. edited: bool[R],
+        rows whose logits were changed; their acceptance says nothing about other rows.
         """
         log_f = candidates.log_f
         speculating = np.count_nonzero(speculates)
@@ -208,11 +200,8 @@ class CalibrationSums:
     ) -> None:
         """Count predictions.
 
-        Args:
-            group: i[N].
-            stated: f[N], probabilities in [0, 1].
-            happened: f[N] or bool[N], how many came true.
-            number: f[N], for how many outcomes each was stated; None: one.
+        group: i[N]. stated: f[N], probabilities in [0, 1]. happened: f[N] or bool[N], how many came true. number: f[N],
+        for how many outcomes each was stated; None: one.
         """
         index = group * NUM_BINS + np.minimum((stated * NUM_BINS).astype(np.intp), NUM_BINS - 1)
         size = self.sums[0].size
@@ -295,12 +284,8 @@ class Calibrator:
     ) -> None:  # fmt: skip
         """Take in one verification.
 
-        Args:
-            candidates: Candidates with their cells.
-            trees: The verified trees.
-            accepted: bool[N], per packed node.
-            temperature: f32[R].
-            edited: bool[R], rows whose logits were changed; they teach nothing.
+        accepted: bool[N], per packed node. temperature: f32[R]. edited: bool[R], rows whose logits were changed; they
+        teach nothing.
         """
         if candidates.cell is None or candidates.log_q is None:
             return

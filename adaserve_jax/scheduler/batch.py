@@ -29,13 +29,7 @@ class Prefixes:
     """
 
     def __init__(self, pool: PagePool, table: SlotTable, *, holds_draft: bool = True):
-        """Set up an empty cache.
-
-        Args:
-            pool: Pages of the cache.
-            table: Running sequences.
-            holds_draft: Pages hold the draft's KV too. False with a draft service, which keeps KV by sequence.
-        """
+        """Set up an empty cache. holds_draft: pages hold the draft's KV too; a draft service keeps KV by sequence."""
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._cache = PrefixCache(pool)
@@ -49,10 +43,11 @@ class Prefixes:
     def find(self, state: SequenceState) -> np.ndarray:
         """Return the cached pages that hold the first tokens of a waiting sequence, i32[n].
 
-        At least one token is left to compute, because its logits are needed.
+        At least one token is left to compute, because its logits are needed, and every token after which the prompt is
+        still to be scored.
         """
         pages: list[int] = []
-        for index in range((state.num_tokens - 1) // self._page_size):
+        for index in range(state.num_reusable // self._page_size):
             page = self._cache.find(self._key(state, index))
             if page is None:
                 break
@@ -123,12 +118,8 @@ class Batch:
     ):  # fmt: skip
         """Set up an empty batch.
 
-        Args:
-            limits: Slots, pages and tokens of a step.
-            ordering: Order of the queue.
-            gives_up: Drop the TPOT target of a sequence that missed its TTFT target.
-            prefix_cache: Keep pages of sequences that ended for prompts that begin alike.
-            holds_draft: Pages hold the draft's KV too.
+        gives_up: drop the TPOT target of a sequence that missed its TTFT target. prefix_cache: keep pages of sequences
+        that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)

@@ -169,6 +169,10 @@ def _advance(
     if verified.num_drafted:
         table.drafted_tokens[decode] += verified.drafted
         table.accepted_tokens[decode] += verified.accepted
+    if plan.scored is not None:
+        for row, count in zip(plan.scored.rows.tolist(), plan.scored.counts.tolist(), strict=True):
+            if (state := table.states[slots[row]]) is not None:
+                state.num_scored += count
     draft = plan.draft
     # the draft ran and did not fail; a draft service is sent again whatever it lost, so what it was sent counts
     if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.is_remote):

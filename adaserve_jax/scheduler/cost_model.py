@@ -190,21 +190,6 @@ class ServingFactors:
     overhead_s: float = 0.0
 
 
-class PredictionLog:
-    """Predicted and measured seconds of the last LATEST steps, as predicted before the step was learned from."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[tuple[float, float], ...]] = deque(maxlen=LATEST)
-
-    def add(self, *, verify: tuple[float, float], draft: tuple[float, float], step: tuple[float, float]) -> None:
-        """Append one step: (predicted, measured) of each kind; measured 0 means that there was none."""
-        self._steps.append((verify, draft, step))
-
-    def seconds(self) -> np.ndarray:
-        """Return f64[steps, KINDS, 2], predicted and measured, oldest first."""
-        return np.array(self._steps, np.float64).reshape(-1, len(KINDS), 2)
-
-
 def errors_of(seconds: np.ndarray) -> dict[str, PredictionError]:
     """Return the errors by kind. seconds: f64[steps, KINDS, 2]."""
     return {kind: PredictionError.of(*seconds[:, index].T) for index, kind in enumerate(KINDS)}
@@ -253,7 +238,7 @@ class CostTable:
         """Samples as measured at the start; after `retime_draft`, with the draft's times of a service."""
         self._limits = limits
         self.grid = CostGrid(samples, limits)
-        self.predictions = PredictionLog()
+        self._predictions: deque[tuple[tuple[float, float], ...]] = deque(maxlen=LATEST)
         self.served = ServedTimes()
         self._edges = limits.token_edges
         self._verify_ratios = [DriftRatios(len(self._edges)) for _ in self.grid.row_buckets]
@@ -278,6 +263,13 @@ class CostTable:
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
         self._draft_ratios = DriftRatios(max(len(self.grid.level_rows), 1))
         self._draft_drift = 1.0
+
+    def predictions(self) -> np.ndarray:
+        """Return f64[steps, KINDS, 2], predicted and measured seconds of the last LATEST steps, oldest first.
+
+        Predicted before the step was learned from; measured 0 means that there was none.
+        """
+        return np.array(self._predictions, np.float64).reshape(-1, len(KINDS), 2)
 
     @property
     def max_catchup_tokens(self) -> int:
@@ -344,14 +336,8 @@ class CostTable:
         verification is learned as an overhead of its own. A draft call without candidates teaches how long it was
         waited for, never that drafts are quick.
 
-        Args:
-            plan: The step.
-            outcome: Its measured times.
-            step_s: Seconds from its plan to its commit.
-            drafted: Any candidates came.
-
-        Returns:
-            Predicted seconds of what was run; 0 if nothing was predicted.
+        step_s: seconds from the step's plan to its commit. drafted: any candidates came. Returns the predicted seconds
+        of what was run; 0 if nothing was predicted.
         """
         self._steps += 1
         self._edits = outcome.edited is not None
@@ -368,11 +354,9 @@ class CostTable:
             verify_predicted_s = self._observe_verify(edge, rows, load, alone_s)
             predicted_s = verify_predicted_s + draft_predicted_s + overhead_predicted_s
             verify_s = verify_predicted_s if alone_s is None else alone_s
-            self.predictions.add(
-                verify=(verify_predicted_s, alone_s or 0.0),
-                draft=(draft_predicted_s, outcome.draft_s if drafting else 0.0),
-                step=(predicted_s, step_s),
-            )
+            verify, step = (verify_predicted_s, alone_s or 0.0), (predicted_s, step_s)
+            draft = draft_predicted_s, outcome.draft_s if drafting else 0.0
+            self._predictions.append((verify, draft, step))
         overhead_s = min(max(step_s - outcome.draft_s - verify_s, 0.0), OUTLIER * self.baseline_s)
         if not self._edits:
             self.served.steps += 1

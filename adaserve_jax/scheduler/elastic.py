@@ -69,11 +69,8 @@ class ElasticMemory:
     def __init__(self, batch: Batch, rule: ElasticRule, stats: StepStats, worth: PageWorth | None = None):
         """Start with the draft resident.
 
-        Args:
-            batch: The scheduler's batch.
-            rule: When to expand and contract.
-            stats: Totals of the scheduler, which count transitions and their seconds by kind.
-            worth: Judge of whether the draft gives way; None: it does while speculation is off.
+        stats: totals of the scheduler, which count transitions and their seconds by kind. worth: judges whether the
+        draft gives way; None: it does while speculation is off.
         """
         limits = batch.limits
         self.batch = batch
@@ -94,9 +91,14 @@ class ElasticMemory:
     def perform(self, transition: Transition, executor: Executor, clock: Callable[[], float]) -> None:
         """Make a transition. One that fails is counted, leaves texts and pages as they were, and is tried later."""
         began = clock()
-        act = {"expand": expand, "contract": contract, "reload": reload_draft}[transition]
+        done = True
         try:
-            done = act(self.batch, executor)
+            if transition == "expand":
+                expand(self.batch, executor)
+            elif transition == "contract":
+                contract(self.batch, executor)
+            else:
+                done = executor.draft_ready()
         except ElasticError:
             self.residency.failed()
             self._count(FAILED, 1, clock() - began)
@@ -115,13 +117,7 @@ class ElasticMemory:
 def expand_or_contract(memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float]) -> None:
     """Make the transition that is due, if any. Call once after each step's commit.
 
-    Args:
-        memory: `Scheduler.elastic_memory`; None where the draft always stays.
-        executor: The device.
-        clock: Seconds.
-
-    Raises:
-        IntegrityError: A transition is due while a step is in flight.
+    memory: `Scheduler.elastic_memory`. Raises IntegrityError if a transition is due while a step is in flight.
     """
     due = None if memory is None else memory.due()
     if memory is None or due is None:
@@ -136,14 +132,8 @@ def bring_back_draft(
 ) -> None:
     """Make the draft resident, whatever transition was under way. Only without requests.
 
-    Args:
-        memory: `Scheduler.elastic_memory`; None where the draft always stays.
-        executor: The device.
-        clock: Seconds.
-        wait: Called between two questions whether the draft is loaded.
-
-    Raises:
-        ElasticError: The draft cannot be brought back now.
+    memory: `Scheduler.elastic_memory`. wait: called between two questions whether the draft is loaded. Raises
+    ElasticError if the draft cannot be brought back now.
     """
     if memory is None:
         return
@@ -161,17 +151,16 @@ def bring_back_draft(
             wait()
 
 
-def expand(batch: Batch, executor: Executor) -> bool:
+def expand(batch: Batch, executor: Executor) -> None:
     """Free the draft and add the extension's pages to the pool."""
     try:
         executor.expand()
     finally:
         batch.forget_draft()  # where it failed the draft is there, but its KV is not
     batch.pool.extend()
-    return True
 
 
-def contract(batch: Batch, executor: Executor) -> bool:
+def contract(batch: Batch, executor: Executor) -> None:
     """Move pages in use out of the extension, publish their new ids, then free the slab and begin to load the draft."""
     pool = batch.pool
     migration = pool.plan_contraction()
@@ -186,9 +175,3 @@ def contract(batch: Batch, executor: Executor) -> bool:
     batch.remap(pool.publish(migration))
     executor.contract()
     pool.trim()
-    return True
-
-
-def reload_draft(batch: Batch, executor: Executor) -> bool:
-    """Return whether the draft is resident again."""
-    return executor.draft_ready()

@@ -19,9 +19,10 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.queue import wait_ratio
+from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import need_rate
-from adaserve_jax.types import DraftPlan, StepPlan
+from adaserve_jax.types import DraftPlan, ScoredPrompts, StepPlan
 
 _NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
@@ -85,14 +86,8 @@ class Planner:
     """Planner of one step after another."""
 
     def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
-        """Set up for one batch.
-
-        Args:
-            batch: Running and waiting sequences.
-            controller: Decides depth, width, budget and prefill tokens.
-            draft: Plans the draft's part.
-            max_prefill: Most prefill tokens of a step.
-            horizon: Tokens within which a sequence may catch up, h.
+        """Set up for one batch. max_prefill: most prefill tokens of a step; horizon: h, tokens within which a sequence
+        may catch up.
         """
         self._batch = batch
         self._limits = batch.limits
@@ -111,13 +106,14 @@ class Planner:
             return None
         decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
+        spare = self._limits.max_tree_tokens - len(decode) - len(prefill)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
             draft_lag=self._draft.lag_in_step(lag),
             can_speculate=self._draft.can_speculate(remaining, lag),
             num_prefill=len(prefill),
-            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
+            prefill_tokens=sum(share_out(prefill, self._max_prefill, spare)),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
@@ -126,7 +122,10 @@ class Planner:
         )
         decision = self._controller.decide(load)
         decision.check(self._limits, load)
-        chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
+        chunks = share_out(
+            prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)),
+            spare // 2 if decision.depth else spare,  # a long prompt would else stop speculation
+        )  # fmt: skip
         self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
         slots = decode
         if chunks:
@@ -135,7 +134,8 @@ class Planner:
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
         due_s = pace.due_s(now) if self._draft.remote else None
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
-        plan = self._assemble(step, slots, chunks, draft, decision)
+        scored = scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
+        plan = self._assemble(step, slots, chunks, draft, decision, scored)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
 
     def pace(self, now: float) -> Pace | None:
@@ -209,8 +209,9 @@ class Planner:
         return pace, remaining, num_tokens - table.draft_computed[decode]
 
     def _assemble(
-        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
-    ) -> StepPlan:
+        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision,
+        scored: ScoredPrompts | None,
+    ) -> StepPlan:  # fmt: skip
         """Lay out the arrays of a step."""
         table = self._batch.table
         num_decode = len(slots) - len(chunks)
@@ -220,9 +221,8 @@ class Planner:
             prefill_counts = np.array(chunks, np.int32)
             prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
             final = prefill_counts == (num_tokens - num_computed)[num_decode:]
-        most = min(
-            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
-        )
+        sampled = int(np.count_nonzero(final)) + (0 if scored is None else scored.num_positions)
+        most = min(self._limits.max_tree_tokens - sampled, self._limits.max_tokens - len(prefill_tokens))
         speculating = draft is not None and draft.depth > 0
         return StepPlan(
             step=step,
@@ -237,23 +237,13 @@ class Planner:
             prefill_final=final,
             draft=draft,
             tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
+            scored=scored,
         )
 
 
 def _pace_rate(tpot_slo_s: float | None) -> float:
     """Return the tokens per second that keep a sequence on its target from the start; 0 without one."""
     return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
-
-
-def _share_out(prefill: list[SequenceState], tokens: int) -> list[int]:
-    """Return chunk lengths for the first of `prefill`, in order, until `tokens` are given out."""
-    chunks: list[int] = []
-    for state in prefill:
-        if tokens <= 0:
-            break
-        chunks.append(min(state.pending, tokens))
-        tokens -= chunks[-1]
-    return chunks
 
 
 class DraftPlanner:
@@ -266,16 +256,10 @@ class DraftPlanner:
     ):  # fmt: skip
         """Set up for one draft.
 
-        Args:
-            batch: Running sequences.
-            cost: Its limit of catch-up tokens bounds what the draft is fed in a step, or with a draft service what the
-                step waits for; a service is fed any number of tokens while the target goes on.
-            used: Plans have a draft at all.
-            calibrated: f is made of calibrated chances.
-            calibrator: Source of new chances, which plans carry to the draft.
-            residency: Whether the draft is on the device; None: always.
-            several_drafts: Plans name the draft model of each row.
-            remote: A draft service drafts.
+        cost: its limit of catch-up tokens bounds what the draft is fed in a step, or with a draft service what the step
+        waits for; a service is fed any number of tokens while the target goes on. used: plans have a draft at all.
+        calibrator: source of new chances, which plans carry to the draft. residency: whether the draft is on the
+        device; None: always. several_drafts: plans name the draft model of each row. remote: a draft service drafts.
         """
         self._batch = batch
         self._limits = batch.limits
@@ -323,13 +307,8 @@ class DraftPlanner:
         Rows that speculate are fed first, shortest lag first; then lagging rows, with half of what is left if prompts
         wait too; then the prefill chunks.
 
-        Args:
-            decision: Depth, width and whether prompts are fed.
-            slots: i64[R].
-            can_speculate: bool[num_decode].
-            lag: i64[num_decode], tokens that the draft lacks.
-            chunks: Prefill tokens of the last rows.
-            due_s: f64[num_decode], seconds until each row's next token is due, with a draft service; else None.
+        slots: i64[R]. can_speculate: bool[num_decode]. lag: i64[num_decode], tokens that the draft lacks. chunks:
+        prefill tokens of the last rows. due_s: f64[num_decode], as in `DraftPlan`.
         """
         if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
             return None

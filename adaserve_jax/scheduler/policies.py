@@ -136,14 +136,6 @@ def closed_form(parts: Parts) -> Controller:
     )
 
 
-def _closed_form_of_the_code(parts: Parts) -> Controller:
-    return ClosedFormController.for_limits(parts.limits, rounds_up=True)
-
-
-def _chain(parts: Parts) -> Controller:
-    return FixedController(parts.limits, parts.parameter)
-
-
 def _no_speculation(parts: Parts) -> Controller:
     return FixedController(parts.limits, 0)
 
@@ -157,14 +149,6 @@ def _static_tree(parts: Parts) -> Controller:
 def _over_drafting(parts: Parts) -> Controller:
     depth = min(parts.parameter + TETRIS_EXTRA, parts.limits.max_depth)
     return FixedController(parts.limits, depth, nodes=parts.parameter)
-
-
-def _goodput(parts: Parts) -> Controller:
-    return GoodputController(parts.limits, parts.cost)
-
-
-def _probing_goodput(parts: Parts) -> Controller:
-    return GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS)
 
 
 def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
@@ -188,18 +172,24 @@ POLICIES: dict[str, Policy] = {
     ),
     "adaserve-code": Policy(
         "the same as its authors' code has it: need 5 % up and at least 1, nodes capped, the least needy first",
-        _closed_form_of_the_code, selector="slo", need="code", slo_order="fastest-first", calibrated=False,
-        needs_draft=True,
+        lambda parts: ClosedFormController.for_limits(parts.limits, rounds_up=True), selector="slo", need="code",
+        slo_order="fastest-first", calibrated=False, needs_draft=True,
     ),
-    "spec:<k>": Policy("a chain of k for every request, always", _chain, selector="equal", needs_draft=True),
+    "spec:<k>": Policy(
+        "a chain of k for every request, always", lambda parts: FixedController(parts.limits, parts.parameter),
+        selector="equal", needs_draft=True,
+    ),
     "specinfer": Policy(
         "SpecInfer's static tree, 1, 1, 3, 3, 3, 3, 3, 3 nodes by level, as far as max_depth and max_width go",
         _static_tree, selector="static", tree_widths=SPECINFER_NODES, needs_draft=True,
     ),
-    "dsd": Policy("SmartSpec: the chain of highest predicted goodput, every 20 steps", _goodput, selector="equal"),
+    "dsd": Policy(
+        "SmartSpec: the chain of highest predicted goodput, every 20 steps",
+        lambda parts: GoodputController(parts.limits, parts.cost), selector="equal",
+    ),
     "dsd-probe": Policy(
-        "the same, and a chain of 1 every 50 steps while it is off, so that it learns", _probing_goodput,
-        selector="equal",
+        "the same, and a chain of 1 every 50 steps while it is off, so that it learns",
+        lambda parts: GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS), selector="equal",
     ),
     "tetris:<k>": Policy(
         "TETRIS: chains longer than k, of which the k n likeliest nodes of all requests are verified",
@@ -329,10 +319,6 @@ def _slack_sized_prefill(parts: Parts) -> Controller:
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective, admits_by_pace=False)
 
 
-def _off(parts: Parts) -> Controller:
-    return FixedController(parts.limits, 0)
-
-
 def _model_alone(parts: Parts) -> Controller:
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
 
@@ -367,7 +353,7 @@ ABLATIONS: dict[str, Policy] = {
     "off": replace(
         _ADAPTED,
         about="`adaserve`, but speculation is off, with the draft loaded",
-        controller=_off,
+        controller=_no_speculation,
         elastic=False,
         weighs_pages=False,
     ),

@@ -25,9 +25,9 @@ from adaserve_jax.scheduler.commit import (
     finish,
     rows_with_drafts,
 )
-from adaserve_jax.scheduler.controllers.base import Controller, SoloSpeed
+from adaserve_jax.scheduler.controllers.base import SoloSpeed
 from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
-from adaserve_jax.scheduler.cost_model import CostTable, PredictionLog, ServedTimes
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
@@ -59,28 +59,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig,
-        calibrator: Calibrator | None = None, elastic_rule: ElasticRule | None = None,
-        draft_sessions: DraftSessions | None = None,
+        self, config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None,
+        elastic_rule: ElasticRule | None = None, draft_sessions: DraftSessions | None = None,
     ):  # fmt: skip
-        """Compose the parts that `policy` names.
+        """Compose the parts that `config.policy` names; every "auto" in `config` is resolved.
 
-        Args:
-            limits: What the executor's programs can hold.
-            policy: A name that `policies.find_policy` knows.
-            costs: Predicted seconds of steps; learns from every commit.
-            config: The other options.
-            calibrator: Acceptance chances; may have learned with other schedulers before.
-            elastic_rule: When the draft's memory becomes KV pages, where it may; None for the default.
-            draft_sessions: State of a draft service, which is told of slots that were given back; None with a local
-                draft or none.
-
-        Raises:
-            ConfigError: The policy is unknown or needs a draft that is not there.
+        samples: times that the executor measured when it warmed up. calibrator: may have learned with other schedulers
+        before. elastic_rule: when the draft's memory becomes KV pages, where it may. draft_sessions: state of a draft
+        service, which is told of slots that were given back. Raises ConfigError if the policy is unknown or needs a
+        draft that is not there.
         """
         self.limits = limits
-        self._policy, parameter = find_policy(policy, limits.max_depth)
-        self._cost = costs
+        self._policy, parameter = find_policy(config.policy, limits.max_depth)
+        self.costs = costs = CostTable(samples, limits)
+        """Predicted seconds of steps; learns from every commit."""
         self._config = config
         self._calibrator = calibrator
         self._draft_sessions = draft_sessions
@@ -90,10 +82,11 @@ class Scheduler:
             limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
             config.seed,
         )  # fmt: skip
-        self._controller = self._policy.controller(parts)
+        self.controller = self._policy.controller(parts)
+        """Decides depth, width and budget; for benchmarks."""
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         solo = SoloSpeed(limits, costs, self._acceptance)
-        self._feasibility = Feasibility(limits, costs, self._controller, solo, max_prefill=max_prefill)
+        self._feasibility = Feasibility(limits, costs, self.controller, solo, max_prefill=max_prefill)
         remote = config.drafter is not None
         self._batch = Batch(
             limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
@@ -116,11 +109,11 @@ class Scheduler:
             remote=remote,
         )
         self._planner = Planner(
-            self._batch, self._controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
+            self._batch, self.controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
-            search_budget=self._policy.search_budget and not isinstance(self._controller, ClosedFormController),
+            search_budget=self._policy.search_budget and not isinstance(self.controller, ClosedFormController),
             max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
         self._slack = SlackTracker(self._batch.capacity)
@@ -140,27 +133,12 @@ class Scheduler:
         return len(self._batch.queue)
 
     @property
-    def controller(self) -> Controller:
-        """The controller that decides depth, width and budget; for benchmarks."""
-        return self._controller
-
-    @property
-    def predictions(self) -> PredictionLog:
-        """Predicted and measured seconds of the latest steps."""
-        return self._cost.predictions
-
-    @property
-    def served(self) -> ServedTimes:
-        """Seconds that steps took so far, beside what the samples predict."""
-        return self._cost.served
-
-    @property
     def draft_resident(self) -> bool:
         """False from an expansion into the draft's memory until the draft is back."""
         return self._draft.is_resident
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence whose lengths `engine.client.check_lengths` has admitted.
+        """Queue a sequence whose lengths `engine.client.check_request` has admitted.
 
         Raises:
             RequestError: The id is in use, the draft is unknown, or the targets are infeasible and the configuration
@@ -203,6 +181,11 @@ class Scheduler:
         update = finish(self._batch, state, reason, [], self._stats)
         self._report_released_slots()
         return update
+
+    def never_ran(self, sequence_id: str) -> bool:
+        """Return whether a sequence is known and no step has had it."""
+        state = self._states.get(sequence_id)
+        return state is not None and state.first_scheduled_s is None
 
     def plan(self, now: float) -> StepPlan | None:
         """Return what to run next, or None without sequences. A plan that was never committed is forgotten."""
@@ -260,8 +243,8 @@ class Scheduler:
 
     def retime_draft(self, samples: CostSamples) -> None:
         """Plan by the draft's times in these samples from now on. Between steps only."""
-        self._cost.retime_draft(samples)
-        self._controller.retimed(self._cost)
+        self.costs.retime_draft(samples)
+        self.controller.retimed(self.costs)
 
     def is_loaded(self, now: float) -> bool:
         """Return whether there is, or was lately, so much work that background work must wait."""
@@ -294,7 +277,7 @@ class Scheduler:
     def stats(self) -> StepStats:
         """A copy of all totals and gauges. Changes nothing, so that any thread may ask."""
         pool, prefixes, calibrator, stats = self._batch.pool, self._batch.prefixes, self._calibrator, self._stats
-        report = self._controller.arms()
+        report = self.controller.arms()
         return replace(
             stats,
             **self._gauges(),
@@ -334,7 +317,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         plan = planned.plan
         drafted = rows_with_drafts(plan, candidates)
-        predicted_s = self._cost.observe(plan, outcome, now - planned.made_s, drafted=drafted is not None)
+        predicted_s = self.costs.observe(plan, outcome, now - planned.made_s, drafted=drafted is not None)
         expected = 0.0
         if plan.draft is not None and drafted is not None:
             accepted, edited = outcome.accepted, outcome.edited
@@ -346,10 +329,10 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
             if self._draft.remote:
-                self._cost.forget_draft()
+                self.costs.forget_draft()
         if plan.num_decode:
             step_s = now - planned.made_s
-            self._controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
+            self.controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -379,12 +362,3 @@ class Scheduler:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise IntegrityError(f"step {plan.step} is not the one in flight; call plan, select and commit in turn")
         return self._in_flight
-
-
-def build_scheduler(
-    config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None,
-    elastic_rule: ElasticRule | None = None, draft_sessions: DraftSessions | None = None,
-) -> Scheduler:  # fmt: skip
-    """Return the scheduler of a configured engine whose executor has warmed up; arguments as in `Scheduler`."""
-    costs = CostTable(samples, limits)
-    return Scheduler(limits, config.policy, costs, config, calibrator, elastic_rule, draft_sessions)

@@ -90,23 +90,12 @@ def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
 def slo_phase(
     f: np.ndarray, need: np.ndarray, *, budget: int, max_slo_nodes: int = 0, order: SloOrder = "cheapest-first"
 ) -> np.ndarray:
-    """Take from each sequence the fewest candidates whose expected tokens reach `need`, while the budget lasts.
+    """Take from each sequence the fewest candidates whose expected tokens reach `need`, while the budget lasts: i64[R].
 
-    Source: AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md).
-
-    Args:
-        f: f64[R, C], non-increasing along C, 0 for absent nodes.
-        need: f64[R], A_cap in tokens, root counted.
-        budget: Tree tokens of the step, one root per sequence included.
-        max_slo_nodes: Most candidates per sequence; 0 for no limit.
-        order: Order of service. With `cheapest-first`, sequences that cannot reach their need with all their candidates
-            come last.
-
-    Returns:
-        i64[R], candidates taken per sequence.
-
-    Raises:
-        BudgetError: budget < R.
+    f: f64[R, C], non-increasing along C, 0 for absent nodes. need: f64[R], A_cap in tokens, root counted. budget: tree
+    tokens of the step, one root per sequence included. max_slo_nodes: most candidates per sequence; 0 for no limit.
+    With order `cheapest-first`, sequences that cannot reach their need with all their candidates come last. Source:
+    AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md). Raises BudgetError if budget < R.
     """
     rows = len(need)
     if budget < rows:

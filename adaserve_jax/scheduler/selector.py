@@ -27,13 +27,8 @@ class Selector:
     ):  # fmt: skip
         """Set up for one policy.
 
-        Args:
-            policy: Names the rules.
-            limits: Token edges of a step.
-            cost: Seconds of verification.
-            objective: Weights of the budget search.
-            search_budget: Choose the verify budget again, over the token edges, once the candidates are known.
-            max_slo_nodes: Most nodes per sequence in the SLO phase; 0 for no limit.
+        search_budget: choose the verify budget again, over the token edges, once the candidates are known.
+        max_slo_nodes: most nodes per sequence in the SLO phase; 0 for no limit.
         """
         self._policy = policy
         self._cost = cost
@@ -69,12 +64,11 @@ class Selector:
     ) -> DraftTrees:
         """Run Algorithm 2 with the policy's form of need."""
         plan = planned.plan
+        most = self._max_slo_nodes
         if self._policy.need == "horizon":
             budget, wanted = self._in_horizon(planned, ranked, now)
-            most = self._max_slo_nodes
         else:
             budget, wanted = plan.tree_token_cap, self._in_one_step(planned, now)
-            most = self._max_slo_nodes
             if self._policy.need == "code":
                 most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
         return selection.select_slo(

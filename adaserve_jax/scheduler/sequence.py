@@ -63,12 +63,13 @@ class SequenceState:
     counts i64[NUM_COUNTS], times f64[NUM_TIMES] and token_ids i32[at least num_tokens] are arrays of the sequence's own
     while it waits. While it runs they are views of its slot in the `SlotTable`, which advances all rows of a step at
     once. slot and num_pages are valid only then. page_keys holds the keys of its full pages that the prefix cache asked
-    for so far. cached_tokens counts the prompt tokens found there when it was first scheduled.
+    for so far. cached_tokens counts the prompt tokens found there when it was first scheduled. num_scored counts the
+    positions of the prompt after which its next token has been scored; all of them if the request does not ask.
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "page_keys", "preemptions", "rank", "sequence", "slot", "times", "token_ids",
-        "_asked", "_feasible",
+        "cached_tokens", "counts", "num_scored", "page_keys", "preemptions", "rank", "sequence", "slot", "times",
+        "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -86,13 +87,9 @@ class SequenceState:
     ):  # fmt: skip
         """Set up a sequence that waits.
 
-        Args:
-            sequence: The sequence as it is scheduled; targets that are out of reach are taken out.
-            max_total: Most tokens, prompt and output together.
-            order_key: Seconds; lower is served sooner.
-            number: Position in the order in which sequences were added.
-            asked: The sequence as it came, where its targets differ from those of `sequence`.
-            feasible: Whether its targets are feasible; None without targets.
+        sequence: as it is scheduled; targets that are out of reach are taken out. max_total: most tokens, prompt and
+        output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
+        the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         """
         self.sequence = sequence
         self._asked = sequence if asked is None else asked
@@ -105,6 +102,7 @@ class SequenceState:
         self.cached_tokens = 0
         self.token_ids = np.asarray(sequence.prompt_ids, np.int32)
         prompt_len = len(self.token_ids)
+        self.num_scored = prompt_len - 1 if sequence.sampling.prompt_logprobs is None else 0
         self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0], np.int64)
         self.times = np.full(NUM_TIMES, np.nan)
 
@@ -120,6 +118,16 @@ class SequenceState:
     @property
     def num_output(self) -> int:
         return self.num_tokens - self.prompt_len
+
+    @property
+    def is_scored(self) -> bool:
+        """True while tokens of the prompt are still to be scored."""
+        return self.num_scored < self.prompt_len - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Number of the first tokens whose KV is all that is needed: no logits after them are."""
+        return self.num_scored if self.is_scored else self.num_tokens - 1
 
     @property
     def is_untargeted(self) -> bool:
@@ -169,12 +177,7 @@ class SlotTable:
     """
 
     def __init__(self, limits: Limits, *, gives_up: bool = False):
-        """Set up an empty table.
-
-        Args:
-            limits: Number of slots and pages.
-            gives_up: Drop the TPOT target of a sequence that missed its TTFT target.
-        """
+        """Set up an empty table. gives_up: drop the TPOT target of a sequence that missed its TTFT target."""
         size = limits.max_requests
         self._gives_up = gives_up
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)

@@ -30,13 +30,8 @@ MESSAGE_STEP_MS = 0.1
 def need(decode_time_s: np.ndarray, step_time_s: float, tpot_slo_s: np.ndarray, num_decoded: np.ndarray) -> np.ndarray:
     """Return A, f64[R]: tokens that a sequence must emit in this step to be on its target when the step ends.
 
-    Source: AdaServe eq. 5, A = (l + t_spec) / tpot_slo - o.
-
-    Args:
-        decode_time_s: f64[R], l, seconds since the first token.
-        step_time_s: t_spec.
-        tpot_slo_s: f64[R], inf without a target.
-        num_decoded: i64[R], o, output tokens after the first.
+    Source: AdaServe eq. 5, A = (l + t_spec) / tpot_slo - o, with l the seconds since the first token, t_spec those of
+    the step, tpot_slo inf without a target, and o the output tokens after the first.
     """
     return (decode_time_s + step_time_s) / tpot_slo_s - num_decoded
 
@@ -113,20 +108,17 @@ class Feasibility:
     """
 
     def __init__(self, limits: Limits, cost: CostTable, controller: Controller, alone: SoloSpeed, *, max_prefill: int):
-        """Set up for one controller.
+        """Set up for one controller, whose own estimate of the speed of one sequence is the bound on TPOT.
 
-        Args:
-            limits: Token edges of a step.
-            cost: Seconds of steps.
-            controller: Its own estimate of the speed of one sequence is the bound on TPOT.
-            solo: Speed of one sequence by the shape of its trees.
-            max_prefill: Most prompt tokens of one step, for the bound on TTFT.
+        alone: speed of one sequence by the shape of its trees. max_prefill: most prompt tokens of one step.
         """
         self._cost = cost
         self._controller = controller
         self._alone = alone
         self._edges = np.array(limits.token_edges)
-        self._chunks = np.unique(np.minimum(self._edges, max_prefill))
+        self._chunks, self._scored_chunks = (
+            np.unique(np.minimum(self._edges, most)) for most in (max_prefill, min(max_prefill, limits.max_tree_tokens))
+        )
         self._least_tpot_s: float | None = None
 
     def forget(self) -> None:
@@ -139,7 +131,8 @@ class Feasibility:
         if tpot_s is None and ttft_s is None:
             return FeasibilityVerdict(judged=False)
         least_tpot_s = None if tpot_s is None or request.sampling.max_tokens == 1 else self.least_tpot_s()
-        least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(request.prompt_ids))
+        scored = request.sampling.prompt_logprobs is not None
+        least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(request.prompt_ids), scored=scored)
         return FeasibilityVerdict(True, _if_below(tpot_s, least_tpot_s), _if_below(ttft_s, least_ttft_s))
 
     def least_tpot_s(self) -> float:
@@ -148,14 +141,15 @@ class Feasibility:
             self._least_tpot_s = 1.0 / self._controller.fastest_alone(self._alone)
         return self._least_tpot_s
 
-    def least_ttft_s(self, prompt_tokens: int) -> float:
+    def least_ttft_s(self, prompt_tokens: int, *, scored: bool = False) -> float:
         """Return the seconds to compute a prompt alone, in chunks of the best size; the rest of a step counts as
-        free.
+        free. scored: every token of the prompt is.
         """
+        chunks = self._scored_chunks if scored else self._chunks
         verify_s = self._cost.verify_s(1)
-        whole, rest = np.divmod(prompt_tokens, self._chunks)
+        whole, rest = np.divmod(prompt_tokens, chunks)
         rest_s = np.where(rest > 0, verify_s[np.searchsorted(self._edges, rest)], 0.0)
-        return float((whole * verify_s[np.searchsorted(self._edges, self._chunks)] + rest_s).min())
+        return float((whole * verify_s[np.searchsorted(self._edges, chunks)] + rest_s).min())
 
 
 def _if_below(target_s: float | None, least_s: float | None) -> float | None:

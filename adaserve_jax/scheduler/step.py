@@ -39,16 +39,10 @@ def begin_step(
     scheduler: Scheduler, executor: Executor, clock: Callable[[], float],
     edit: Callable[[StepPlan, DraftTrees], LogitEdits | None] | None = None,
 ) -> VerifiedStep | None:  # fmt: skip
-    """Plan, speculate, select and verify one step.
+    """Plan, speculate, select and verify one step, which is in flight until `end_step`; None if nothing can run.
 
-    Args:
-        scheduler: Decides what runs.
-        executor: Runs it.
-        clock: Seconds; read for the plan, and again for the selection, so that the time that drafting took counts.
-        edit: Returns the edits of logits of a step, None for none; called between selection and verification.
-
-    Returns:
-        The step, in flight until `end_step`; None if nothing can run.
+    The clock is read for the plan, and again for the selection, so that the time that drafting took counts. `edit` is
+    called between selection and verification; it returns the step's edits of logits, if any.
     """
     plan = scheduler.plan(clock())
     if plan is None:
@@ -63,15 +57,9 @@ def end_step(
     scheduler: Scheduler, executor: Executor, clock: Callable[[], float], step: VerifiedStep,
     stop_check: StopCheck | None = None, observe: Callable[[StepResult], None] | None = None,
 ) -> StepResult:  # fmt: skip
-    """Commit a step, then expand or contract memory where that is due.
+    """Commit the step in flight, then expand or contract memory where that is due.
 
-    Args:
-        scheduler: Takes in what the step brought.
-        executor: The executor that ran it.
-        clock: Seconds.
-        step: The step in flight.
-        stop_check: Finds the ends of texts in new tokens.
-        observe: Called with the committed step before memory changes; it may end sequences.
+    observe: called with the committed step before memory changes; it may end sequences.
     """
     now = clock()
     updates = scheduler.commit(step.plan, step.trees, step.candidates, step.outcome, now, stop_check)

@@ -124,8 +124,8 @@ class RecordingExecutor:
     def compiles_after_ready(self) -> int:
         return self._executor.compiles_after_ready
 
-    def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        return self._executor.warm_up(progress)
+    def warm_up(self, progress: Progress | None = None, samples: CostSamples | None = None) -> CostSamples:
+        return self._executor.warm_up(progress, samples)
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         return self._executor.speculate(plan)

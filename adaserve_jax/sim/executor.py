@@ -66,12 +66,9 @@ class ElasticTimes:
 class SimExecutor:
     """Implements `types.Executor` on a virtual clock. There are no logits, so nothing edits them.
 
-    Args:
-        acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of
-            their seeds, u64[R] -> f64[R].
-        concentration: how little that chance varies from position to position; the draft knows it at each.
-        overhead_s: seconds of every step outside both models.
-        elastic_times: seconds of expansion and contraction.
+    acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of their
+    seeds, u64[R] -> f64[R]. concentration: how little that chance varies from position to position; the draft knows it
+    at each. overhead_s: seconds of every step outside both models.
 
     If a plan asks for uncalibrated f, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted
     stays the same.
@@ -113,10 +110,10 @@ class SimExecutor:
     def compiles_after_ready(self) -> int:
         return 0
 
-    def warm_up(self, progress: Progress | None = None) -> CostSamples:
+    def warm_up(self, progress: Progress | None = None, samples: CostSamples | None = None) -> CostSamples:
         if progress is not None:
             progress("simulated programs", 1, 1)
-        return self._cost
+        return samples or self._cost
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         draft = plan.draft

@@ -114,7 +114,7 @@ def load_machine(name: str) -> Machine:
     except json.JSONDecodeError as error:
         raise ConfigError(f"machine {where}: invalid JSON: {error}") from error
     if is_profile(values):
-        return profiled_machine(values, where)
+        return ProfiledMachine.of(parse_profile(values, where), where)
     return _machine(values, where)
 
 
@@ -218,8 +218,3 @@ class ProfiledMachine(Machine):
     def overhead_s(self) -> float:
         """Seconds of a step outside both models, measured while serving."""
         return self.serving.overhead_s
-
-
-def profiled_machine(values: Any, where: str) -> ProfiledMachine:
-    """Build a machine from the parsed JSON of a profile. Raises ConfigError when it is not valid."""
-    return ProfiledMachine.of(parse_profile(values, where), where)

@@ -6,7 +6,7 @@ A step is begun and ended separately, so that nobody knows its outcome before it
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -19,12 +19,7 @@ from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import VerifiedStep, begin_step, end_step
 from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import (
-    Executor,
-    RequestMetrics,
-    Sequence,
-    SequenceUpdate,
-)
+from adaserve_jax.types import Executor, RequestMetrics, Sequence, SequenceUpdate
 
 _NONE = -1
 
@@ -199,7 +194,7 @@ def run_cluster(
     replicas: abc.Sequence[Replica],
     router: RoutingPolicy,
     fleet: Fleet,
-    arrivals: abc.Sequence[Assigned],
+    arrivals: Iterable[Assigned],
     deliver: Callable[[int, Assigned, Replica], None],
     *,
     drain_s: float,
@@ -208,16 +203,12 @@ def run_cluster(
 
     At one instant steps end first, then requests arrive and are routed, then steps begin. So a request is in its
     replica's queue before any step that begins at its arrival or later, and a router sees exactly what had ended by
-    then.
-
-    Args:
-        fleet: the routers' view of these replicas.
-        deliver: deliver(number, arrival, replica) adds that arrival to the chosen replica.
-        drain_s: seconds after the last arrival. A step that ends later is its replica's last; requests left are cut
-            off.
+    then. fleet: the routers' view of these replicas. deliver(number, arrival, replica) adds that arrival to the chosen
+    replica. drain_s: seconds after the last arrival; a step that ends later is its replica's last, and requests left
+    are cut off.
     """
     events: list[tuple[float, int, int]] = []
-    last_due_s, arrived, waiting = arrivals[-1].arrival_s, 0, iter(arrivals)
+    due_s, arrived, waiting = 0.0, 0, iter(arrivals)
     asked = next(waiting, None)
     waiting_to_begin = set[int]()
 
@@ -246,7 +237,7 @@ def run_cluster(
             heappush(events, (replica.clock.now(), STEP_ENDS, index))
             continue
         replica.end_step()
-        if replica.has_work and at_s <= last_due_s + drain_s:
+        if replica.has_work and (asked is not None or at_s <= due_s + drain_s):
             begin_later(replica, at_s)
     for replica in replicas:
         replica.cut_off()

@@ -6,12 +6,11 @@ Nothing is decoded: the executor draws acceptance, and the clock advances by the
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, TypeVar, overload
+from typing import Literal
 
 import numpy as np
 
@@ -26,74 +25,15 @@ from adaserve_jax.results.samples import SAMPLE_S, Sample
 from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import find_router
 from adaserve_jax.scheduler.cost_model import CostTable
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO, Limits, RequestMetrics, SamplingParams, Sequence
-from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.types import Limits, RequestMetrics, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace
-
-Made = TypeVar("Made")
-
-
-class _Lazy(abc.Sequence[Made]):
-    """A sequence whose items are made when they are read: of a million requests only the open ones take memory."""
-
-    @abstractmethod
-    def _make(self, index: int) -> Made:
-        """index: from 0 on."""
-
-    @overload
-    def __getitem__(self, index: int) -> Made: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Made]: ...
-    def __getitem__(self, index: int | slice) -> Made | list[Made]:
-        numbers = range(len(self))[index]
-        return self._make(numbers) if isinstance(numbers, int) else [self._make(each) for each in numbers]
-
-
-class RequestColumns(_Lazy[TraceRequest]):
-    """Requests of a trace from columns, 24 bytes each, for simulations of a million requests.
-
-    due_s: f64[N], not decreasing. prompts, outputs: i32[N], tokens. kinds: i64[N], indices of `classes`, which are
-    names and targets.
-    """
-
-    def __init__(
-        self, due_s: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, kinds: np.ndarray,
-        classes: abc.Sequence[tuple[str, SLO]],
-    ):  # fmt: skip
-        self._due_s, self._prompts, self._outputs, self._kinds = due_s, prompts, outputs, kinds
-        self._classes = classes
-
-    def __len__(self) -> int:
-        return len(self._due_s)
-
-    def _make(self, index: int) -> TraceRequest:
-        name, slo = self._classes[self._kinds[index]]
-        return TraceRequest(
-            float(self._due_s[index]), int(self._prompts[index]), int(self._outputs[index]), slo, name
-        )  # fmt: skip
-
-
-class AsAssigned(_Lazy[Assigned]):
-    """The router's view of each request of a trace at its arrival. baseline_s: of the machine, for relative targets."""
-
-    def __init__(self, requests: abc.Sequence[TraceRequest], baseline_s: float):
-        self._requests, self._baseline_s = requests, baseline_s
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def _make(self, index: int) -> Assigned:
-        asked = self._requests[index]
-        tpot_s, ttft_s = asked.slo.tpot_s(self._baseline_s), asked.slo.ttft_s
-        return Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, tpot_s, ttft_s)
-
 
 ADDED = (
     "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "draft_s", "verify_s",
@@ -238,14 +178,24 @@ class _Simulation:
         order = np.argsort(seeds)
         self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
         self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
-        self._sampler = self._make_sampler(replicas) if sample else None
+        self._sampler = None
+        if sample:
+            duration_s = trace.duration_s + plan.drain_s
+            self._sampler = SimSampler(
+                lambda: [replica.totals for replica in self._replicas],
+                run_id=self._run_id, point=self._point, duration_s=duration_s, replicas=replicas,
+            )  # fmt: skip
         self._fleet = Fleet(replicas)
         self._replicas = [self._replica(index, replicas > 1) for index in range(replicas)]
         self._records: list[RequestRecord] = []
         self._columns = None if plan.keep_records else RecordColumns()
 
     def run(self) -> Simulated:
-        arrivals = AsAssigned(self._trace.requests, self._machine.baseline_s)
+        baseline_s = self._machine.baseline_s
+        arrivals = (
+            Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, asked.slo.tpot_s(baseline_s), asked.slo.ttft_s)
+            for asked in self._trace.requests
+        )
 
         def deliver(number: int, known: Assigned, replica: Replica) -> None:
             replica.add(self._request(number, known), known)
@@ -257,15 +207,6 @@ class _Simulation:
         samples = [] if self._sampler is None else self._sampler.samples
         records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
         return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples, self._columns)
-
-    def _make_sampler(self, replicas: int) -> SimSampler:
-        duration_s = self._trace.duration_s + self._plan.drain_s
-        return SimSampler(
-            self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s, replicas=replicas
-        )
-
-    def _totals(self) -> list[StepStats]:
-        return [replica.totals for replica in self._replicas]
 
     def _replica(self, index: int, is_routed: bool) -> Replica:
         """Replicas differ in what their policies draw at random, and in nothing else."""
@@ -280,7 +221,7 @@ class _Simulation:
             eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
             prefix_cache=False,  # prompts are all zeros: nothing is known of what they share
         )  # fmt: skip
-        scheduler = build_scheduler(config, self._limits, self._samples, elastic_rule=plan.elastic_rule)
+        scheduler = Scheduler(config, self._limits, self._samples, elastic_rule=plan.elastic_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
         return Replica(
             index, scheduler, observed, clock, self._ended, fleet=self._fleet if is_routed else None,

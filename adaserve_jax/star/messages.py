@@ -40,10 +40,10 @@ class WireError(AdaServeError):
 class Hello:
     """First message of a stream.
 
-    target_id: unique per target process. vocabulary_hash: `models.tokenizer.Tokenizer.vocabulary_hash`. cells_hash:
-    `cells_hash` of the acceptance table, because trees refer to its cells. draft_version: required version; "": any.
-    verify_s: expected seconds between two drafts, which is one verification and the target's other work. plain_s:
-    expected seconds of one plain decoding step. Admission uses both; 0: unknown.
+    target_id: unique per target process. vocabulary_hash: `models.tokenizer.Tokenizer.vocabulary_hash` of the model's
+    rows. cells_hash: `cells_hash` of the acceptance table, because trees refer to its cells. draft_version: required
+    version; "": any. verify_s: expected seconds between two drafts, which is one verification and the target's other
+    work. plain_s: expected seconds of one plain decoding step. Admission uses both; 0: unknown.
     """
 
     target_id: str
@@ -213,13 +213,9 @@ def cells_hash(table: ChanceTable) -> str:
 def log_f_of(cell: np.ndarray, parent: np.ndarray, log_chance: np.ndarray, coupled: np.ndarray) -> np.ndarray:
     """Return log f of trees, f32[R, D, W], bit for bit as `tree.beam` adds it up on a device.
 
-    A tree carries the cell of each node; the chances stay with the target, which learns them.
-
-    Args:
-        cell: i32[R, D, W], -1 where a node is absent.
-        parent: i32[R, D, W], a column (level * W + rank), -1 at the root or where absent.
-        log_chance: f32[2, cells], by mode.
-        coupled: bool[R], rows with temperature > 0.
+    A tree carries the cell of each node; the chances stay with the target, which learns them. cell, parent: i32[R, D,
+    W], -1 where a node is absent; a parent is a column (level * W + rank), -1 at the root. log_chance: f32[2, cells],
+    by mode. coupled: bool[R], rows with temperature > 0.
     """
     gain = log_chance[coupled.astype(np.intp)[:, None, None], np.maximum(cell, 0)]
     return along_paths(np.where(cell < 0, np.float32(-np.inf), gain), parent)

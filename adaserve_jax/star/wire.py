@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -63,12 +63,12 @@ DEFAULT_CAPS = Caps()
 
 def target_frame(messages: Iterable[FromTarget]) -> bytes:
     """Return the bytes of a target's frame."""
-    return _frame(pb.TargetFrame(), messages, _WRITE)
+    return _frame(pb.TargetFrame(), messages)
 
 
 def service_frame(messages: Iterable[FromService]) -> bytes:
     """Return the bytes of a service's frame."""
-    return _frame(pb.ServiceFrame(), messages, _WRITE)
+    return _frame(pb.ServiceFrame(), messages)
 
 
 def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> list[bytes]:
@@ -83,25 +83,26 @@ def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> l
 
 def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget | WireError]:
     """Return the messages of a target's frame, with a WireError in the place of an invalid one. Raises WireError."""
-    return _read(pb.TargetFrame, data, caps, _READ_TARGET, "draft", read_drafts)
+    return _read(pb.TargetFrame, data, caps, "draft", read_drafts)
 
 
 def read_service_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromService | WireError]:
     """Return the messages of a service's frame, with a WireError in the place of an invalid one. Raises WireError."""
-    return _read(pb.ServiceFrame, data, caps, _READ_SERVICE, "tree", read_trees)
+    return _read(pb.ServiceFrame, data, caps, "tree", read_trees)
 
 
-def _frame(frame: Any, messages: Iterable[FromTarget | FromService], write: dict[type, Callable[..., None]]) -> bytes:
+def _frame(frame: Any, messages: Iterable[FromTarget | FromService]) -> bytes:
     add = frame.messages.add
     for each in messages:
-        write[type(each)](add(), each)
+        kind = type(each)
+        # Fields are set in position, because protobuf copies a submessage that is given whole.
+        _WRITE.get(kind, _write)(getattr(add(), _NAMES[kind]), each)
     return frame.SerializeToString()
 
 
 def _read(
-    kind: Any, data: bytes, caps: Caps, readers: dict[str, Callable[[Any, Caps], Any]], frequent: str,
-    read_frequent: Callable[[list[Any], Caps], list[Any]],
-) -> list[Any]:  # fmt: skip
+    kind: Any, data: bytes, caps: Caps, frequent: str, read_frequent: Callable[[list[Any], Caps], list[Any]]
+) -> list[Any]:
     """Parse a frame. Messages of the kind `frequent` are read together by `read_frequent`, others one by one."""
     if len(data) > MAX_FRAME_BYTES:
         raise WireError(f"a frame must have at most {MAX_FRAME_BYTES} bytes, got {len(data)}")
@@ -123,10 +124,7 @@ def _read(
         if name is None:
             kinds = kind.DESCRIPTOR.fields_by_name["messages"].message_type.oneofs_by_name["kind"].fields
             raise WireError(f"a message must be one of {', '.join(each.name for each in kinds)}, got none of them")
-        try:
-            read.append(readers[name](getattr(each, name), caps))
-        except WireError as error:
-            read.append(error)
+        read.append(_read_one(_KINDS[name], getattr(each, name), caps))
     if many:
         for position, message in zip(positions, read_frequent(many, caps), strict=True):
             read[position] = message
@@ -228,228 +226,152 @@ def _are_valid(nodes: np.ndarray, log_q: np.ndarray, ends: list[int], bounds: li
     )
 
 
-# ---- the other messages: fields are set in position, because protobuf copies a submessage that is given whole ----
+# ---- the other messages, by their fields ----
 
-
-def _copy(names: tuple[str, ...]) -> Callable[[Any, Any], None]:
-    """Return a function that copies the plain fields of these names."""
-
-    def copy(to: Any, m: Any) -> None:
-        for name in names:
-            setattr(to, name, getattr(m, name))
-
-    return copy
-
-
-_copy_hello = _copy(
-    ("protocol_version", "target_id", "vocabulary_hash", "cells_hash", "draft_version", "verify_s", "plain_s")
-)
-_copy_welcome = _copy(
-    ("protocol_version", "draft_version", "max_depth", "max_width", "max_context", "max_sessions", "lease_s")
-)
-_copy_refused = _copy(("code", "session", "epoch", "retry_after_s"))
-_copy_open = _copy(("session", "epoch", "seed", "choice", "temperature", "top_k", "top_p", "min_p"))
-_copy_load = _copy(("busy", "queue_s", "sessions", "targets"))
-
-
-def _open(to: pb.FromTarget, m: Open) -> None:
-    _copy_open(to.open, m)
-    to.open.tokens.extend(m.tokens.tolist())
-
-
-def _close(to: pb.FromTarget, m: Close) -> None:
-    to.close.session = m.session
-
-
-def _welcome(to: pb.FromService, m: Welcome) -> None:
-    _copy_welcome(to.welcome, m)
-    for (rows, width), seconds in sorted(m.level_s.items()):
-        to.welcome.level_times.add(rows=rows, width=width, seconds=seconds)
-    for tokens, seconds in sorted(m.catchup_s.items()):
-        to.welcome.catchup_times.add(tokens=tokens, seconds=seconds)
-
-
-def _refused(to: pb.FromService, m: Refused) -> None:
-    _copy_refused(to.refused, m)
-    to.refused.message = m.message[: DEFAULT_CAPS.text]
-
-
-def _resync(to: pb.FromService, m: Resync) -> None:
-    to.resync.session, to.resync.epoch = m.session, m.epoch
-
-
-_WRITE: dict[type, Callable[[Any, Any], None]] = {
-    Hello: lambda to, m: _copy_hello(to.hello, m),
-    Open: _open,
-    Draft: lambda to, m: write_draft(to.draft, m),
-    Close: _close,
-    Welcome: _welcome,
-    Refused: _refused,
-    Tree: lambda to, m: write_tree(to.tree, m),
-    Resync: _resync,
-    Load: lambda to, m: _copy_load(to.load, m),
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "tokens": lambda m: np.array(m.tokens[:], np.int32),
+    "level_s": lambda m: {(each.rows, each.width): each.seconds for each in m.level_times},
+    "catchup_s": lambda m: {each.tokens: each.seconds for each in m.catchup_times},
 }
+"""Values that protobuf holds in another form, by the message's field."""
 
 
-def _read_hello(m: pb.Hello, caps: Caps) -> Hello:
-    check = FieldCheck("Hello")
-    if not m.target_id:
-        raise check.fail("target_id", "a name", "an empty text")
-    return Hello(
-        target_id=check.text("target_id", m.target_id, caps),
-        vocabulary_hash=check.text("vocabulary_hash", m.vocabulary_hash, caps),
-        cells_hash=check.text("cells_hash", m.cells_hash, caps),
-        draft_version=check.text("draft_version", m.draft_version, caps),
-        protocol_version=m.protocol_version,
-        verify_s=check.seconds("verify_s", m.verify_s),
-        plain_s=check.seconds("plain_s", m.plain_s),
+def _write(to: Any, m: FromTarget | FromService) -> None:
+    for name in _FIELDS[type(m)]:
+        if name not in _CONVERTED:
+            setattr(to, name, getattr(m, name))
+    if isinstance(m, Open):
+        to.tokens.extend(m.tokens.tolist())
+    elif isinstance(m, Refused):
+        to.message = m.message[: DEFAULT_CAPS.text]
+    elif isinstance(m, Welcome):
+        for (rows, width), seconds in sorted(m.level_s.items()):
+            to.level_times.add(rows=rows, width=width, seconds=seconds)
+        for tokens, seconds in sorted(m.catchup_s.items()):
+            to.catchup_times.add(tokens=tokens, seconds=seconds)
+
+
+def _read_one(kind: type, m: Any, caps: Caps) -> Any:
+    """Return the message of that kind, or a WireError that names its first invalid field."""
+    names = _FIELDS[kind]
+    return _field_error(kind, m, caps) or kind(
+        **{name: _CONVERTED[name](m) if name in _CONVERTED else getattr(m, name) for name in names}
     )
 
 
-def _read_open(m: pb.Open, caps: Caps) -> Open:
-    check = FieldCheck("Open", m.session, m.epoch)
-    check.session_number()
-    for name, low, high in (("choice", 0, LARGEST), ("top_k", 0, LARGEST), ("temperature", 0, 100), ("min_p", 0, 1)):
-        check.within(name, getattr(m, name), low, high)
-    if not 0 < m.top_p <= 1:
-        raise check.fail("top_p", "above 0 and at most 1", m.top_p)
-    tokens = check.tokens(m.tokens, caps)
-    return Open(m.session, m.epoch, tokens, m.seed, m.choice, m.temperature, m.top_k, m.top_p, m.min_p)
+# ---- validation ----
+
+Check = Callable[[Any, Caps], tuple[str, object] | None]
+"""check(value, caps): what the value must be and what it is; None if it is valid."""
 
 
-def _read_close(m: pb.Close, _: Caps) -> Close:
-    FieldCheck("Close", m.session).session_number()
-    return Close(m.session)
+def _within(low: float, high: float = math.inf) -> Check:
+    expected = f"from {low} to {high}" if math.isfinite(high) else f"at least {low}"
+    return lambda value, _: None if low <= value <= high else (expected, value)
 
 
-def _read_welcome(m: pb.Welcome, caps: Caps) -> Welcome:
-    check = FieldCheck("Welcome")
-    check.within("level_times", len(m.level_times), 0, caps.messages)
-    check.within("catchup_times", len(m.catchup_times), 0, caps.messages)
-    if not 0 < m.lease_s < math.inf:
-        raise check.fail("lease_s", "a finite number of seconds > 0", m.lease_s)
-    return Welcome(
-        draft_version=check.text("draft_version", m.draft_version, caps),
-        max_depth=check.within("max_depth", m.max_depth, 0, caps.depth),
-        max_width=check.within("max_width", m.max_width, 0, caps.width),
-        max_context=m.max_context,
-        max_sessions=m.max_sessions,
-        lease_s=m.lease_s,
-        level_s={(each.rows, each.width): check.seconds("level_times", each.seconds) for each in m.level_times},
-        catchup_s={each.tokens: check.seconds("catchup_times", each.seconds) for each in m.catchup_times},
-        protocol_version=m.protocol_version,
-    )
+def _up_to(cap: str, low: int = 0) -> Check:
+    """Return a check of integers from `low` to the cap of that name."""
+    return lambda value, caps: _within(low, getattr(caps, cap))(value, caps)
 
 
-def _read_refused(m: pb.Refused, caps: Caps) -> Refused:
-    check = FieldCheck("Refused", m.session, m.epoch)
-    if m.code not in REFUSALS:
-        raise check.fail("code", f"one of {', '.join(REFUSALS)}", repr(m.code[:32]))
-    retry_s = check.seconds("retry_after_s", m.retry_after_s)
-    return Refused(m.code, check.text("message", m.message, caps), m.session, m.epoch, retry_s)
+def _seconds(value: float, _: Caps) -> tuple[str, object] | None:
+    return None if 0 <= value < math.inf else ("a finite number of seconds >= 0", value)
 
 
-def _read_resync(m: pb.Resync, _: Caps) -> Resync:
-    FieldCheck("Resync", m.session, m.epoch).session_number()
-    return Resync(m.session, m.epoch)
+def _text(value: str, caps: Caps) -> tuple[str, object] | None:
+    if len(value) <= caps.text:
+        return None
+    return f"of at most {caps.text} characters", f"{len(value)} characters"
 
 
-def _read_load(m: pb.Load, _: Caps) -> Load:
-    check = FieldCheck("Load")
-    return Load(check.seconds("busy", m.busy), check.seconds("queue_s", m.queue_s), m.sessions, m.targets)
+def _tokens(values: Any, caps: Caps) -> tuple[str, object] | None:
+    if len(values) > caps.tokens:
+        return f"at most {caps.tokens} tokens", len(values)
+    ids = values[:]
+    if ids and not (min(ids) >= 0 and max(ids) < caps.vocabulary):
+        return f"ids from 0 to {caps.vocabulary - 1}", "others"
+    return None
 
 
-_READ_TARGET: dict[str, Callable[[Any, Caps], Any]] = {
-    "hello": _read_hello, "open": _read_open, "close": _read_close,
+def _times(values: Any, caps: Caps) -> tuple[str, object] | None:
+    faults = (_seconds(each.seconds, caps) for each in values)
+    return _up_to("messages")(len(values), caps) or next((fault for fault in faults if fault is not None), None)
+
+
+_SESSION = _within(1)
+_CHECKS: dict[type, dict[str, Check]] = {
+    Hello: {
+        "target_id": lambda value, caps: _text(value, caps) if value else ("a name", "an empty text"),
+        "vocabulary_hash": _text, "cells_hash": _text, "draft_version": _text,
+        "verify_s": _seconds, "plain_s": _seconds,
+    },
+    Open: {
+        "session": _SESSION, "choice": _within(0, LARGEST), "top_k": _within(0, LARGEST),
+        "temperature": _within(0, 100), "min_p": _within(0, 1),
+        "top_p": lambda value, _: None if 0 < value <= 1 else ("above 0 and at most 1", value),
+        "tokens": _tokens,
+    },
+    Draft: {
+        "session": _SESSION, "base": _within(0, LARGEST), "depth": _up_to("depth"), "width": _up_to("width"),
+        "due_s": lambda value, _: ("a number of seconds", value) if math.isnan(value) else None,
+        "give_up_s": _within(0), "tokens": _tokens,
+    },
+    Close: {"session": _SESSION},
+    Welcome: {
+        "draft_version": _text, "max_depth": _up_to("depth"), "max_width": _up_to("width"),
+        "lease_s": lambda value, _: None if 0 < value < math.inf else ("a finite number of seconds > 0", value),
+        "level_times": _times, "catchup_times": _times,
+    },
+    Refused: {
+        "code": lambda value, _: None if value in REFUSALS else (f"one of {', '.join(REFUSALS)}", repr(value[:32])),
+        "message": _text, "retry_after_s": _seconds,
+    },
+    Tree: {"session": _SESSION, "width": _up_to("width", 1), "queue_s": _seconds, "service_s": _seconds},
+    Resync: {"session": _SESSION},
+    Load: {"busy": _seconds, "queue_s": _seconds},
 }  # fmt: skip
-_READ_SERVICE: dict[str, Callable[[Any, Caps], Any]] = {
-    "welcome": _read_welcome, "refused": _read_refused, "resync": _read_resync, "load": _read_load,
-}  # fmt: skip
+"""Checks by field of the wire; fields that are not named have no invalid values."""
+_FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CHECKS}
+_NAMES = {kind: kind.__name__.lower() for kind in _CHECKS}
+_KINDS = {name: kind for kind, name in _NAMES.items()}
+_WRITE: dict[type, Callable[[Any, Any], None]] = {Draft: write_draft, Tree: write_tree}
 
 
-# ---- validation of single fields ----
+def _error(m: Any, field: str, expected: str, got: object) -> WireError:
+    text = f"{m.DESCRIPTOR.name}.{field} must be {expected}, got {got}"
+    return WireError(text, getattr(m, "session", 0), getattr(m, "epoch", 0))
 
 
-class FieldCheck:
-    """Validation of one message's fields. Raises WireError; its text is only built when a field is invalid."""
-
-    __slots__ = ("epoch", "kind", "session")
-
-    def __init__(self, kind: str, session: int = 0, epoch: int = 0) -> None:
-        self.kind = kind
-        self.session = session
-        self.epoch = epoch
-
-    def fail(self, field: str, expected: str, got: object) -> WireError:
-        return WireError(f"{self.kind}.{field} must be {expected}, got {got}", self.session, self.epoch)
-
-    def session_number(self) -> None:
-        """Check that the message names a session; they are numbered from 1."""
-        if self.session < 1:
-            raise self.fail("session", "at least 1", self.session)
-
-    def seconds(self, field: str, value: float) -> float:
-        """Return `value` if it is finite and not negative."""
-        if not 0 <= value < math.inf:
-            raise self.fail(field, "a finite number of seconds >= 0", value)
-        return value
-
-    def text(self, field: str, value: str, caps: Caps) -> str:
-        if len(value) > caps.text:
-            raise self.fail(field, f"of at most {caps.text} characters", f"{len(value)} characters")
-        return value
-
-    def within(self, field: str, value: float, low: float, high: float) -> Any:
-        if not low <= value <= high:
-            raise self.fail(field, f"from {low} to {high}", value)
-        return value
-
-    def tokens(self, values: Any, caps: Caps) -> np.ndarray:
-        """Return the tokens, i32[n], if each is in the vocabulary."""
-        count = len(values)
-        if count > caps.tokens:
-            raise self.fail("tokens", f"at most {caps.tokens} tokens", count)
-        messages = values[:]
-        if count and not (min(messages) >= 0 and max(messages) < caps.vocabulary):
-            raise self.fail("tokens", f"ids from 0 to {caps.vocabulary - 1}", "others")
-        return np.fromiter(messages, np.int32, count)
+def _field_error(kind: type, m: Any, caps: Caps) -> WireError | None:
+    """Return an error that names the first invalid field; None if each is valid by itself."""
+    for name, check in _CHECKS[kind].items():
+        fault = check(getattr(m, name), caps)
+        if fault is not None:
+            return _error(m, name, *fault)
+    return None
 
 
 def _draft_error(m: pb.Draft, caps: Caps) -> WireError:
-    check = FieldCheck("Draft", m.session, m.epoch)
-    try:
-        check.session_number()
-        check.within("base", m.base, 0, LARGEST)
-        check.within("depth", m.depth, 0, caps.depth)
-        check.within("width", m.width, 1 if m.depth else 0, caps.width)
-        if math.isnan(m.due_s):
-            raise check.fail("due_s", "a number of seconds", m.due_s)
-        check.within("give_up_s", m.give_up_s, 0, math.inf)
-        check.tokens(m.tokens, caps)
-    except WireError as error:
-        return error
-    raise AssertionError("a valid Draft was rejected")
+    return _field_error(Draft, m, caps) or _error(m, "width", f"from 1 to {caps.width}", m.width)
 
 
 def _tree_error(m: pb.Tree, caps: Caps) -> WireError:
-    check, nodes, most = FieldCheck("Tree", m.session, m.epoch), len(m.log_q) // 4, caps.depth * m.width
-    try:
-        check.session_number()
-        check.within("width", m.width, 1, caps.width)
-        check.within("log_q", nodes, 0, most)
-        check.seconds("queue_s", m.queue_s)
-        check.seconds("service_s", m.service_s)
-    except WireError as error:
+    nodes, most = len(m.log_q) // 4, caps.depth * m.width
+    error = _field_error(Tree, m, caps)
+    if error is not None:
         return error
+    if nodes > most:
+        return _error(m, "log_q", f"at most {most} numbers", nodes)
     if len(m.log_q) != 4 * nodes or len(m.nodes) != 16 * nodes:
-        return check.fail("nodes", f"4 integers for each of {len(m.log_q) / 4:g} nodes", f"{len(m.nodes)} bytes")
+        return _error(m, "nodes", f"4 integers for each of {len(m.log_q) / 4:g} nodes", f"{len(m.nodes)} bytes")
     index, token, parent, cell = np.frombuffer(m.nodes, _I4).reshape(4, nodes)
     if index[0] < 0 or index[-1] >= most or not (index[1:] > index[:-1]).all():
-        return check.fail("index", f"rising, from 0 to {most - 1}", "others")
+        return _error(m, "index", f"rising, from 0 to {most - 1}", "others")
     if parent.min() < -1 or not (parent < index).all():
-        return check.fail("parent", "-1 or a column before its child's", "others")
+        return _error(m, "parent", "-1 or a column before its child's", "others")
     if token.min() < 0 or token.max() >= caps.vocabulary:
-        return check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
+        return _error(m, "token", f"ids from 0 to {caps.vocabulary - 1}", "others")
     if cell.min() < -1:
-        return check.fail("cell", "at least -1", cell.min())
-    return check.fail("log_q", "numbers of at most 0", "others")
+        return _error(m, "cell", "at least -1", cell.min())
+    return _error(m, "log_q", "numbers of at most 0", "others")

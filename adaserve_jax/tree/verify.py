@@ -38,14 +38,8 @@ def accept_walk(
 ) -> Accepted:  # fmt: skip
     """Walk all trees at once. All arrays are i32[T], packed, parents before children.
 
-    Args:
-        token: Token of each node.
-        parent: Packed index of the parent, -1 for a root.
-        emit_depth: 0 for a root or the last token of a prompt, j for a tree node of depth j, PREFILL or PADDING.
-        row: Row of each node.
-        drawn: The target's token after each node, read where emit_depth >= 0.
-        num_rows: R.
-        max_depth: Largest depth of a node.
+    parent: packed index, -1 for a root. emit_depth: 0 for a root or the last token of a prompt, j for a tree node of
+    depth j, PREFILL or PADDING. drawn: the target's token after each node, read where emit_depth >= 0.
     """
     is_root = emit_depth == 0
     agrees = (emit_depth > 0) & (drawn[parent] == token)

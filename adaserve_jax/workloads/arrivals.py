@@ -150,11 +150,11 @@ class Law(Protocol):
     """A rate over time, as a multiple of a mean."""
 
     def cumulative(self, at_s: np.ndarray) -> np.ndarray:
-        """f64, the integral from 0 to `at_s`; never decreasing."""
+        """Return f64, the integral from 0 to `at_s`; never decreasing."""
         ...
 
     def knots(self, duration_s: float) -> np.ndarray:
-        """f64, times from 0 to `duration_s` between which the integral is straight, or nearly."""
+        """Return f64, times from 0 to `duration_s` between which the integral is straight, or nearly."""
         ...
 
 
@@ -209,7 +209,7 @@ class Peak:
     duration_s: float
 
     def intensity(self, at_s: np.ndarray) -> np.ndarray:
-        """f64, the law itself."""
+        """Return f64, the law itself."""
         scaled = (at_s - self.at_s) / self.width_s
         density = np.exp(-0.5 * scaled**2) / (self.width_s * math.sqrt(2 * math.pi) * self._inside())
         return self.flat + (1 - self.flat) * self.duration_s * density
@@ -230,8 +230,8 @@ class Peak:
 
 
 def draw_times(law: Law, rate_rps: float, duration_s: float, cv: float, rng: np.random.Generator) -> np.ndarray:
-    """f64[arrivals], increasing, below `duration_s`: gaps in operational time are gamma distributed with mean 1 / rate
-    and coefficient of variation `cv` (1: Poisson).
+    """Return times f64[arrivals], increasing, below `duration_s`: gaps in operational time are gamma distributed with
+    mean 1 / rate and coefficient of variation `cv` (1: Poisson).
 
     The process has run for ever when it is first looked at: the first gap is the rest of one that had begun, so it
     is stationary and the expected number of arrivals exact for every cv. The same rng draws the same gaps at every
@@ -244,8 +244,8 @@ def draw_times(law: Law, rate_rps: float, duration_s: float, cv: float, rng: np.
 
 
 def _unit_times(end: float, cv: float, rng: np.random.Generator) -> np.ndarray:
-    """f64, arrivals of mean gap 1 before `end`. A gap that the start falls into is longer than others: its length is
-    drawn by length times the density, which for a gamma of shape k is that of shape k + 1."""
+    """Return f64, arrivals of mean gap 1 before `end`. A gap that the start falls into is longer than others: its
+    length is drawn by length times the density, which for a gamma of shape k is that of shape k + 1."""
     shape = cv**-2
     first, rest = rng.spawn(2)
     now = first.random() * first.gamma(shape + 1, 1 / shape)
@@ -274,8 +274,6 @@ def _grid(duration_s: float, feature_s: float) -> np.ndarray:
 def _normal_cdf(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.asarray(_ERF(x / math.sqrt(2)), np.float64))
 
-
-__all__ = ["Arrival", "ArrivalSpec", "Schedule", "make_schedule", "parse_arrivals"]
 
 MOST_ARRIVALS = 10_000_000
 _TIMES, _ORDER, _SEEDS, _CLASS = range(4)
@@ -349,7 +347,7 @@ def _assigned(times: np.ndarray, items: tuple[WorkloadItem, ...], seed: int, *wi
 
 
 def _peaks(workload: Workload, spec: ArrivalSpec, rate_rps: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
-    """Each class by its own share of the workload, around its peak; a class without one arrives evenly."""
+    """Draw each class by its own share of the workload, around its peak; a class without one arrives evenly."""
     peaks = dict(spec.peaks)
     unknown = sorted(peaks.keys() - set(workload.classes))
     if unknown:

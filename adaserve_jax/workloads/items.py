@@ -86,12 +86,12 @@ class Workload:
         return sorted({item.slo_class for item in self.items})
 
     def derived(self, note: str, items: Iterable[WorkloadItem]) -> Workload:
-        """Another workload of `items`, that says by its name and hash how it came from this one."""
+        """Return another workload of `items`, that says by its name and hash how it came from this one."""
         return Workload(f"{self.name} {note}", derived_hash(self.sha256, note), tuple(items), self.notes)
 
 
 def derived_hash(sha256: str, note: str) -> str:
-    """Hex, of requests that came from those of `sha256` by what `note` says."""
+    """Return the hash, in hex, of requests that came from those of `sha256` by what `note` says."""
     return hashlib.sha256(f"{sha256} {note}".encode()).hexdigest()
 
 

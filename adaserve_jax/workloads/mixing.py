@@ -6,7 +6,6 @@ Each says by its name and hash what was done. Knows nothing of arrivals, engines
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,18 +40,19 @@ def with_urgent_share(workload: Workload, share: float, *, urgent: str | None = 
     copies = 1 if workload.has_arrivals else _copies(len(workload.items), share)
     items = list(workload.items) * copies
     rng = np.random.default_rng(seed)
-    order = [*rng.permutation(_places(items, name, True)), *rng.permutation(_places(items, name, False))]
+    is_urgent = np.array([item.slo_class == name for item in items])
+    order = [*rng.permutation(np.flatnonzero(is_urgent)), *rng.permutation(np.flatnonzero(~is_urgent))]
     count = round(share * len(items))
     for places, bodies in ((order[:count], ours), (order[count:], others)):
         spare = _spread(bodies, rng)
-        wrong = sorted(int(place) for place in places if (items[place].slo_class == name) != (bodies is ours))
+        wrong = sorted(int(place) for place in places if is_urgent[place] != (bodies is ours))
         for number, place in enumerate(wrong):
             items[place] = replace(spare[number % len(spare)], arrival_s=items[place].arrival_s)
     return workload.derived(f"urgent {name}={share:g}" + (f" seed {seed}" if seed else ""), items)
 
 
 def with_slo_scale(workload: Workload, scale: float) -> Workload:
-    """Relative TPOT targets become `scale` baseline latencies; targets in milliseconds stay. AdaServe's figure 11."""
+    """Make relative TPOT targets `scale` baseline latencies; targets in milliseconds stay. AdaServe's figure 11."""
     return workload.derived(f"scale {scale:g}", with_relative(workload.items, scale, f"workload {workload.name}"))
 
 
@@ -84,7 +84,7 @@ def with_lengths(workload: Workload, limits: LengthLimits) -> Workload:
 
 
 def as_chat(workload: Workload) -> Workload:
-    """Every prompt becomes the one message of a user, which an engine puts into the model's chat template."""
+    """Make every prompt the one message of a user, which an engine puts into the model's chat template."""
     items = (
         item if item.prompt is None else replace(item, prompt=None, messages=(Message("user", item.prompt),))
         for item in workload.items
@@ -114,16 +114,13 @@ def _copies(count: int, share: float) -> int:
 
 
 def _spread(items: list[WorkloadItem], rng: np.random.Generator) -> list[WorkloadItem]:
-    """Shuffled within each class, the classes interleaved so that any number of the first ones has their mix."""
+    """Return the items shuffled within each class, the classes interleaved so that any number of the first ones has
+    their mix."""
     by_class: dict[str, list[WorkloadItem]] = {}
     for place in rng.permutation(len(items)).tolist():
         by_class.setdefault(items[place].slo_class, []).append(items[place])
     ranked = [((rank + 0.5) / len(group), name, rank) for name, group in by_class.items() for rank in range(len(group))]
     return [by_class[name][rank] for _, name, rank in sorted(ranked)]
-
-
-def _places(items: Iterable[WorkloadItem], name: str, urgent: bool) -> list[int]:
-    return [place for place, item in enumerate(items) if (item.slo_class == name) == urgent]
 
 
 def _shortened(item: WorkloadItem, limits: LengthLimits) -> WorkloadItem:

@@ -37,8 +37,8 @@ CountTokens = Callable[[str], int]
 
 
 def about_tokens(text: str) -> int:
-    """Roughly the tokens of a text, where no tokenizer is at hand: one for up to eight letters of a word, and for each
-    sign."""
+    """Return roughly the number of tokens of a text, where no tokenizer is at hand: one for up to eight letters of a
+    word, and for each sign."""
     return len(_ABOUT.findall(text))
 
 
@@ -82,7 +82,8 @@ class PromptWriter:
         return words.text(0, count) + end
 
     def _guessed(self, before: str, words: _Words, aim: int) -> tuple[int, int]:
-        """Words after which `before` has at most `aim` tokens and nearly that many, and how many it has."""
+        """Return the number of words after which `before` has at most `aim` tokens and nearly that many, and how many
+        it has."""
         base, per_word = self._count(before), self._per_word
         low, have, high = 0, base, None
         for _ in range(MOST_GUESSES):
@@ -100,8 +101,8 @@ class PromptWriter:
         return low, have
 
     def _fitted(self, before: str, words: _Words, first: int, aim: int) -> str:
-        """Words from `first` on after which `before` has `aim` tokens, or the next fewer; what is left is filled with
-        words of one token."""
+        """Return the words from `first` on after which `before` has `aim` tokens, or the next fewer; what is left is
+        filled with words of one token."""
         last = first
         while self._count(before + words.text(first, last + 1)) <= aim and last - first < aim:
             last += 1
@@ -116,8 +117,8 @@ class PromptWriter:
         return _Words(self._stream(np.random.default_rng(key)))
 
     def _stream(self, rng: np.random.Generator) -> Iterator[str]:
-        """Words without end, with the white space before them: a number, so that no other text begins alike, then from
-        anywhere in a passage on, then passage after passage in an order of its own."""
+        """Yield words without end, with the white space before them: a number, so that no other text begins alike, then
+        from anywhere in a passage on, then passage after passage in an order of its own."""
         yield f" {rng.integers(10**6):06d}:"
         first = self._passages[rng.integers(len(self._passages))]
         begin = int(rng.integers(len(first)))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import with_relative
 
@@ -49,7 +48,7 @@ def at_rate(trace: Trace, rate_rps: float) -> Trace:
 
 def with_mix(trace: Trace, mix: Mapping[str, float], seed: int) -> Trace:
     """Keep the times; at each, draw a class by its share in `mix` and a request of that class, with replacement."""
-    by_class = _by_class(trace)
+    by_class = {name: [each for each in trace.requests if each.slo_class == name] for name in trace.classes}
     unknown = sorted(mix.keys() - by_class.keys())
     if unknown:
         raise ConfigError(f"mix: trace {trace.name} has no class {unknown[0]!r}; it has {', '.join(trace.classes)}")
@@ -67,7 +66,7 @@ def with_mix(trace: Trace, mix: Mapping[str, float], seed: int) -> Trace:
 
 
 def with_slo_scale(trace: Trace, scale: float) -> Trace:
-    """Relative TPOT targets become `scale` times the baseline latency; targets in milliseconds stay."""
+    """Make relative TPOT targets `scale` times the baseline latency; targets in milliseconds stay."""
     return trace.derived(f"scale {scale:g}", with_relative(trace.requests, scale, f"trace {trace.name}"))
 
 
@@ -88,10 +87,3 @@ def with_requests(trace: Trace, count: int, seed: int) -> Trace:
         order = rng.permutation(len(have)).tolist()
         requests += [replace(have[i], due_s=at.due_s + shift_s) for i, at in zip(order, have, strict=True)]
     return trace.derived(f"repeated to {count} seed {seed}", requests[:count])
-
-
-def _by_class(trace: Trace) -> dict[str, list[TraceRequest]]:
-    groups: dict[str, list[TraceRequest]] = {name: [] for name in trace.classes}
-    for request in trace.requests:
-        groups[request.slo_class].append(request)
-    return groups

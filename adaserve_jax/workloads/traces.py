@@ -46,7 +46,8 @@ class Trace:
         return sorted({request.slo_class for request in self.requests})
 
     def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:
-        """Another trace of `requests`, put in order, that says by its name and hash how it came from this one."""
+        """Return another trace of `requests`, put in order, that says by its name and hash how it came from this
+        one."""
         ordered = tuple(sorted(requests, key=lambda request: request.due_s))
         return Trace(f"{self.name} {note}", derived_hash(self.sha256, note), ordered, self.notes)
 
@@ -62,8 +63,8 @@ def load_trace(
 
 
 def adjusted(trace: Trace, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
-    """Another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given. time_scale:
-    what times are multiplied by."""
+    """Return another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given.
+    time_scale: what times are multiplied by."""
     if time_scale != 1.0:
         trace = trace.derived(
             f"times x {time_scale:g}", (replace(each, due_s=each.due_s * time_scale) for each in trace.requests)
@@ -153,7 +154,8 @@ PEAKS = {
 
 
 def intensity_rps(name: str, at_s: np.ndarray, rate_rps: float = RATE_RPS) -> np.ndarray:
-    """f64, expected arrivals per second of class `name` at times `at_s`; each class has the same share of all."""
+    """Return f64, expected arrivals per second of class `name` at times `at_s`; each class has the same share of
+    all."""
     law = intensity.Peak(PEAKS[name].at_s, PEAK_WIDTH_S, FLAT_SHARE, DURATION_S)
     return rate_rps / len(PEAKS) * law.intensity(at_s)
 

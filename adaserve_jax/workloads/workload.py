@@ -67,7 +67,7 @@ def with_relative(requests: Sequence[Targeted], scale: float, what: str) -> list
 
 
 def parse_slos(text: str) -> SloTable:
-    """Classes apart by ";", each "class:field=number,...": tpot and ttft in milliseconds, relative in baseline
+    """Parse classes apart by ";", each "class:field=number,...": tpot and ttft in milliseconds, relative in baseline
     latencies; "class:none": no target. Class "*" is for requests that carry no target.
 
     Raises ConfigError naming the part at fault.
@@ -126,7 +126,11 @@ def load_workload(
         raise ConfigError(f"max tokens must be at least 1, got {max_tokens}")
     if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
         raise ConfigError(f"temperature must be from 0 to {MAX_TEMPERATURE:g}, got {temperature}")
-    source = Source(PACKAGED, PACKAGED, _packaged_bytes(), None) if path is None else Source.open(path)
+    if path is None:
+        packaged = files("adaserve_jax.workloads").joinpath("data/workload.jsonl")
+        source = Source(PACKAGED, PACKAGED, packaged.read_bytes(), None)
+    else:
+        source = Source.open(path)
     gaps = Gaps(max_tokens, temperature, slo_class or None, texts)
     items = tuple(find_format(format, source).read(source, gaps))
     if not items:
@@ -138,17 +142,9 @@ def load_workload(
         )
     sha256 = derived_hash(source.sha256, " ".join(gaps.also_read)) if gaps.also_read else source.sha256
     workload = Workload(source.name, sha256, items, left_out_notes(gaps.left_out))
-    for note in _notes(gaps):
-        workload = workload.derived(note, workload.items)
+    for name, value in (("class", gaps.slo_class), ("max tokens", max_tokens), ("temperature", temperature)):
+        if value is not None:
+            workload = workload.derived(f"{name} {value}", workload.items)
     if slos is not None:
         workload = workload.derived(f"targets {slos.text}", slos.apply(workload.items, workload.name))
     return workload
-
-
-def _notes(gaps: Gaps) -> list[str]:
-    given = (("class", gaps.slo_class), ("max tokens", gaps.max_tokens), ("temperature", gaps.temperature))
-    return [f"{name} {value}" for name, value in given if value is not None]
-
-
-def _packaged_bytes() -> bytes:
-    return files("adaserve_jax.workloads").joinpath("data/workload.jsonl").read_bytes()

@@ -175,11 +175,8 @@ class Controller(Protocol):
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
         """Return whether steps could keep all these sequences on pace at once.
 
-        Args:
-            need_rate: f64[R], tokens per second, finite.
-            others: Rows beside them that need no pace.
-            prefill_tokens: Prompt tokens of a step meanwhile.
-            can_draft: As in `Load`.
+        need_rate: f64[R], tokens per second, finite. others: rows beside them that need no pace. prefill_tokens: prompt
+        tokens of a step meanwhile.
         """
         return True
 

@@ -131,20 +131,12 @@ class _ChainBandit(Controller):
 
     def __init__(self, limits: Limits):
         self._limits = limits
+        self.num_arms = self.longest = limits.max_depth
+        """K and L."""
         self._arm: int | None = None
         self._steps = np.zeros(self.num_arms)
         self._emitted = np.zeros(self.num_arms)
         self._regret_s = 0.0
-
-    @property
-    def num_arms(self) -> int:
-        """K."""
-        return self._limits.max_depth
-
-    @property
-    def longest(self) -> int:
-        """L."""
-        return self._limits.max_depth
 
     def decide(self, load: Load) -> Decision:
         if self._arm is None:
@@ -184,22 +176,20 @@ class UcbSpec(_ChainBandit):
 
     def __init__(self, limits: Limits):
         super().__init__(limits)
-        self._pulls = np.zeros(self.num_arms)
         self._mean = np.zeros(self.num_arms)
 
     def _choose(self) -> int:
-        untried = np.flatnonzero(self._pulls == 0)
+        untried = np.flatnonzero(self._steps == 0)
         return int(untried[0]) if len(untried) else int(np.argmax(self._mean + self.radius()))
 
     def radius(self) -> np.ndarray:
         """Return f64[K], half the width of each arm's confidence interval, in tokens."""
-        n, t = self._pulls, self._pulls.sum()
+        n, t = self._steps, self._steps.sum()
         inside = 1 + 2 * np.log(self.num_arms * t**2 * np.sqrt(1 + n) / CONFIDENCE)
         return self.longest / 2 * np.sqrt((1 + n) / n**2 * inside)
 
     def _reward(self, arm: int, emitted: float) -> None:
-        self._pulls[arm] += 1
-        self._mean[arm] += (emitted - self._mean[arm]) / self._pulls[arm]
+        self._mean[arm] += (emitted - self._mean[arm]) / self._steps[arm]
 
 
 class Exp3Spec(_ChainBandit):

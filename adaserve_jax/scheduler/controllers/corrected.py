@@ -55,14 +55,10 @@ class OptionRatios:
     """
 
     def __init__(self, options: int, *, noise: float, prior: float, lately: float, memory: float):
-        """Start without measurements.
+        """Start without measurements of O options.
 
-        Args:
-            options: O.
-            noise: Distance from 1 up to which a factor corrects nothing.
-            prior: Weight of the prediction itself.
-            lately: Weight over which the moving average forgets all but 1 / e.
-            memory: Most weight that the mean stands for.
+        noise: distance from 1 up to which a factor corrects nothing. prior: weight of the prediction itself. lately:
+        weight over which the moving average forgets all but 1 / e. memory: most weight that the mean stands for.
         """
         self.factor = np.ones(options)
         self._noise = noise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -94,10 +95,7 @@ class Reach:
     def nodes_for(self, need_rate: np.ndarray, step_s: np.ndarray, shapes: np.ndarray | None = None) -> np.ndarray:
         """Return the nodes that put each sequence on pace, i64[O, E, R].
 
-        Args:
-            need_rate: f64[R], tokens per second.
-            step_s: f64[O, E].
-            shapes: Indices of the O rows of step_s; None for all shapes.
+        need_rate: f64[R], tokens per second. step_s: f64[O, E]. shapes: indices of the O rows of step_s; None for all.
         """
         first = np.arange(len(self.tokens)) if shapes is None else shapes
         gain = need_rate * (step_s * GRID)[:, :, None]
@@ -212,14 +210,8 @@ class JointController(Controller):
     ):  # fmt: skip
         """Set up over tables that learn elsewhere.
 
-        Args:
-            limits: Bounds of a step.
-            cost: Seconds of steps.
-            acceptance: Expected acceptance of draft tokens.
-            objective: Weights of the value.
-            prefill_tokens: Prefill tokens of every step while prompts wait; None: chosen with the rest, so that prefill
-                takes the slack.
-            admits_by_pace: `sustains` may refuse.
+        prefill_tokens: of every step while prompts wait; None: chosen with the rest, so that prefill takes the slack.
+        admits_by_pace: `sustains` may refuse.
         """
         self._limits = limits
         self._cost = cost
@@ -227,30 +219,22 @@ class JointController(Controller):
         self._objective = objective
         self._prefill_tokens = prefill_tokens
         self._admits_by_pace = admits_by_pace
-        self._shapes = Shapes.of(limits, cost.draft_widths)
+        self.shapes = Shapes.of(limits, cost.draft_widths)
+        """Shapes that are weighed; shape 0 drafts nothing."""
         self._edges = np.array(limits.token_edges)
         sizes = np.geomspace(1, self._edges[-1], 2 * COARSE_EDGES).round()
         self._coarse = np.unique(np.searchsorted(self._edges, sizes))
         self._reach: Reach | None = None
         self._reach_age = 0
 
-    @property
-    def shapes(self) -> Shapes:
-        """Shapes that are weighed; shape 0 drafts nothing."""
-        return self._shapes
-
     def decide(self, load: Load) -> Decision:
         return self.weigh(load).pick().decision
 
     def weigh(self, load: Load, correction: Correction | None = None, switch_s: float | None = None) -> Weighed:
-        """Value every shape at the coarse edges.
-
-        Args:
-            load: Load of the step.
-            correction: Factors on predictions; None for none.
-            switch_s: Seconds until drafts that lag have caught up; None: by the tables.
+        """Value every shape at the coarse edges. switch_s: seconds until drafts that lag have caught up; None: by the
+        tables.
         """
-        shapes = np.arange(len(self._shapes.depth) if load.can_speculate.any() else 1)
+        shapes = np.arange(len(self.shapes.depth) if load.can_speculate.any() else 1)
         low, high = self._edge_range(load, len(shapes))
         all_rows, context = load.num_decode + load.num_prefill, self._cost.context_load(load.context)
         catchup_s = self._catchup_s(load, int(self._edges[high]), context, switch_s)
@@ -261,16 +245,16 @@ class JointController(Controller):
         def look(shapes: np.ndarray, edges: np.ndarray) -> Choices:
             return self._look(load, shapes, edges, draft_s, verify_s, correction)
 
-        def decision(shape: int, prefill: int) -> Decision:
-            return self._decision(load, shape, prefill)
-
-        return Weighed(shapes, edges, look(shapes, edges), look if high - low >= len(edges) else None, decision)
+        choices = look(shapes, edges)
+        return Weighed(
+            shapes, edges, choices, look if high - low >= len(edges) else None, partial(self._decision, load)
+        )
 
     def _decision(self, load: Load, shape: int, prefill: int) -> Decision:
-        depth, rows = int(self._shapes.depth[shape]), load.num_decode
+        depth, rows = int(self.shapes.depth[shape]), load.num_decode
         most = min(self._limits.max_tree_tokens, self._limits.max_tokens - prefill)
         feed_draft = self._limits.max_depth > 0 and (depth > 0 or rows == 0)
-        return Decision(depth, int(self._shapes.width[shape]), most if depth else rows, prefill, feed_draft)
+        return Decision(depth, int(self.shapes.width[shape]), most if depth else rows, prefill, feed_draft)
 
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
         """Return whether every sequence can be on pace, by the tables of `decide`, if all draft at the best shape and
@@ -281,7 +265,7 @@ class JointController(Controller):
         if not self._admits_by_pace:
             return True
         reach = self._reach_now()
-        shapes = np.arange(len(self._shapes.depth) if can_draft else 1)
+        shapes = np.arange(len(self.shapes.depth) if can_draft else 1)
         feasible = need_rate[need_rate <= self._fastest_alone(reach, shapes)]
         if not len(feasible):
             return True
@@ -329,7 +313,7 @@ class JointController(Controller):
         """Return the expected tokens of shapes, computed anew after some updates of the averages."""
         age = self._acceptance.updates // REACH_STEPS
         if self._reach is None or age != self._reach_age:
-            self._reach, self._reach_age = self._shapes.reach(self._acceptance.expected()), age
+            self._reach, self._reach_age = self.shapes.reach(self._acceptance.expected()), age
         return self._reach
 
     def fastest_alone(self, alone: SoloSpeed) -> float:
@@ -349,7 +333,7 @@ class JointController(Controller):
     def _edge_range(self, load: Load, options: int) -> tuple[int, int]:
         """Return the first and the last token edge worth considering, as indices."""
         rows = load.num_decode
-        largest = int(self._shapes.size[:options].max())
+        largest = int(self.shapes.size[:options].max())
         tree = min(rows * (1 + largest), self._limits.max_tree_tokens)
         least = rows + min(load.prefill_tokens, 1)
         low, high = np.searchsorted(self._edges, [least, max(tree, rows) + load.prefill_tokens])
@@ -357,7 +341,7 @@ class JointController(Controller):
 
     def _draft_s(self, rows: int, catchup_s: float, context: float | None = None) -> np.ndarray:
         """Return f64[O], seconds of a step outside verification, by shape."""
-        shapes, cost = self._shapes, self._cost
+        shapes, cost = self.shapes, self._cost
         draft_s = shapes.depth * cost.level_s(rows, context)[np.maximum(shapes.width, 1) - 1]
         draft_s += catchup_s + cost.overhead_s(True)
         draft_s[0] = cost.overhead_s(False)

@@ -98,13 +98,7 @@ class SwitchTable:
     def __init__(self, lags: Sequence[int], rows: Sequence[int], seconds: np.ndarray):
         """Build the table; each entry becomes the largest of those at no more lag and no more rows.
 
-        Args:
-            lags: Tokens, rising.
-            rows: Rising.
-            seconds: f64[len(lags), len(rows)].
-
-        Raises:
-            ConfigError: The grid is not rising or not of that shape, or has a time below 0.
+        lags: tokens, rising. rows: rising. seconds: f64[lags, rows], at least 0. Raises ConfigError for any other grid.
         """
         seconds = np.asarray(seconds, np.float64)
         if seconds.shape != (len(lags), len(rows)) or not seconds.size:

@@ -44,8 +44,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 class GrpcTransport:
     """Implements `link.Transport` with TLS, a client certificate and a token as far as the configuration names them.
 
-    Raises:
-        ConfigError: a file cannot be read.
+    Raises ConfigError when a file cannot be read.
     """
 
     def __init__(self, address: str, config: DrafterConfig) -> None:

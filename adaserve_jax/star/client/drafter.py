@@ -33,21 +33,16 @@ USUAL_WEIGHT = 0.2
 
 
 class RemoteDrafter:
-    """Implements `types.Drafter` with one or more draft services.
+    """Implements `types.Drafter` with one or more draft services. wait_s: seconds that the last `propose` waited.
 
     Args:
         transports: one per service.
         config: deadline and required draft version, which is put into `hello`.
-        hello: the target's introduction.
         table: acceptance table, whose chances hold until a plan brings others.
         max_rows: slots of the engine.
         vocabulary: token ids are below it.
-        clock: seconds.
         changed: condition on which `propose` waits; its lock guards all state.
         draw: uniform in [0, 1), for random waits.
-
-    Attributes:
-        wait_s: seconds that the last call of `propose` waited.
     """
 
     def __init__(

@@ -70,10 +70,9 @@ class CircuitBreaker:
     """Circuit breaker of one service. Closed: the service is asked. Open, after BAD_ROUNDS bad rounds in a row: it is
     not. Half open, after a wait: it is asked, and the next round decides. opens: how often it has opened."""
 
-    def __init__(self, draw: Callable[[], float], bad_rounds: int = BAD_ROUNDS) -> None:
+    def __init__(self, draw: Callable[[], float]) -> None:
         self.state: Literal["closed", "half_open", "open"] = "closed"
         self.opens = 0
-        self._most = bad_rounds
         self._bad = 0
         self._trial_s = 0.0
         self._backoff = RetryBackoff(FIRST_TRIAL_S, LAST_TRIAL_S, draw)
@@ -94,7 +93,7 @@ class CircuitBreaker:
     def bad(self, now: float) -> None:
         """Count a round without a valid tree in time."""
         self._bad += 1
-        if self.state == "half_open" or self._bad >= self._most:
+        if self.state == "half_open" or self._bad >= BAD_ROUNDS:
             self.state = "open"
             self.opens += 1
             self._trial_s = now + self._backoff.next_s()
@@ -169,7 +168,6 @@ class Link:
         self._stream: Stream | None = None
         self._retry_s = -math.inf
         self._began_s = 0.0
-        self._version = ""
         self._reason = "not connected yet"
 
     @property
@@ -186,13 +184,6 @@ class Link:
         return self.transport.address
 
     @property
-    def reason(self) -> str:
-        """Reason for which the service is not asked; "" if it is."""
-        if self._state != "ready":
-            return self._reason
-        return "" if self.breaker.state != "open" else "it did not answer in time"
-
-    @property
     def retry_s(self) -> float:
         """Clock time at which `connect_if_due` has something to do again; inf: after the service has answered."""
         if self._state == "idle":
@@ -201,8 +192,10 @@ class Link:
 
     def state(self) -> ServiceState:
         """Return the present state, for metrics."""
-        load = self.load
-        return ServiceState(self.breaker.state, self._version, self.sessions, load.busy, load.queue_s, self.reason)
+        load, breaker = self.load, self.breaker.state
+        reason = "it did not answer in time" if self.ready and breaker == "open" else self._reason
+        version = "" if self.welcome is None else self.welcome.draft_version
+        return ServiceState(breaker, version, self.sessions, load.busy, load.queue_s, reason)
 
     def connect_if_due(self) -> None:
         """Begin to connect if it is time to; return at once. Called without the lock."""
@@ -271,10 +264,8 @@ class Link:
                     continue
                 elif isinstance(message, Load):
                     self.load = message
-                elif isinstance(message, (Tree, Resync, Refused, WireError)):
-                    self._deliver(self, message)
                 else:
-                    self._deliver(self, WireError(f"a message must be one of a draft service, got {type(message)}"))
+                    self._deliver(self, message)
         if ended is not None:
             ended.close()
 
@@ -299,7 +290,7 @@ class Link:
         if wanted and welcome.draft_version != wanted:
             expected = f"expected draft {wanted}, got {welcome.draft_version}"
             return self._refuse(Refused("draft_version", expected))
-        self.welcome, self._version = welcome, welcome.draft_version
+        self.welcome = welcome
         self.generation += 1
         self._state, self._reason = "ready", ""
         self.load = Load(0.0, 0.0, 0, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -92,11 +92,8 @@ class SessionTable:
         """Apply the tokens that a step feeds to the draft.
 
         A row fed from its beginning is a new request, unless its sampling and the whole text match the slot's session:
-        then the same request is fed anew and its session goes on.
-
-        Returns:
-            The session of each row, None where nothing is fed or the whole text is unknown; and the sessions that have
-            ended because their slots were given to other requests.
+        then the same request is fed anew and its session goes on. Returns the session of each row, None where nothing
+        is fed or the whole text is unknown; and the sessions that have ended because their slots were given to others.
         """
         draft = plan.draft
         assert draft is not None
@@ -134,27 +131,14 @@ def _sampling(rows: RowSampling, row: int) -> SessionSampling:
     return SessionSampling(*(getattr(rows, name)[row].item() for name in SessionSampling._fields))
 
 
-@dataclass(frozen=True)
-class ServiceLoad:
-    """Load of one service. number: the caller's name for it; queue_s, busy: as it reported last; sessions: number of
-    this target's sessions there."""
+def least_loaded(key: str, links: Iterable[Link]) -> Link | None:
+    """Return the link of the least loaded service; ties go to the one that `key` prefers. None without any."""
 
-    number: int
-    address: str
-    queue_s: float
-    busy: float
-    sessions: int
+    def cost(link: Link) -> tuple[float, int]:
+        load = link.sessions + QUEUE_WEIGHT * link.load.queue_s + BUSY_WEIGHT * link.load.busy
+        return load, -preference(key, link.address)
 
-    @property
-    def load(self) -> float:
-        """Load in units of sessions."""
-        return self.sessions + QUEUE_WEIGHT * self.queue_s + BUSY_WEIGHT * self.busy
-
-
-def least_loaded(key: str, services: Iterable[ServiceLoad]) -> int | None:
-    """Return the number of the least loaded service; ties go to the one that `key` prefers. None without any."""
-    best = min(services, key=lambda service: (service.load, -preference(key, service.address)), default=None)
-    return None if best is None else best.number
+    return min(links, key=cost, default=None)
 
 
 def preference(key: str, address: str) -> int:
@@ -198,11 +182,8 @@ class SessionPlacer:
     ) -> Frames:
         """Build the frames of a step: close ended sessions, feed all rows, ask for the trees of those that speculate.
 
-        Args:
-            rows, ended: as `SessionTable.update` returns them.
-            draft: of the step.
-            this: receives the requests.
-            now, give_up: clock time, and until when the step waits.
+        rows, ended: as `SessionTable.update` returns them. this: receives the requests. give_up: clock time until which
+        the step waits.
         """
         frames: Frames = {}
         for session in ended:
@@ -255,10 +236,10 @@ class SessionPlacer:
         if session.service in usable and session.service not in refusing:
             return usable[session.service]
         moves = session.service is not None
-        number = least_loaded(
+        place = least_loaded(
             f"{self._target_id} {session.number}",
             (
-                ServiceLoad(link.number, link.address, link.load.queue_s, link.load.busy, link.sessions)
+                link
                 for link in usable.values()
                 if link.number not in refusing
                 if link.welcome is not None and link.sessions < link.welcome.max_sessions
@@ -267,15 +248,15 @@ class SessionPlacer:
         )
         if session.service in refusing:
             self.close(session, frames)  # its place there is free for others
-        if number is None:
+        if place is None:
             return None
         if moves:
             self.moved += 1
             self.close(session, frames)
-        session.service = number
+        session.service = place.number
         self._sessions[session.number] = session
-        usable[number].sessions += 1
-        return usable[number]
+        place.sessions += 1
+        return place
 
     def _open(self, session: RemoteSession, link: Link, messages: list[FromTarget]) -> None:
         """Reopen the session unless it is open in the present stream."""

@@ -1,6 +1,7 @@
 """Trees of one step: the requests sent, the answers received, and the candidates made of them.
 
-Trees from a service are untrusted: an invalid one is dropped, as if it had not come. Imports no jax.
+Trees from a service are untrusted: one that does not fit its request is dropped, as if it had not come; `wire` has
+checked what every tree must be. Imports no jax.
 """
 
 from __future__ import annotations
@@ -146,19 +147,14 @@ class CandidateBuilder:
     def build(
         self, plan: StepPlan, answers: Sequence[tuple[TreeRequest, Tree]]
     ) -> tuple[CandidateTrees, list[TreeRequest]]:
-        """Build the candidates of every decode row; rows without an answer get none.
+        """Return the candidates of every decode row, none without an answer, and the requests whose trees were invalid.
 
-        Args:
-            plan: the step, with a draft.
-            answers: at most one per row, in any order.
-
-        Returns:
-            The candidates, and the requests whose trees were invalid.
+        answers: at most one per row, in any order.
         """
         draft = plan.draft
         assert draft is not None
         rows, depth, width = plan.num_decode, draft.depth, draft.width
-        valid = sorted((answer for answer in answers if _is_well_typed(answer[1])), key=lambda answer: answer[0].row)
+        valid = sorted(answers, key=lambda answer: answer[0].row)
         nodes = self._nodes(valid, width)
         if nodes is None:
             valid = [answer for answer in valid if self._nodes([answer], width) is not None]
@@ -184,7 +180,7 @@ class CandidateBuilder:
         return CandidateTrees(token, parent, log_f, _levels(depth, width), cell, log_q), invalid
 
     def _nodes(self, answers: Sequence[tuple[TreeRequest, Tree]], width: int) -> _Nodes | None:
-        """Return the nodes of well-typed trees, in the order of their rows; None if any tree is invalid."""
+        """Return the nodes of trees, in the order of their rows; None if any tree is invalid."""
         if not answers:
             none = np.zeros(0, np.int32)
             return _Nodes(none, none, none, none, none, none, np.zeros(0, np.float32))
@@ -208,23 +204,12 @@ class CandidateBuilder:
             return None
         stride = int((depth * width).max(initial=0))
         at = row * stride + column
-        if (at[1:] <= at[:-1]).any():
-            return None
         exists = np.zeros(int(at[-1]) + 1 if len(at) else 0, bool)
         exists[at] = True
         below = above >= 0
         if not exists[(row * stride + above)[below]].all():
             return None
         return _Nodes(row, level, column, above, token, cell, log_q)
-
-
-def _is_well_typed(tree: Tree) -> bool:
-    """Return whether the parts of a tree have one length and the right dtypes."""
-    shape = (len(tree.index),)
-    integers = all(
-        part.shape == shape and part.dtype == np.int32 for part in (tree.index, tree.token, tree.parent, tree.cell)
-    )
-    return integers and tree.log_q.shape == shape and tree.log_q.dtype == np.float32
 
 
 @cache

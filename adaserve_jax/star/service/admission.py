@@ -7,10 +7,10 @@ StarSD, sections 3.2 to 4.2; docs/equations.md has the corrections. Imports no j
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ServiceTime = Callable[[int], float]
 """S(n): seconds of the draft for n requests at once; does not fall with n."""
@@ -22,56 +22,17 @@ MIN_SAMPLES = 16
 """Drafts, and rounds verified, before their averages are used."""
 
 
-def return_s(network_s: float, verify_s: float) -> float:
-    """Return Z, the seconds from an answer until the same target asks again. Eq. 6."""
-    return network_s + verify_s
+class Turns(NamedTuple):
+    """How targets share the draft in the steady state. sizes: requests of the batches that take turns; batches: of a
+    round; busy_s, round_s: seconds of them, and T, of a round of one target."""
 
-
-def accepted_tokens(chance: float, depth: int) -> float:
-    """Return E[l], the accepted tokens of one round: each level with `chance`, if the one before is. Eq. 3."""
-    return sum(chance**level for level in range(1, depth + 1))
-
-
-def emitted_tokens(chance: float, depth: int) -> float:
-    """Return the tokens of one round: the accepted ones and the bonus token, which eq. 11 leaves out."""
-    return accepted_tokens(chance, depth) + 1.0
-
-
-def full_targets(service_s: float, back_s: float) -> int:
-    """Return N_full, the fewest targets that leave the draft no idle time, one at a time. Eq. 12."""
-    return math.ceil(back_s / service_s) + 1
-
-
-def max_targets(service_s: float, back_s: float, tokens: float, plain_s: float) -> int:
-    """Return N_max, the most targets, one at a time, of which none is slower than plain decoding; 0: even one alone is.
-
-    Section 4.2, in closed form. tokens: of one round, `emitted_tokens`; plain_s: seconds per token without a draft.
-    """
-    alone = back_s + service_s <= tokens * plain_s
-    return math.floor(tokens * plain_s / service_s) if alone else 0
-
-
-@dataclass(frozen=True)
-class SteadyState:
-    """One column of StarSD's Table 1. batch: mean requests per draft. round_s: T, of one target. wait_s: of a request
-    in the queue. idle_s: of the draft between two drafts, as in Table 1; that of eq. 9 is per round. rounds_per_s: R_q,
-    requests drafted; target_rounds_per_s: R_p. load: busy share of the draft."""
-
-    targets: int
-    batch: float
+    sizes: list[int]
+    batches: float
+    busy_s: float
     round_s: float
-    throughput_tps: float
-    per_target_tps: float
-    wait_s: float
-    idle_s: float
-    rounds_per_s: float
-    target_rounds_per_s: float
-    load: float
 
 
-def steady_state(
-    targets: int, service_s: ServiceTime, back_s: float, tokens: float, *, max_rows: int = 1
-) -> SteadyState:
+def take_turns(targets: int, service_s: ServiceTime, back_s: float, *, max_rows: int = 1) -> Turns:
     """Return the steady state of `targets` targets at a draft of up to max_rows requests at once (1: the paper's).
 
     The free device takes all waiting requests, and requests drafted together come back together. So targets form
@@ -80,30 +41,14 @@ def steady_state(
     Z + S(n) of the largest). Where groups exceed max_rows, batches are full, N / max_rows of them in a round. With
     max_rows = 1 this is eq. 8 to 10. Batched, a loop may settle at one group more or fewer, depending on its phases.
 
-    back_s: Z. tokens: of one round, `emitted_tokens`.
+    back_s: Z.
     """
     sizes = _groups(targets, service_s, back_s)
-    if sizes[0] <= max_rows:
-        services, batches = [service_s(size) for size in sizes], float(len(sizes))
-        busy_s = sum(services)
-    else:
-        sizes, services, batches = [max_rows], [service_s(max_rows)], targets / max_rows
-        busy_s = batches * services[0]
-    round_s = max(busy_s, back_s + services[0])
-    served_s = sum(size * took for size, took in zip(sizes, services, strict=True)) / sum(sizes)
-    rate = targets / round_s
-    return SteadyState(
-        targets=targets,
-        batch=targets / batches,
-        round_s=round_s,
-        throughput_tps=tokens * rate,
-        per_target_tps=tokens / round_s,
-        wait_s=round_s - back_s - served_s,
-        idle_s=(round_s - busy_s) / batches,
-        rounds_per_s=rate,
-        target_rounds_per_s=1.0 / round_s,
-        load=busy_s / round_s,
-    )
+    batches, busy_s = float(len(sizes)), sum(service_s(size) for size in sizes)
+    if sizes[0] > max_rows:
+        sizes, batches = [max_rows], targets / max_rows
+        busy_s = batches * service_s(max_rows)
+    return Turns(sizes, batches, busy_s, max(busy_s, back_s + service_s(sizes[0])))
 
 
 def max_targets_batched(service_s: ServiceTime, back_s: float, tokens: float, plain_s: float, *, max_rows: int) -> int:
@@ -111,7 +56,7 @@ def max_targets_batched(service_s: ServiceTime, back_s: float, tokens: float, pl
     slower than plain decoding."""
 
     def pays(targets: int) -> bool:
-        return steady_state(targets, service_s, back_s, tokens, max_rows=max_rows).round_s <= tokens * plain_s
+        return take_turns(targets, service_s, back_s, max_rows=max_rows).round_s <= tokens * plain_s
 
     return bisect_left(range(1, MAX_COUNTED_TARGETS + 1), True, key=lambda targets: not pays(targets))
 
@@ -119,8 +64,7 @@ def max_targets_batched(service_s: ServiceTime, back_s: float, tokens: float, pl
 def interpolated(times_s: Mapping[int, float]) -> ServiceTime:
     """Return S(n) by linear interpolation of measured times: constant before the first, proportional beyond the last.
 
-    Raises:
-        ValueError: `times_s` is empty.
+    Raises ValueError without any time.
     """
     if not times_s:
         raise ValueError("S(n) needs at least one measured time, got none")
@@ -210,10 +154,7 @@ class TargetAdmission:
         it takes nothing from others and decides itself when drafts are worth their time, and without it nothing would
         be measured again after an hour in which the device was slow.
 
-        Args:
-            target_id: its name.
-            plain_s, verify_s: from its Hello.
-            requests: open sessions of the connected targets.
+        plain_s, verify_s: from its Hello. requests: open sessions of the connected targets.
         """
         there = self._targets.get(target_id)
         if there is not None:
@@ -251,6 +192,4 @@ class TargetAdmission:
 
     def _round_s(self, targets: int, each: float, back_s: float) -> float:
         requests = max(round(targets * each), 1)
-        return steady_state(
-            requests, interpolated(self._service_s), back_s, self.tokens, max_rows=self._max_rows
-        ).round_s
+        return take_turns(requests, interpolated(self._service_s), back_s, max_rows=self._max_rows).round_s

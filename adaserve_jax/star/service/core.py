@@ -35,13 +35,7 @@ _EMPTY: _TreeArrays = (_NO_INTEGERS, _NO_INTEGERS, _NO_INTEGERS, _NO_INTEGERS, n
 class DraftCore:
     """Sessions, order and answers of one draft service.
 
-    Args:
-        limits: abilities of the service.
-        kv: KV space for its sessions.
-        quotas: limits per target.
-        batching: run several sessions together on the device.
-        tie_s: as in `Dispatcher`.
-        admission: decides which targets may connect; None: all may.
+    batching, tie_s: as in `Dispatcher`. admission: decides which targets may connect; None: all may.
     """
 
     def __init__(
@@ -106,14 +100,17 @@ class DraftCore:
 
         Never raises: an invalid message ends its own session.
         """
-        return self._handler.receive(target_id, messages, now)
+        answers = (self._handler.handle(target_id, message, now) for message in messages)
+        return [answer for answer in answers if answer is not None]
 
     def disconnect(self, target_id: str, now: float) -> None:
         """Drop the waiting Drafts of a target whose stream has ended.
 
         Its sessions stay until their leases end, so that it can come back to them.
         """
-        self._handler.disconnect(target_id)
+        self._registry.disconnect(target_id)
+        if self._admission is not None:
+            self._admission.leave(target_id)
         self._registry.expire(now)
 
     def expire(self, now: float) -> int:
@@ -151,13 +148,10 @@ class DraftCore:
         return list(replies.items())
 
     def done(self, batch: DraftBatch, trees: CandidateTrees | None, now: float) -> Replies:
-        """Process the result of a batch.
+        """Process the result of a batch that ended at `now`.
 
-        Args:
-            batch: as returned by `next_batch`.
-            trees: of its rows in their order, batch.depth levels of batch.width columns each, as `LocalDrafter` returns
-                them; None if the batch had no search.
-            now: when it ended.
+        trees: of its rows in their order, batch.depth levels of batch.width columns each, as `LocalDrafter` returns
+        them; None if the batch had no search.
         """
         replies: dict[str, list[FromService]] = {}
         arrays = [_EMPTY] * len(batch.rows) if trees is None else _tree_arrays(batch, trees)
@@ -168,7 +162,14 @@ class DraftCore:
             self.stats.fed_tokens += len(row.tokens)
             if row.depth:
                 self.stats.rounds += 1
-                self._answer(batch, row, session, tree, now, replies)
+                pending = session.pending
+                if pending is not None and (session.epoch, pending.draft.round) == (row.epoch, row.round):
+                    queue_s, service_s = batch.started_s - pending.received_s, now - batch.started_s
+                    self._answer(session, batch.width, tree, queue_s, service_s, now, replies)
+                    self.stats.trees += 1
+                    self.stats.queue_s += queue_s
+                else:
+                    self.stats.stale += 1
             self._registry.update_busy(session)
         if self._admission is not None and batch.depth:
             self._admission.record_search(len(batch.rows), now - batch.started_s)
@@ -202,33 +203,19 @@ class DraftCore:
         """Answer the waiting Draft with an empty tree."""
         pending = session.pending
         assert pending is not None
-        times = now - pending.received_s, 0.0
-        width = max(pending.draft.width, 1)
-        tree = Tree(session.number, session.epoch, pending.draft.round, session.length, width, *_EMPTY, *times)
-        session.answer, session.answered_s, session.pending = (pending.draft, tree), now, None
-        replies.setdefault(session.target.id, []).append(tree)
+        self._answer(session, max(pending.draft.width, 1), _EMPTY, now - pending.received_s, 0.0, now, replies)
 
     def _answer(
-        self,
-        batch: DraftBatch,
-        row: DraftBatchRow,
-        session: DraftSession,
-        arrays: _TreeArrays,
-        now: float,
+        self, session: DraftSession, width: int, arrays: _TreeArrays, queue_s: float, service_s: float, now: float,
         replies: dict[str, list[FromService]],
-    ) -> None:
-        """Answer the row's Draft if it still waits."""
-        pending = session.pending
-        if pending is None or session.epoch != row.epoch or pending.draft.round != row.round:
-            self.stats.stale += 1
-            return
-        length = row.start + len(row.tokens)
-        times = batch.started_s - pending.received_s, now - batch.started_s
-        tree = Tree(session.number, session.epoch, row.round, length, batch.width, *arrays, *times)
-        session.answer, session.answered_s, session.pending = (pending.draft, tree), now, None
-        self.stats.trees += 1
-        self.stats.queue_s += times[0]
-        replies.setdefault(row.target_id, []).append(tree)
+    ) -> None:  # fmt: skip
+        """Answer the waiting Draft, which is about the present text."""
+        assert session.pending is not None
+        draft = session.pending.draft
+        name = session.number, session.epoch, draft.round
+        tree = Tree(*name, session.length, width, *arrays, queue_s, service_s)
+        session.answer, session.answered_s, session.pending = (draft, tree), now, None
+        replies.setdefault(session.target.id, []).append(tree)
 
 
 def _tree_arrays(batch: DraftBatch, trees: CandidateTrees) -> list[_TreeArrays]:

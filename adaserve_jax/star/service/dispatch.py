@@ -56,12 +56,8 @@ class DraftBatch:
 class Dispatcher:
     """Chooses batches.
 
-    Args:
-        limits: rows and tokens of a batch, and measured times.
-        kv: reserves the KV of chosen sessions.
-        batching: False takes one session at a time.
-        tie_s: Drafts whose deadlines fall into the same span of so many seconds are equally urgent; then the target
-            that was served least recently goes first.
+    batching: False takes one session at a time. tie_s: Drafts whose deadlines fall into the same span of so many
+    seconds are equally urgent; then the target that was served least recently goes first.
     """
 
     def __init__(self, limits: DraftLimits, kv: KvManager, *, batching: bool, tie_s: float):
@@ -156,7 +152,7 @@ class Dispatcher:
         for session in chosen:
             self._take_turn(session)
         first = drafts[0][1]
-        return DraftBatch(rows, max(row.depth for row in rows), int(first.width), bool(first.calibrated), now)
+        return DraftBatch(rows, max(row.depth for row in rows), first.width, first.calibrated, now)
 
     def _reserve(self, session: DraftSession, force: bool) -> bool:
         return self._kv.reserve(session, session.length, force=force)
@@ -196,11 +192,11 @@ def _row(session: DraftSession, start: int, count: int, depth: int) -> DraftBatc
         session.target.id,
         session.number,
         session.epoch,
-        int(number),
+        number,
         session.key,
         start,
         tokens,
-        int(depth),
+        depth,
         session.sampling,
     )
 
@@ -236,10 +232,8 @@ class _SearchBatcher:
         The longest beginning of the order that helps is taken. A session that makes the group slower than one after
         another is passed over, with others of the same work.
 
-        Args:
-            ordered: sessions, the most urgent first.
-            now: clock time.
-            reserve: reserves KV for a session, by force for the first one; called for chosen sessions only.
+        ordered: sessions, the most urgent first. reserve: reserves KV for a session, by force for the first one; called
+        for chosen sessions only.
         """
         first = next((at for at, s in enumerate(ordered) if s.search_feed <= self._max_feed and reserve(s, True)), None)
         if first is None:
@@ -293,10 +287,10 @@ class _SearchBatcher:
 def _kind(session: DraftSession) -> tuple[int, bool]:
     """Return the properties that all rows of a batch share."""
     assert session.pending is not None
-    return int(session.pending.draft.width), bool(session.pending.draft.calibrated)
+    return session.pending.draft.width, session.pending.draft.calibrated
 
 
 def _work(session: DraftSession) -> tuple[int, int]:
     """Return the properties that determine what a session adds to a batch's time."""
     assert session.pending is not None
-    return int(session.pending.draft.depth), session.search_feed
+    return session.pending.draft.depth, session.search_feed

@@ -30,27 +30,30 @@ MIN_CAP_TOKENS = 2**16
 
 
 class DraftService:
-    """A ready model behind open ports.
-
-    Raises:
-        ConfigError: an address is in use.
-    """
+    """A ready model behind open ports. Raises ConfigError when an address is in use."""
 
     def __init__(
         self, settings: DraftServiceSettings, model: DraftModel, on_death: Callable[[], None] = lambda: None
     ) -> None:
         self.model = model
+        rate = settings.max_messages_per_s
+        sessions = min(settings.max_sessions_per_target or settings.max_sessions, settings.max_sessions)
         core = DraftCore(
             limits_of(settings, model),
             model,
-            quotas=quotas_of(settings),
+            quotas=Quotas(
+                max_sessions=sessions, max_sessions_in_all=settings.max_sessions, max_waiting=sessions,
+                messages_per_s=rate, messages_at_once=max(1, int(rate)),
+            ),
             batching=not settings.one_by_one,
             admission=TargetAdmission(1 if settings.one_by_one else model.limits.max_requests),
-        )
+        )  # fmt: skip
         self.audit = Audit()
         self.worker = Worker(core, model, on_death=on_death)
-        tokens = max(2 * model.limits.max_context, MIN_CAP_TOKENS)
-        self._server = DraftServer(settings, self.worker, Caps(tokens, model.vocabulary), self.audit)
+        limits = model.limits
+        tokens = max(2 * limits.max_context, MIN_CAP_TOKENS)
+        caps = Caps(tokens, model.vocabulary, limits.max_depth, limits.max_width)
+        self._server = DraftServer(settings, self.worker, caps, self.audit)
         self.port = self._server.port
         self.worker.start()
         self._server.start()
@@ -77,32 +80,17 @@ def limits_of(settings: DraftServiceSettings, model: DraftModel) -> DraftLimits:
     limits, samples = model.limits, model.samples
     return DraftLimits(
         draft_version=model.version, vocabulary_hash=model.vocabulary_hash, cells_hash=cells_hash(model.table),
-        vocabulary_size=model.vocabulary, max_depth=limits.max_depth, max_width=limits.max_width,
+        max_depth=limits.max_depth, max_width=limits.max_width,
         max_context=limits.max_context, max_rows=limits.max_requests, max_feed=limits.max_tokens,
         lease_s=settings.lease_s, level_s=samples.draft_level_s, catchup_s=samples.catchup_s,
-    )  # fmt: skip
-
-
-def quotas_of(settings: DraftServiceSettings) -> Quotas:
-    """Return the limits per target."""
-    sessions = min(settings.max_sessions_per_target or settings.max_sessions, settings.max_sessions)
-    return Quotas(
-        max_sessions=sessions, max_sessions_in_all=settings.max_sessions, max_waiting=sessions,
-        messages_per_s=settings.max_messages_per_s, messages_at_once=max(1, int(settings.max_messages_per_s)),
     )  # fmt: skip
 
 
 def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT and return 0, or DEAD_STATUS if the device failed. Called from the main thread.
 
-    Args:
-        settings: of the service.
-        progress: of loading and compiling.
-        ready: called with one line that says where the service listens, and with which draft.
-
-    Raises:
-        ConfigError: a setting, an address or a certificate is unusable.
-        CheckpointError: the draft cannot be loaded.
+    ready: called with one line that says where the service listens, and with which draft. Raises ConfigError when a
+    setting, an address or a certificate is unusable, and CheckpointError when the draft cannot be loaded.
     """
     check_secured(settings)
     check_free(settings)

@@ -1,11 +1,9 @@
-"""Handles every message of a target: checks it, applies it to its session, and answers what can be answered at once.
+"""Handles every message of a target: applies it to its session, and answers what can be answered at once.
 
-No thread, clock or device.
+Fields are valid: `wire` has checked them. No thread, clock or device.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from adaserve_jax.star.messages import (
     PROTOCOL_VERSION,
@@ -20,14 +18,7 @@ from adaserve_jax.star.messages import (
     Welcome,
 )
 from adaserve_jax.star.service.admission import TargetAdmission
-from adaserve_jax.star.service.limits import (
-    DraftLimits,
-    Quotas,
-    is_id,
-    problem_of_draft,
-    problem_of_hello,
-    problem_of_open,
-)
+from adaserve_jax.star.service.limits import DraftLimits, Quotas
 from adaserve_jax.star.service.registry import TargetRegistry
 from adaserve_jax.star.service.session import DraftSession, MessageOutcome, PendingDraft, TargetState
 from adaserve_jax.star.service.stats import CoreStats
@@ -55,17 +46,6 @@ class MessageHandler:
         self._arrivals = 0
         self._stopped = False
 
-    def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
-        """Process one frame of a target that came at `now`, and return the immediate answers. Never raises."""
-        answers = (self._handle(target_id, message, now) for message in messages)
-        return [answer for answer in answers if answer is not None]
-
-    def disconnect(self, target_id: str) -> None:
-        """Drop the waiting Drafts of a target, and its part in admission."""
-        self._registry.disconnect(target_id)
-        if self._admission is not None:
-            self._admission.leave(target_id)
-
     def stop(self) -> Refused:
         """Accept no more work; return the refusal for the connected targets."""
         self._stopped = True
@@ -73,8 +53,11 @@ class MessageHandler:
 
     # ---- targets ----
 
-    def _handle(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
-        """Handle one message. Each counts against the rate limit first; above the limit little is done."""
+    def handle(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
+        """Handle one message that came at `now`, and return the immediate answer. Never raises.
+
+        Each message counts against the rate limit first; above the limit little is done.
+        """
         target = self._registry.find(target_id)
         if target is None:
             if isinstance(message, Hello):
@@ -87,12 +70,10 @@ class MessageHandler:
         if isinstance(message, Close):
             self._registry.end_number(target, message.session)
             return None
-        if isinstance(message, (Open, Draft)):
-            if wait_s:
-                most = self._quotas.messages_per_s
-                return self._refuse("rate", f"more than {most:g} messages per second of one target", message, wait_s)
-            return self._session_message(target, message, now)
-        return self._refusal("invalid", f"a target says Hello, Open, Draft or Close, got {message!r:.50}")
+        if wait_s:
+            most = self._quotas.messages_per_s
+            return self._refusal("rate", f"more than {most:g} messages per second of one target", message, wait_s)
+        return self._session_message(target, message, now)
 
     def _hello(self, target_id: str, hello: Hello, now: float) -> FromService:
         refusal = self._hello_refusal(target_id, hello)
@@ -113,9 +94,8 @@ class MessageHandler:
 
     def _hello_refusal(self, target_id: str, hello: Hello) -> Refused | None:
         limits = self._limits
-        problem = problem_of_hello(hello)
-        if problem or hello.target_id != target_id:
-            return self._refusal("invalid", problem or f"this stream is of target {target_id}, not {hello.target_id}")
+        if hello.target_id != target_id:
+            return self._refusal("invalid", f"this stream is of target {target_id}, not {hello.target_id}")
         if self._stopped:
             return self._refusal("shutting_down", _STOPPING)
         for code, what, own, given in (
@@ -128,19 +108,16 @@ class MessageHandler:
                 return self._refusal(code, f"{what}: the draft service has {own}, the target {given!r:.80}")
         if self._admission is None:
             return None
-        plain_s, verify_s = float(hello.plain_s), float(hello.verify_s)
-        requests = self._registry.num_sessions_connected
-        why = self._admission.admit(target_id, plain_s=plain_s, verify_s=verify_s, requests=requests)
+        why = self._admission.admit(
+            target_id, plain_s=hello.plain_s, verify_s=hello.verify_s, requests=self._registry.num_sessions_connected
+        )
         return self._refusal("full", why, retry_after_s=FULL_RETRY_S) if why else None
 
     # ---- sessions ----
 
     def _session_message(self, target: TargetState, message: Open | Draft, now: float) -> FromService | None:
-        """Check an Open or a Draft, then apply it."""
+        """Apply an Open or a Draft if there is room for its text and its tree."""
         is_open = isinstance(message, Open)
-        problem = problem_of_open(message, self._limits) if is_open else problem_of_draft(message, self._limits)
-        if problem:
-            return self._invalid(target, message, problem)
         if self._stopped:
             return self._refusal("shutting_down", _STOPPING, message)
         length = len(message.tokens) if is_open else message.base + len(message.tokens)
@@ -207,10 +184,11 @@ class MessageHandler:
         sessions = target.sessions.values()
         if len(sessions) > most and sum(other.pending is not None for other in sessions) >= most:
             return self._refusal("quota", f"{most} drafts of this target wait, as many as may", draft, RETRY_S)
-        deadline_s = now + max(min(float(draft.due_s), float(draft.give_up_s)), 0.0)  # an overdue one is due now
-        pending = PendingDraft(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
+        deadline_s = now + max(min(draft.due_s, draft.give_up_s), 0.0)  # an overdue one is due now
+        pending = PendingDraft(draft, now, deadline_s, now + draft.give_up_s, self._arrivals)
         self._arrivals += 1
-        self._registry.set_pending(session, pending)
+        session.pending, session.feed_deadline_s = pending, None
+        self._registry.update_busy(session)
         return None
 
     def _not_applied(self, session: DraftSession, outcome: MessageOutcome, message: Open | Draft) -> FromService | None:
@@ -237,14 +215,9 @@ class MessageHandler:
     def _invalid(self, target: TargetState, message: Open | Draft, problem: str) -> FromService | None:
         """End the session that an invalid message names."""
         self._registry.end_number(target, message.session)
-        return self._refuse("invalid", problem, message)
-
-    def _refuse(self, code: str, why: str, message: Open | Draft, retry_after_s: float = 0.0) -> Refused | None:
-        """Return a refusal of the message's session; None if it names none, because nobody could be answered."""
-        refusal = self._refusal(code, why, message, retry_after_s)
-        return refusal if refusal.session else None
+        return self._refusal("invalid", problem, message)
 
     def _refusal(self, code: str, why: str, message: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:
         self._stats.refused[code] += 1
         session, epoch = (message.session, message.epoch) if message is not None else (0, 0)
-        return Refused(code, why, session if is_id(session) else 0, epoch if is_id(epoch) else 0, retry_after_s)
+        return Refused(code, why, session, epoch, retry_after_s)

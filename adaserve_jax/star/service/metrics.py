@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate
 from socket import AF_INET6, SHUT_RDWR, socket
@@ -99,7 +99,10 @@ class ServiceCollector(Collector):
             ("streams_refused", "Connections refused, or ended for their behaviour.", "why", self._audit.refused()),
             ("nonsense", "Invalid messages, of a session or of a target.", "of", seen.worker.nonsense),
         ):
-            yield _labelled_counter(PREFIX + name, text, label, counts)
+            family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+            for value, count in sorted(counts.items()):
+                family.add_metric((value,), count)
+            yield family
 
     def _rows(self) -> Metric:
         worker = self._worker.snapshot.worker
@@ -111,24 +114,14 @@ class ServiceCollector(Collector):
         )  # fmt: skip
 
 
-def _labelled_counter(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=(label,))
-    for value, count in sorted(counts.items()):
-        family.add_metric((value,), count)
-    return family
-
-
 class StatusServer:
     """HTTP server of `/health` and `/metrics`, running from its creation until `close`.
 
     prometheus_client serves `/metrics`. The server around it is not prometheus_client's, because that one has neither a
     time limit nor a limit on connections, and this port may be open to a network.
 
-    Attributes:
-        health: returns whether the service is worth keeping, and the fields of `/health`.
-
-    Raises:
-        ConfigError: the address is in use.
+    health: returns whether the service is worth keeping, and the fields of `/health`. Raises ConfigError when the
+    address is in use.
     """
 
     def __init__(
@@ -138,9 +131,8 @@ class StatusServer:
         self.health = health
         self._metrics: Callable[..., Iterable[bytes]] | None = None
         host, port = host_port("http", address)
-        server = _IPv6Server if ":" in host else _StatusHTTPServer
         try:
-            self._server = server((host, port), timeout_s, max_connections)
+            self._server = _StatusHTTPServer((host, port), timeout_s, max_connections)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address}: {error.strerror}; choose another address with --http, or '' for none"
@@ -190,6 +182,8 @@ class _StatusHTTPServer(ThreadingMixIn, WSGIServer):
     def __init__(self, address: tuple[str, int], timeout_s: float, max_connections: int) -> None:
         self._timeout_s = timeout_s
         self._free = threading.BoundedSemaphore(max_connections)
+        if ":" in address[0]:
+            self.address_family = AF_INET6
         super().__init__(address, _QuietHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -212,10 +206,6 @@ class _StatusHTTPServer(ThreadingMixIn, WSGIServer):
         error = sys.exception()
         if not isinstance(error, OSError):  # a client that left is no error
             _log.error("an HTTP request failed: %s", type(error).__name__, exc_info=error)
-
-
-class _IPv6Server(_StatusHTTPServer):
-    address_family = AF_INET6
 
 
 class _QuietHandler(WSGIRequestHandler):

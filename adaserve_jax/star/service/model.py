@@ -149,9 +149,7 @@ class DraftModel:
 def load(settings: DraftServiceSettings, progress: Progress | None = None, effort: Effort = WARM_UP) -> DraftModel:
     """Load, compile and time the draft.
 
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-        ConfigError: a setting does not fit the model or the memory.
+    Raises CheckpointError when it cannot be read, and ConfigError when a setting does not fit it or the memory.
     """
     use_compile_cache(settings.compile_cache)
     folder = resolve_folder(settings.model, "draft")
@@ -167,9 +165,8 @@ def load(settings: DraftServiceSettings, progress: Progress | None = None, effor
     )  # fmt: skip
     widths = tuple(sorted({1, limits.max_width}))
     drafter = LocalDrafter(model, AcceptanceTable.of(table), max_depth=limits.max_depth, widths=widths)
-    ready = DraftModel(
-        limits, drafter, version=model_hash(folder), vocabulary_hash=tokenizer.vocabulary_hash, table=table
-    )
+    vocabulary_hash = tokenizer.vocabulary_hash(config.vocab_size)
+    ready = DraftModel(limits, drafter, version=model_hash(folder), vocabulary_hash=vocabulary_hash, table=table)
     ready.warm_up(progress, effort)
     return ready
 
@@ -185,8 +182,7 @@ def _table_file(settings: DraftServiceSettings, folder: Path) -> Path:
 def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype) -> Limits:
     """Return the limits for which the draft is compiled.
 
-    Raises:
-        ConfigError: the model's context is too short, or there is too little memory.
+    Raises ConfigError when the model's context is too short, or there is too little memory.
     """
     on_cpu = jax.local_devices()[0].platform == "cpu"
     if settings.max_context > config.max_position:

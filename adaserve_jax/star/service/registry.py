@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from adaserve_jax.star.messages import Open
 from adaserve_jax.star.service.kv_manager import KvManager
-from adaserve_jax.star.service.limits import DraftLimits, Quotas, RateLimiter, is_id
-from adaserve_jax.star.service.session import DraftSession, PendingDraft, TargetState
+from adaserve_jax.star.service.limits import DraftLimits, Quotas, RateLimiter
+from adaserve_jax.star.service.session import DraftSession, TargetState
 from adaserve_jax.star.service.stats import CoreStats
 
 
@@ -89,12 +89,6 @@ class TargetRegistry:
         target.sessions[session.number] = session
         return session
 
-    def set_pending(self, session: DraftSession, pending: PendingDraft) -> None:
-        """Let the session's Draft wait for its tree."""
-        session.pending = pending
-        session.feed_deadline_s = None
-        self.update_busy(session)
-
     def expire(self, now: float) -> int:
         """End the sessions whose lease is over, and return their number."""
         ended = 0
@@ -118,9 +112,9 @@ class TargetRegistry:
         self._stats.leases_ended += 1
         return True
 
-    def end_number(self, target: TargetState, number: object) -> None:
+    def end_number(self, target: TargetState, number: int) -> None:
         """End the target's session of that number, if there is one."""
-        session = target.sessions.get(number) if is_id(number) else None  # type: ignore[arg-type]
+        session = target.sessions.get(number)
         if session is not None:
             self.end(session)
 

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from typing import Any, Protocol
@@ -76,18 +76,13 @@ _log = logging.getLogger(__name__)
 
 
 class BearerTokens:
-    """Accepted tokens, kept as digests."""
+    """Accepted tokens, kept as digests.
 
-    def __init__(self, tokens: Iterable[str]) -> None:
-        self._digests = [_digest(token) for token in tokens]
+    They are read from a file, one per line; empty lines and lines beginning with # are skipped. Raises ConfigError for
+    a line that is not a token, without its text.
+    """
 
-    @staticmethod
-    def from_file(path: str) -> BearerTokens:
-        """Read tokens, one per line; empty lines and lines beginning with # are skipped.
-
-        Raises:
-            ConfigError: a line is not a token; the error does not contain it.
-        """
+    def __init__(self, path: str) -> None:
         try:
             text = read_file("token_file", path).decode("ascii")
         except UnicodeDecodeError:
@@ -100,7 +95,7 @@ class BearerTokens:
                 f"token_file must hold one token of at least {MIN_TOKEN} characters in each line, got another line in "
                 f"{path}; make one with: openssl rand -hex 32"
             )
-        return BearerTokens(tokens)
+        self._digests = [_digest(token) for token in tokens]
 
     def identify(self, authorization: str) -> str | None:
         """Return a name for the token, the same in every run with that file; None if it is not accepted.
@@ -135,11 +130,7 @@ def check_secured(settings: DraftServiceSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether every address of the host is a loopback address.
-
-    Raises:
-        ConfigError: there is no such host.
-    """
+    """Return whether every address of the host is a loopback address. Raises ConfigError when there is no such host."""
     try:
         return all(ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
     except (OSError, ValueError) as error:
@@ -200,8 +191,7 @@ class FrameReceiver(Protocol):
 class DraftServer:
     """Listens for targets. Health checks answer SERVING from `start` until `shut`.
 
-    Raises:
-        ConfigError: the address is in use, or would need authentication.
+    Raises ConfigError when the address is in use, or would need authentication.
     """
 
     def __init__(
@@ -217,7 +207,7 @@ class DraftServer:
         for name in ("", SERVICE):
             self._health.set(name, HealthCheckResponse.SERVING)
         self._health_slots = threading.BoundedSemaphore(HEALTH_CALLS)
-        self._tokens = None if settings.token_file is None else BearerTokens.from_file(settings.token_file)
+        self._tokens = None if settings.token_file is None else BearerTokens(settings.token_file)
         most = settings.max_targets + EXTRA_THREADS
         self._server = grpc.server(
             ThreadPoolExecutor(most, "draft-stream"),
@@ -274,7 +264,7 @@ class DraftServer:
         """Serve one stream: frames in, frames out. The handler of METHOD."""
         if self._is_shut:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the draft service is shutting down")
-        peer = _peer_of(context)
+        peer = context.peer().rpartition(":")[0]  # its address without the port
         identity = self._identify(context)
         if identity is None:
             self.audit.refuse("unauthenticated")
@@ -418,8 +408,3 @@ def _credentials(settings: DraftServiceSettings) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials([pair])
     authorities = read_file("tls_client_ca", settings.tls_client_ca)
     return grpc.ssl_server_credentials([pair], authorities, require_client_auth=True)
-
-
-def _peer_of(context: grpc.ServicerContext) -> str:
-    """Return the peer's address without its port."""
-    return context.peer().rpartition(":")[0]

@@ -5,7 +5,7 @@ No thread, clock or device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
@@ -66,9 +66,9 @@ class DraftSession:
 
     def __init__(self, target: TargetState, opened: Open, key: int, now: float):
         self.target = target
-        self.number = int(opened.session)
+        self.number = opened.session
         self.key = key
-        self.epoch = int(opened.epoch)
+        self.epoch = opened.epoch
         self.sampling: SessionSampling = opened.sampling
         self.length = len(opened.tokens)
         self._tokens = np.zeros(max(64, self.length), np.int32)
@@ -115,7 +115,7 @@ class DraftSession:
 
     def reopen(self, opened: Open) -> MessageOutcome:
         """Replace the text if the epoch is higher; the KV of the common prefix stays."""
-        epoch, tokens, sampling = int(opened.epoch), opened.tokens, opened.sampling
+        epoch, tokens, sampling = opened.epoch, opened.tokens, opened.sampling
         if epoch < self.epoch:
             return MessageOutcome.STALE
         if epoch == self.epoch:
@@ -136,12 +136,12 @@ class DraftSession:
         self.pending = None
         if draft.epoch > self.epoch:
             return MessageOutcome.GAP
-        base, end = int(draft.base), int(draft.base) + len(draft.tokens)
+        base, end = draft.base, draft.base + len(draft.tokens)
         both = min(end, self.length)
         differs = base < both and not np.array_equal(draft.tokens[: both - base], self._tokens[base:both])
         if base > self.length or differs:
             return MessageOutcome.GAP
-        self.round, self._last, self.answer = int(draft.round), draft, None
+        self.round, self._last, self.answer = draft.round, draft, None
         self._write(base, draft.tokens)
         return MessageOutcome.APPLIED
 
@@ -183,10 +183,7 @@ class DraftSession:
 
 def same_draft(one: Draft, other: Draft) -> bool:
     """Return whether two Drafts are equal in every field."""
-    return np.array_equal(one.tokens, other.tokens) and all(
-        getattr(one, name) == getattr(other, name)
-        for name in ("session", "epoch", "round", "base", "depth", "width", "calibrated", "due_s", "give_up_s")
-    )
+    return all(np.array_equal(getattr(one, each.name), getattr(other, each.name)) for each in fields(Draft))
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from adaserve_jax.star.messages import LOAD_EVERY_S, Close, FromService, FromTarget, Hello, Load, Refused
 from adaserve_jax.star.service.core import DraftCore
@@ -23,7 +23,6 @@ from adaserve_jax.star.wire import WireError
 from adaserve_jax.types import CandidateTrees
 
 Frame = Sequence[FromTarget | WireError]
-M = TypeVar("M", bound=FromTarget)
 
 BUSY_WINDOW_S = 2.0
 """Window of Load.busy."""
@@ -61,35 +60,29 @@ class TargetStreams:
 
     def __init__(self, load: Callable[[float], Load]) -> None:
         self._load = load
-        self._streams: dict[str, Connection] = {}
-        self._targets: dict[Connection, str] = {}
+        self.by_target: dict[str, Connection] = {}
+        self.target_ids: dict[Connection, str] = {}
         self._load_sent_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._streams)
-
-    def find(self, target_id: str) -> Connection | None:
-        return self._streams.get(target_id)
-
-    def target_of(self, stream: Connection) -> str | None:
-        return self._targets.get(stream)
+        return len(self.by_target)
 
     def add(self, target_id: str, stream: Connection) -> None:
         """Add the stream of a target that has none."""
-        self._streams[target_id] = stream
-        self._targets[stream] = target_id
+        self.by_target[target_id] = stream
+        self.target_ids[stream] = target_id
 
     def remove(self, stream: Connection) -> str | None:
         """Remove a stream and return its target's id."""
-        target_id = self._targets.pop(stream, None)
+        target_id = self.target_ids.pop(stream, None)
         if target_id is not None:
-            del self._streams[target_id]
+            del self.by_target[target_id]
             self._load_sent_s.pop(target_id, None)
         return target_id
 
     def send(self, target_id: str, frame: list[FromService], now: float) -> None:
         """Send a frame, with the load if it is due; do nothing if the target has no stream."""
-        stream = self._streams.get(target_id)
+        stream = self.by_target.get(target_id)
         if stream is None:
             return
         if now - self._load_sent_s.get(target_id, -math.inf) >= LOAD_EVERY_S:
@@ -98,15 +91,8 @@ class TargetStreams:
         stream.send(frame)
 
     def end_all(self) -> None:
-        for stream in list(self._targets):
+        for stream in list(self.target_ids):
             stream.end()
-
-
-def with_identity(message: M, stream: Connection) -> M:
-    """Prefix a Hello's target id with the peer's identity, so that no target can take another's name."""
-    if isinstance(message, Hello):
-        return replace(message, target_id=f"{stream.identity}/{message.target_id}")
-    return message
 
 
 class Device(Protocol):
@@ -257,13 +243,18 @@ class Worker:
     def _receive(self, stream: Connection, frame: Frame, now: float) -> None:
         """Process a frame that came at `now`, perhaps before the end of the latest batch; waits count from then."""
         self._stats.frames += 1
-        target_id = self._streams.target_of(stream)
+        # A Hello's target id begins with the peer's identity, so that no target can take another's name.
+        frame = [
+            replace(each, target_id=f"{stream.identity}/{each.target_id}") if isinstance(each, Hello) else each
+            for each in frame
+        ]
+        target_id = self._streams.target_ids.get(stream)
         if target_id is None:
             target_id = self._begin(stream, frame, now)
             if target_id is None:
                 return
         errors = [each for each in frame if isinstance(each, WireError)]
-        messages = [with_identity(each, stream) for each in frame if not isinstance(each, WireError)]
+        messages = [each for each in frame if not isinstance(each, WireError)]
         # An invalid message ends its session, after the valid ones before it; one without a session is only counted.
         replies = self._core.receive(target_id, [*messages, *(Close(each.session) for each in errors)], now)
         for error in errors:
@@ -289,13 +280,12 @@ class Worker:
             stream.send([Refused("invalid", why)])
             stream.end()
             return None
-        target_id = with_identity(hello, stream).target_id
-        before = self._streams.find(target_id)
+        before = self._streams.by_target.get(hello.target_id)
         if before is not None:
             self._remove(before)
             before.end()
-        self._streams.add(target_id, stream)
-        return target_id
+        self._streams.add(hello.target_id, stream)
+        return hello.target_id
 
     def _remove(self, stream: Connection) -> None:
         target_id = self._streams.remove(stream)
@@ -310,7 +300,7 @@ class Worker:
 
     def _refuse_all(self) -> None:
         for target_id, frame in self._core.stop():
-            stream = self._streams.find(target_id)
+            stream = self._streams.by_target.get(target_id)
             if stream is not None:
                 stream.send(frame)
         self._streams.end_all()

@@ -1,29 +1,17 @@
-"""Readers of workload files, one file per format, found by name or by what a file's first request looks like."""
+"""Readers of workload files, found by name or by what a file's first request looks like."""
 
 from __future__ import annotations
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.workloads.readers import (
-    adaserve,
-    adaserve_trace,
-    alpaca,
-    azure,
-    burstgpt,
-    gsm8k,
-    humaneval,
-    jsonl,
-    mooncake,
-    openai_batch,
-    spec_bench,
-)
+from adaserve_jax.workloads.readers import adaserve, jsonl, length_traces, openai_batch, prompt_sets
 from adaserve_jax.workloads.readers.format import Format
 from adaserve_jax.workloads.readers.source import Source
 
 AUTO = "auto"
 _FORMATS = {
-    module.FORMAT.name: module.FORMAT
-    for module in (
-        jsonl, adaserve, adaserve_trace, humaneval, gsm8k, spec_bench, alpaca, openai_batch, azure, mooncake, burstgpt,
+    each.name: each
+    for each in (
+        jsonl.FORMAT, *adaserve.FORMATS, *prompt_sets.FORMATS, openai_batch.FORMAT, *length_traces.FORMATS,
     )
 }  # fmt: skip
 FORMATS = tuple(_FORMATS)
@@ -38,7 +26,7 @@ def find_format(name: str, source: Source) -> Format:
         return _FORMATS[name]
     if source.begin == len(source.text):
         raise ConfigError(f"workload {source.place} holds no request")
-    keys = _keys(source)
+    keys = source.keys()
     fitting = [each for each in _FORMATS.values() if each.detects(source, keys)]
     fitting = [each for each in fitting if not each.only_alone] or fitting
     if len(fitting) == 1:
@@ -51,14 +39,6 @@ def find_format(name: str, source: Source) -> Format:
     )
 
 
-def _keys(source: Source) -> frozenset[str]:
-    """Return the keys of the first JSON object, or the columns of a table."""
-    if not source.is_json:
-        return frozenset(source.header())
-    first = next(source.objects(), None)
-    return frozenset() if first is None else frozenset(first.values)
-
-
 def left_out_notes(left_out: dict[str, int]) -> tuple[str, ...]:
-    """One sentence for each thing that a file says and that is not replayed."""
+    """Return one sentence for each thing that a file says and that is not replayed."""
     return tuple(f"left out: {count} {what}" for what, count in sorted(left_out.items()) if count)

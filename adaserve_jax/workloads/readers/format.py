@@ -15,8 +15,6 @@ MAX_TOKENS = 256
 TEMPERATURE = 1.0
 """Output length of a request that does not say: OpenAI's default."""
 DEFAULT_CLASS = "default"
-EMPTY = "requests without a prompt or an answer"
-"""Left out: there is nothing to replay."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Fields:
         return self.number(field, low=0.0, high=MOST_SECONDS * per) / per
 
     def messages(self, field: str = "messages") -> tuple[Message, ...]:
-        """() when absent."""
+        """Return the messages of a field, () when it is absent."""
         turns = self.values.get(field)
         if turns is None:
             return ()
@@ -111,7 +111,7 @@ class Fields:
 
 
 def _turn(turn: object) -> Message | None:
-    """Parts of a content that are texts are joined; None: no message of texts."""
+    """Return a message, whose parts are joined; None if they are not all texts."""
     if not isinstance(turn, dict) or turn.keys() != {"role", "content"}:
         return None
     role, content = turn["role"], turn["content"]
@@ -132,7 +132,7 @@ def _shown(value: object) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Without halves of surrogate pairs, which no tokenizer takes."""
+    """Return whether a text has no half of a surrogate pair, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -197,23 +197,22 @@ class Source:
         return _skip(self.text, 0)
 
     @property
-    def is_array(self) -> bool:
-        """Return whether the file is one JSON array rather than JSON lines."""
-        return self.text[self.begin : self.begin + 1] == "["
-
-    @property
     def is_json(self) -> bool:
-        return self.text[self.begin : self.begin + 1] in ("[", "{")
+        return self.text.startswith(("[", "{"), self.begin)
 
-    def header(self) -> tuple[str, ...]:
-        """Names of a table's columns: the fields of its first line, without blanks around."""
+    def keys(self) -> frozenset[str]:
+        """Return the keys of the first JSON object, or the columns of a table, without blanks around."""
+        if self.is_json:
+            first = next(self.objects(), None)
+            return frozenset() if first is None else frozenset(first.values)
         end = self.text.find("\n", self.begin)
-        first = self.text[self.begin : end if end >= 0 else None]
-        return tuple(name.strip(' \r"') for name in first.split(","))
+        header = self.text[self.begin : end if end >= 0 else None]
+        return frozenset(name.strip(' \r"') for name in header.split(","))
 
     def objects(self) -> Iterator[Fields]:
-        """Every JSON object of an array or of JSON lines. Raises ConfigError naming file and line."""
-        for number, (line, value) in enumerate(self._array() if self.is_array else self._lines(), 1):
+        """Yield every JSON object of an array or of JSON lines. Raises ConfigError naming file and line."""
+        is_array = self.text.startswith("[", self.begin)
+        for number, (line, value) in enumerate(self._array() if is_array else self._lines(), 1):
             where = f"{self.place}:{line}"
             if number > MOST_REQUESTS:
                 raise ConfigError(f"{where}: expected at most {MOST_REQUESTS} requests; cut the file")
@@ -222,7 +221,7 @@ class Source:
             yield Fields(value, where)
 
     def rows(self) -> Iterator[Fields]:
-        """Every row of a table with a header, as texts by column. Raises ConfigError naming file and line."""
+        """Yield every row of a table with a header, as texts by column. Raises ConfigError naming file and line."""
         reader = csv.reader(io.StringIO(self.text, newline=""))
         header: list[str] | None = None
         number = 0

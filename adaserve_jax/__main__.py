@@ -1,0 +1,5 @@
+"""`python -m adaserve_jax` is `adaserve`."""
+
+from adaserve_jax.cli.app import main
+
+main()
