@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def check(package: Path, folder: Path) -> None:
-    """Raises CalledProcessError, TimeoutExpired or AssertionError for what does not work. folder: empty, outside the
-    checkout."""
+    """Check the installed package. Raises CalledProcessError, TimeoutExpired or AssertionError for what does not work.
+    folder: empty, outside the checkout."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=INSTALL_S)
     install = [folder / "venv/bin/pip", "install", "--quiet", f"{package}[server]"]
     subprocess.run(install, check=True, timeout=INSTALL_S)
@@ -58,7 +58,7 @@ def check(package: Path, folder: Path) -> None:
 
 
 def serve(folder: Path, environment: dict[str, str]) -> None:
-    """One request with a target, by a server of the installed package."""
+    """Send one request with a target to a server of the installed package."""
     with (folder / "serve.log").open("w") as log:
         command = [folder / "venv/bin/adaserve", "serve", "--port", "0", "--dashboard"]
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -82,7 +82,7 @@ def serve(folder: Path, environment: dict[str, str]) -> None:
 
 
 def ready_url(log: Path, server: subprocess.Popen[bytes]) -> str:
-    """The URL that the server prints, once it answers."""
+    """Return the URL that the server prints, once it answers."""
     began_s = time.monotonic()
     while time.monotonic() - began_s < READY_S and server.poll() is None:
         urls = [word.rstrip(".,;") for word in log.read_text().split() if word.startswith("http://")]

@@ -116,7 +116,8 @@ def _step(plan: StepPlan, candidates: CandidateTrees, texts: list[list[int]], pi
 
 
 def _worth(step: Step) -> float:
-    """Tokens that the request with the least can expect: a step in which every draft has something to say."""
+    """Return the tokens that the request with the least can expect: a step in which every draft has something to
+    say."""
     return float(step.ranked.f.sum(axis=1).min())
 
 

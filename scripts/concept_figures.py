@@ -35,7 +35,7 @@ WIDTH = 7.0
 
 
 def draw_step(step: Step) -> plt.Figure:
-    """Top to bottom: what the host decides beside what the device runs, with what goes between them."""
+    """Draw, from top to bottom, what the host decides beside what the device runs, with what goes between them."""
     plan, trees = step.plan, step.trees
     draft = plan.draft
     assert draft is not None
@@ -76,7 +76,7 @@ def draw_step(step: Step) -> plt.Figure:
 
 
 def draw_tree(step: Step) -> plt.Figure:
-    """One request's candidates, which of them are verified, and which of those are accepted: where most are."""
+    """Draw one request's candidates, which of them are verified, and which of those are accepted: where most are."""
     row = max(range(len(NEEDS)), key=lambda each: (step.refused(each) > 0, step.emitted[each]))
     own = np.flatnonzero(step.trees.row == row)
     verified = {int(step.trees.candidate[node]): bool(step.accepted[node]) for node in own}
@@ -112,7 +112,7 @@ def draw_tree(step: Step) -> plt.Figure:
 
 
 def draw_selection(step: Step) -> plt.Figure:
-    """A panel for each request: its candidates by f, and which phase took them."""
+    """Draw a panel for each request: its candidates by f, and which phase took them."""
     rows = len(NEEDS)
     figure, panels = plt.subplots(rows, 1, figsize=(WIDTH, 1.35 * rows + 0.9), sharex=True, facecolor="white")
     for row, (panel, name, need) in enumerate(zip(panels, PROMPTS, NEEDS, strict=True)):
@@ -142,7 +142,7 @@ def draw_selection(step: Step) -> plt.Figure:
 
 
 def draw_slabs(ledger: Ledger) -> plt.Figure:
-    """Bytes of the embedded pair in both layouts, then pages from the draft's leaving to its return."""
+    """Draw the bytes of the embedded pair in both layouts, then pages from the draft's leaving to its return."""
     moments, migration = pages_over_time()
     figure, (bytes_, pages) = plt.subplots(
         2, 1, figsize=(WIDTH, 6.6), height_ratios=(1.7, 5), facecolor="white", layout="constrained"
@@ -198,7 +198,8 @@ def _draw_pages(axes: Axes, moment: Pages, y: float) -> None:
 
 
 def _heights(present: list[int], parent: list[int]) -> dict[int, float]:
-    """Of each node and of the root, -1: leaves one below the other, others in the middle of their children."""
+    """Return the height of each node and of the root, -1: leaves one below the other, others in the middle of their
+    children."""
     children = {node: [c for c in present if parent[c] == node] for node in (-1, *present)}
     height: dict[int, float] = {}
 
@@ -214,7 +215,7 @@ def _heights(present: list[int], parent: list[int]) -> dict[int, float]:
 
 
 def _node_colours(accepted: bool | None) -> tuple[tuple[str, float] | str, str]:
-    """Face and line of a node; None: it is not verified."""
+    """Return the colours of face and line of a node; None: it is not verified."""
     if accepted is None:
         return "white", "--"
     return (ACCEPTED, 0.6) if accepted else (SLO_PHASE, 0.3), "-"
@@ -227,7 +228,7 @@ def _label(axes: Axes, x: float, y: float, text: str, face: object, style: str) 
 
 
 def _shown(piece: str) -> str:
-    """A token's text with its spaces and line ends to be seen."""
+    """Return a token's text with its spaces and line ends to be seen."""
     return piece.replace(" ", "\u00b7").replace("\n", "\u21b5") or "\u2205"
 
 

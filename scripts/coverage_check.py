@@ -23,8 +23,8 @@ LEAST = 0.95
 
 
 def measured(data: list[str]) -> dict[str, dict]:
-    """Of each file what `coverage json` says, those that nothing imported included. data: files that `coverage run`
-    left; none: those that lie where pyproject.toml says."""
+    """Return what `coverage json` says of each file, those that nothing imported included. data: files that `coverage
+    run` left; none: those that lie where pyproject.toml says."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(str(Coverage().get_option("run:data_file")))
         coverage = Coverage(data_file=str(Path(folder) / "data"))
@@ -43,7 +43,7 @@ def absent(seen: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def by_package(files: dict[str, dict]) -> dict[str, tuple[int, int]]:
-    """Branches of each package below the first, all and those taken."""
+    """Count the branches of each package below the first, all and those taken."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for name, file in files.items():
         package, summary = name.split("/")[1], file["summary"]
@@ -53,8 +53,8 @@ def by_package(files: dict[str, dict]) -> dict[str, tuple[int, int]]:
 
 
 def missing(files: dict[str, dict]) -> list[str]:
-    """A line for each file that tests do not take all of: lines, and branches as from->to, where to is below 0 for the
-    end of a function."""
+    """Return a line for each file that tests do not take all of: lines, and branches as from->to, where to is below 0
+    for the end of a function."""
     return [
         f"{name}: lines {lines}, branches {[f'{start}->{end}' for start, end in file['missing_branches']]}"
         for name, file in files.items()

@@ -38,7 +38,7 @@ COLOURS = 128
 
 
 def browser_path() -> str | None:
-    """The first browser that is installed; None without one."""
+    """Return the path of the first browser that is installed; None without one."""
     return next((found for name in BROWSERS if (found := shutil.which(name))), None)
 
 

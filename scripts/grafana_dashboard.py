@@ -16,12 +16,12 @@ SPAN = "[$__rate_interval]"
 
 
 def rate(metric: str, labels: str = ON, by: str = "") -> str:
-    """Per second, summed over servers, or over all but the label `by`."""
+    """Return a rate per second, summed over servers, or over all but the label `by`."""
     return f"sum{f' by ({by})' if by else ''} (rate(adaserve_{metric}{{{labels}}}{SPAN}))"
 
 
 def by_server(metric: str) -> str:
-    """Per second, of each server."""
+    """Return a rate per second of each server."""
     return f"avg by (instance) (rate(adaserve_{metric}{{{ON}}}{SPAN}))"
 
 
@@ -38,10 +38,11 @@ def mean(metric: str) -> str:
     return f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}"
 
 
-def share(metric: str, label: str, value: str, by: str = "") -> str:
-    """Of the choices with a target, those with this value."""
-    chosen = f'{CLASS}, {label}="{value}"'
-    return f"{rate(metric, chosen, by)} / {rate(metric, CLASS, by)}"
+def attainment(by: str = "") -> str:
+    """Return the share of choices that met their target, of those with one that their client did not cancel."""
+    metric = "slo_requests_total"
+    met, judged = (f"{CLASS}, {outcome}" for outcome in ('outcome="met"', 'outcome!="cancelled"'))
+    return f"{rate(metric, met, by)} / {rate(metric, judged, by)}"
 
 
 Panel = tuple[str, str, str, int, list[tuple[str, str]], dict[str, Any]]
@@ -61,13 +62,13 @@ BELOW = {
         ],
     }
 }
-MET = share("slo_requests_total", "outcome", "met")
+MET = attainment()
 ROWS: dict[str, list[Panel]] = {
     "Targets": [
         ("Attainment", "stat", "percentunit", 4, [(MET, "")], SHARE | BELOW),
         (
             "Attainment by class and target", "timeseries", "percentunit", 10,
-            [(share("slo_requests_total", "outcome", "met", "class, metric"), "{{class}} {{metric}}")], SHARE,
+            [(attainment("class, metric"), "{{class}} {{metric}}")], SHARE,
         ),
         (
             "Choices with a target, by outcome", "timeseries", "reqps", 10,
@@ -221,7 +222,7 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def panels() -> list[dict[str, Any]]:
-    """Rows from the top, panels from the left, in Grafana's grid of 24 columns."""
+    """Return the panels: rows from the top, panels from the left, in Grafana's grid of 24 columns."""
     made: list[dict[str, Any]] = []
     y = 0
     for name, row in ROWS.items():

@@ -39,7 +39,7 @@ class Mutation:
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str:
-        """The file's text with the mutation. Raises ValueError: `old` is not there exactly once."""
+        """Return the file's text with the mutation. Raises ValueError: `old` is not there exactly once."""
         found = text.count(self.old)
         if found != 1:
             raise ValueError(
@@ -81,7 +81,7 @@ class Copy:
         return done.returncode, (failed or lines[-1:] or [""])[0]
 
     def check(self, mutation: Mutation) -> tuple[int, str]:
-        """As `test`, with the mutation, which is taken back."""
+        """Run `test` with the mutation, and take it back."""
         path = self._folder / PACKAGE / mutation.file
         before = path.read_text()
         path.write_text(mutation.applied(before))

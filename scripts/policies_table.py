@@ -28,14 +28,14 @@ def nodes(policy: Policy) -> str:
 
 
 def memory(policy: Policy) -> str:
-    """Whether the draft's becomes KV pages when they are short."""
+    """Return whether the draft's memory becomes KV pages when they are short."""
     if not policy.elastic:
         return "fixed" if policy.uses_draft else "-"
     return "pages where worth more" if policy.weighs_pages else "pages while off"
 
 
 def policies_table() -> str:
-    """One row per policy: its parts, as the code composes them."""
+    """Return a table with a row per policy: its parts, as the code composes them."""
     rows = [
         f"| `{name}` | {policy.about} | {nodes(policy)} | {policy.ordering} | "
         f"{'needed' if policy.needs_draft else 'used' if policy.uses_draft else '-'} | "

@@ -11,86 +11,102 @@ import shlex
 import sys
 from pathlib import Path
 
-from adaserve_jax.results.jsonl import read_rows
-from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.report.estimates import Estimates, cell, heading, percent
+from adaserve_jax.report.measures import ATTAINMENT, GOODPUT, TPOT_P50, TTFT_P50, TTFT_P99
+from adaserve_jax.report.points import Measured, PointGroup, measured
+from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
+from adaserve_jax.results.run_folder import RunResults
+from adaserve_jax.results.schema import ResultRow
 
 ROOT = Path(__file__).resolve().parent.parent
 GROWN = "grown-"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-HEADER = (
-    "| policy | requests/s | attainment (TPOT and TTFT) | TPOT only | goodput, tokens/s | throughput, tokens/s "
-    "| accepted per verification | TPOT p50 / p99, ms |\n|---|---|---|---|---|---|---|---|"
-)
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
-
-
-def number(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
-    return "-" if value is None else f"{scale * value:.{digits}f}"
+SHOWN = (ATTAINMENT, GOODPUT, TTFT_P50, TTFT_P99, TPOT_P50)
+PLAIN, OURS = "ar", "adaserve"
 
 
 def grown(rows: list[ResultRow]) -> str:
-    """The shell command that makes their target, where it is called as one that was grown; else nothing."""
+    """Return the shell command that makes their target, if its name is that of a grown one; else nothing."""
     target = rows[0].target
     size = target.removeprefix(GROWN)
     return "" if size == target else f"`{shlex.join(['adaserve', 'grow', target, '--params', size])}` and "
 
 
 def command(rows: list[ResultRow]) -> str:
-    """The shell command whose rows these are."""
+    """Return the shell command whose rows these are."""
     first = rows[0]
     words = ["adaserve", "bench"]
     words += ["--policies", ",".join(dict.fromkeys(row.policy for row in rows))]
     words += ["--rates", ",".join(dict.fromkeys(f"{row.rate_rps:g}" for row in rows))]
     for option, folder in (("--target", first.target), ("--draft", first.draft)):
         words += [] if folder == "demo" else [option, folder or "none"]
+    repeats = len({row.repeat for row in rows})
+    words += ["--repeats", str(repeats)] if repeats > 1 else []
     words += ["--duration", f"{first.duration_s:g}", "--seed", str(first.seed), "--out", "results"]
     return shlex.join(words)
 
 
-def conditions(row: ResultRow) -> str:
-    """What was measured where, in one sentence."""
+def conditions(rows: list[ResultRow]) -> str:
+    """Return what was measured where, and what the intervals hold."""
+    row = rows[0]
+    repeats = len({each.repeat for each in rows})
     sizes = [
         f"{name} ({count / 1e6:.1f}M parameters)" if count else name
         for name, count in ((row.target, row.target_params), (row.draft or "none", row.draft_params))
     ]
+    over = "requests" if repeats < ENOUGH_REPEATS else "whole repeats"
     return (
         f"Target {sizes[0]}, draft {sizes[1]}, workload {row.workload}, {row.arrival_process} arrivals for "
         f"{row.duration_s:g} s per row, jax {row.jax_version} on {row.device}: {row.machine}. One token alone takes "
-        f"{row.baseline_s * 1e3:.1f} ms. Commit {row.commit[:12]}."
+        f"{row.baseline_s * 1e3:.1f} ms. 95% intervals in parentheses, over {over}"
+        f" ({repeats} {'seed' if repeats == 1 else 'seeds'}). Commit {row.commit[:12]}."
     )
 
 
-def table(name: str, rows: list[ResultRow]) -> str:
-    """Commands, conditions and one line per policy and every other rate, by rate and in the order of the command's
-    policies; rows of single SLO classes are left out. name: of the folder, and of its report.
+def table(name: str, found: Measured) -> str:
+    """Return commands, conditions and one line per policy and every other rate, by rate and in the order of policies.
 
-    Raises ValueError for a row in which the client, not the engine, was measured.
+    name: of the folder, and of its report.
+
+    Raises ValueError for a point in which the client, not the engine, was measured.
     """
-    rows = [row for row in rows if row.slo_class == ALL_CLASSES]
+    rows = [point.row for point in found.points]
     for row in rows:
         if not row.valid:
             raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
-    rates = sorted({row.rate_rps for row in rows})
-    shown = rates[::2]
-    policies = list(dict.fromkeys(row.policy for row in rows))
-    lines = [
-        f"| `{row.policy}` | {row.rate_rps:g} | {percent(row.attainment)} | {percent(row.attainment_tpot)} "
-        f"| {number(row.goodput_tps)} | {number(row.throughput_tps)} | {number(row.mean_accepted, 2)} "
-        f"| {number(row.tpot_p50_s, scale=1e3)} / {number(row.tpot_p99_s, scale=1e3)} |"
-        for row in sorted(rows, key=lambda row: (row.rate_rps, policies.index(row.policy)))
-        if row.rate_rps in shown
-    ]
-    which = "" if len(shown) == len(rates) else "Every second rate is shown; "
-    report = f"[{'all of it' if which else 'All of it'}](docs/results/{name}.md), with intervals and by class."
+    shown = found.settings[::2]
+    estimates = Estimates()
+    titles = ["policy", "requests/s", "requests", *map(heading, SHOWN)]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for group in (group for setting in shown for group in found.groups_at(setting)):
+        figures = [cell(measure, estimates.of(group, measure)) for measure in SHOWN]
+        words = [f"`{group.policy}`", f"{group.setting.rate_rps:g}", str(sum(group.columns.sizes)), *figures]
+        lines.append("| " + " | ".join(words) + " |")
+    which = "" if len(shown) == len(found.settings) else "Every second rate is shown; "
+    report = f"[{'all of it' if which else 'All of it'}](docs/results/{name}.md), by class too."
     head = f"Measured with {grown(rows)}`{command(rows)}`:"
-    return "\n".join([head, "", HEADER, *lines, "", f"{which}{report} {conditions(rows[0])}"])
+    last = found.groups_at(found.settings[-1])
+    return "\n".join([head, "", *lines, "", overload(last, estimates), "", f"{which}{report} {conditions(rows)}"])
 
 
-def with_tables(readme: str, results: dict[str, list[ResultRow]]) -> str:
-    """`readme` with what stands between the markers replaced. results: rows by the folder's name.
+def overload(groups: list[PointGroup], estimates: Estimates) -> str:
+    """Return what the highest rate costs whom, beside plain decoding."""
+    plain, ours = (next(group for group in groups if group.policy == name) for name in (PLAIN, OURS))
+
+    def seconds(group: PointGroup) -> str:
+        half, late = (estimates.value(group, measure) or 0.0 for measure in (TTFT_P50, TTFT_P99))
+        return f"{half:.1f} s at the median and {late:.1f} s at p99"
+
+    met, plainly_met = (percent(estimates.value(group, ATTAINMENT)) for group in (ours, plain))
+    return (
+        f"**Overload costs those who wait.** At {ours.setting.rate_rps:g} requests/s no policy meets every target. "
+        f"`{OURS}` meets {met} where `{PLAIN}` meets {plainly_met}. It does so by letting other requests wait: the "
+        f"first token takes {seconds(ours)}, against {seconds(plain)}."
+    )
+
+
+def with_tables(readme: str, results: dict[str, Measured]) -> str:
+    """Return `readme` with what stands between the markers replaced. results: by the folder's name.
 
     Raises ValueError when a marker is missing.
     """
@@ -98,7 +114,7 @@ def with_tables(readme: str, results: dict[str, list[ResultRow]]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and {END}, in this order")
-    return "\n".join([f"{before}{BEGIN}", *(table(name, rows) for name, rows in results.items()), f"{END}{after}"])
+    return "\n".join([f"{before}{BEGIN}", *(table(name, found) for name, found in results.items()), f"{END}{after}"])
 
 
 def main() -> int:
@@ -108,7 +124,7 @@ def main() -> int:
     path = ROOT / "README.md"
     files = sorted((ROOT / "benchmarks" / "results").glob("bench-*/results.jsonl"))
     old = path.read_text()
-    new = with_tables(old, {file.parent.name: read_rows(file, ResultRow) for file in files})
+    new = with_tables(old, {file.parent.name: measured([RunResults.load(file.parent)]) for file in files})
     if arguments.check:
         if new != old:
             print("README.md does not show benchmarks/results; run `make docs`", file=sys.stderr)

@@ -1,7 +1,8 @@
-"""Writes the reference pages from the code: docs/cli.md, configuration.md, http-fields.md, options in python-api.md."""
+"""Writes the reference pages from the code: docs/cli.md, configuration.md, http-fields.md, tables in other pages."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from pydantic import BaseModel
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.options import ENV_PREFIX, by_panel
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.server import schema
+from adaserve_jax.server import responses_schema, schema
 from adaserve_jax.server.config_file import SECTIONS, TABLES, toml_value
+from adaserve_jax.server.constraint_fields import StructuredOutputs
+from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.server.settings import digest_of
 from adaserve_jax.settings import Panel, options_of, settings_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BEGIN, END = "<!-- options -->", "<!-- /options -->"
+FIELDS_BEGIN, FIELDS_END = "<!-- fields -->", "<!-- /fields -->"
 
 CLI_HEAD = f"""# Command line
 
@@ -115,10 +119,15 @@ Every field of every body, as `/openapi.json` has it. What the routes do, and wh
 """
 HTTP_ABOUT = {
     "Requests": "Fields that no model here knows are ignored, and named in the header `x-adaserve-warning`.",
-    "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, each as one "
-    "event `data: {...}`; the last event is `data: [DONE]`.",
+    "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, responses as "
+    "`ResponseEvent`, each as one event `data: {...}`; the last event is `data: [DONE]`.",
 }
-HIDDEN = ("RequestModel", "ResponseModel", "Body", "GenerationBody")
+NOT_SERVED = {"refused": "enum", "ignored": IGNORED}
+"""Verdicts on a field that is known and not served, with the mark of its schema."""
+HIDDEN = (
+    "BaseModel", "RequestModel", "ResponseModel", "GenerationBody", "ConstraintFields", "ChatTemplateFields",
+    "OtherFields", "OtherChatFields", "OtherResponseFields",
+)  # fmt: skip
 """Base classes that no route takes or gives."""
 
 
@@ -158,10 +167,28 @@ def options_table() -> str:
     return "\n".join([*_head("field", "default", "meaning"), *rows])
 
 
+def fields_table() -> str:
+    """Return the table of docs/http.md: every field of the requests, and whether it is served, ignored or refused."""
+    models: list[type[BaseModel]] = [schema.CompletionBody, schema.ChatBody, responses_schema.ResponsesBody]
+    parts = _head("field", "completions", "chat", "responses", "what happens")
+    for name in sorted({name for model in models for name in model.model_fields}):
+        verdicts = {model: _verdict(model, name) for model in models}
+        why = [model.model_fields[name].description or "" for model, each in verdicts.items() if each in NOT_SERVED]
+        parts.append(_row(f"`{name}`", *verdicts.values(), why[0].removeprefix("Ignored: ") if why else ""))
+    return "\n".join(parts)
+
+
+def _verdict(model: type[BaseModel], name: str) -> str:
+    if name not in model.model_fields:
+        return "unknown"
+    return next((verdict for verdict, mark in NOT_SERVED.items() if name in not_served(model, mark)), "served")
+
+
 def bodies() -> list[type[BaseModel]]:
     """Return the models of bodies and their parts in the order of their module."""
-    models = [each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, BaseModel)]
-    return [each for each in models if each.__module__ == schema.__name__ and each.__name__ not in HIDDEN]
+    found = {**vars(schema), **vars(responses_schema), StructuredOutputs.__name__: StructuredOutputs}
+    models = [each for each in found.values() if isinstance(each, type) and issubclass(each, BaseModel)]
+    return [each for each in dict.fromkeys(models) if each.__name__ not in HIDDEN]
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
@@ -257,16 +284,19 @@ def _any_of(words: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def main() -> None:
     """Write the pages."""
     for name, page in (("cli", cli_page), ("configuration", configuration_page), ("http-fields", http_page)):
         (DOCS / f"{name}.md").write_text(page())
-    guide = DOCS / "python-api.md"
-    before, _, rest = guide.read_text().partition(BEGIN)
-    guide.write_text(f"{before}{BEGIN}\n{options_table()}\n{END}{rest.partition(END)[2]}")
+    for name, begin, end, table in (
+        ("python-api", BEGIN, END, options_table()), ("http", FIELDS_BEGIN, FIELDS_END, fields_table()),
+    ):  # fmt: skip
+        guide = DOCS / f"{name}.md"
+        before, _, rest = guide.read_text().partition(begin)
+        guide.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ CELLS = ("late_p50_ms", "late_p99_ms", "late_max_ms", "error_p50_ms", "error_p99
 
 
 def client_table(result: dict[str, Any]) -> str:
-    """One run."""
+    """Return the table of one run."""
     rows = [
         " | ".join((
             f"| {each['client']}", each["server"], str(each["requests"]),

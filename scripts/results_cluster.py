@@ -20,7 +20,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cluster_tables(folder: Path) -> list[str]:
-    """Of the points that benchmarks/cluster/plan.py wrote to `folder`; nothing where it wrote none."""
+    """Return the tables of the points that benchmarks/cluster/plan.py wrote to `folder`; nothing where it wrote
+    none."""
     path = folder / "points.jsonl"
     if not path.exists():
         return []
@@ -48,7 +49,7 @@ def cluster_tables(folder: Path) -> list[str]:
 
 
 def star_tables(path: Path) -> list[str]:
-    """Of what benchmarks/starsd/plan.py wrote; nothing where it did not."""
+    """Return the tables of what benchmarks/starsd/plan.py wrote; nothing where it did not."""
     if not path.exists():
         return []
     result = json.loads(path.read_text())
@@ -122,7 +123,7 @@ def _cpu(line: dict[str, Any]) -> str:
 
 
 def _sampled(lines: Sequence[dict[str, Any]], sampled: Sequence[dict[str, Any]]) -> str:
-    """With the sample of 4 and with all, which are among the other points."""
+    """Return the results with the sample of 4 and with all, which are among the other points."""
     names = ("replicas", "policy", "load", "requests", "seed")
     settings = {tuple(each["point"][name] for name in names) for each in sampled}
     groups: dict[str, dict[str, str]] = {}

@@ -43,7 +43,7 @@ COST = (
 
 
 def online_tables(folder: Path) -> list[str]:
-    """Of what online_learning.py has written to a folder so far."""
+    """Return the tables of what online_learning.py has written to a folder so far."""
     narrow = {path.stem.removeprefix("narrow-"): _read(path) for path in sorted(folder.glob("narrow-*.json"))}
     parts = [_narrow(narrow)] if narrow else []
     for name, table_of in (("shift", _shift), ("mixed", _mixed)):
@@ -54,7 +54,7 @@ def online_tables(folder: Path) -> list[str]:
 
 
 def latency_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/osd/latency.py."""
+    """Return the table of a run of benchmarks/osd/latency.py."""
     first = {each["policy"]: each for each in reversed(result["rows"])}
     rows = [
         line(
@@ -75,7 +75,7 @@ def latency_table(result: dict[str, Any]) -> str:
 
 
 def cost_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/osd/cost.py. A load of which no pair of turns has ended is left out."""
+    """Return the table of a run of benchmarks/osd/cost.py. A load of which no pair of turns has ended is left out."""
     rows = []
     for each in result["loads"]:
         if each["pairs"]:

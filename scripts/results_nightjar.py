@@ -36,7 +36,7 @@ THROUGHPUT, BUSY, LATENCY, RUNNING = "throughput_tps", "busy_throughput_tps", "e
 
 
 def nightjar_tables(result: dict[str, Any]) -> str:
-    """One result, whichever of the three it is."""
+    """Return the tables of one result, whichever of the three it is."""
     kinds: dict[str, Callable[[dict[str, Any]], list[str]]] = {
         "simulated": _simulated, "engine": _engine, "offload": _pressed
     }  # fmt: skip
@@ -128,6 +128,6 @@ def _where(result: dict[str, Any]) -> str:
 
 
 def _ratio(value: dict[str, float]) -> str:
-    """With its interval, where there is one: a single round has none."""
+    """Return a ratio with its interval, where there is one: a single round has none."""
     interval = f" ({value['low']:.2f} to {value['high']:.2f})" if value["low"] < value["high"] else ""
     return f"{value['median']:.2f}{interval}"

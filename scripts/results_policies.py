@@ -26,7 +26,7 @@ def line(*cells: str) -> str:
 
 
 def validation_tables(result: dict[str, Any]) -> str:
-    """One run of benchmarks/adaserve/validation.py."""
+    """Return the tables of a run of benchmarks/adaserve/validation.py."""
     rows = []
     for point in result["points"]:
         pairs = [
@@ -51,7 +51,7 @@ def validation_tables(result: dict[str, Any]) -> str:
 
 
 def calibration_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/adaserve/calibration.py; the second halves."""
+    """Return the table of the second halves of a run of benchmarks/adaserve/calibration.py."""
     rows = [
         line(
             row["start"], "yes" if row["learns"] else "no", f"{row['temperature']:g}", str(row["outcomes"]),
@@ -65,7 +65,7 @@ def calibration_table(result: dict[str, Any]) -> str:
 
 
 def sweeps_table(result: dict[str, Any]) -> str:
-    """The verdict of benchmarks/adaserve/sweeps.py, point by point."""
+    """Return the verdict of benchmarks/adaserve/sweeps.py, point by point."""
     rows = [
         line(
             point["machine"], KINDS[point["targets"]], point["sweep"], f"{point['value']:g}",

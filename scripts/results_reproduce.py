@@ -27,7 +27,7 @@ MEASURED = "measured"
 
 
 def stand_tables(status: dict[str, Any]) -> str:
-    """One line for every figure and size."""
+    """Return a line for every figure and size."""
     rows = []
     for entry, size, form in _forms(status):
         claims = form.get("claims", [])
@@ -41,7 +41,7 @@ def stand_tables(status: dict[str, Any]) -> str:
 
 
 def claim_tables(status: dict[str, Any]) -> str:
-    """Every figure: what is measured, the commands, and the statements of what was run."""
+    """Return every figure: what is measured, the commands, and the statements of what was run."""
     parts = []
     for entry in status["entries"]:
         forms = entry["forms"]
@@ -71,7 +71,8 @@ def _form(size: str, form: dict[str, Any]) -> Iterator[str]:
 
 
 def _forms(status: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
-    """What was measured, size by size. Of a figure without any: sizes of the same state together, as `cpu, gpu`."""
+    """Yield what was measured, size by size. Of a figure without any: sizes of the same state together, as `cpu,
+    gpu`."""
     for entry in status["entries"]:
         forms = entry["forms"]
         measured = {size: form for size, form in forms.items() if form["state"] == MEASURED}

@@ -18,12 +18,12 @@ OVERHEADS = ("p50_ms", "p90_ms", "p99_ms", "bare_grpc_p50_ms", "drafter_p50_ms")
 
 
 def table1_tables(folder: Path) -> list[str]:
-    """Of every run in `folder`; nothing where there is none."""
+    """Return the tables of every run in `folder`, [] where there is none."""
     return [part for path in sorted(folder.glob("table1-*.json")) for part in _of(json.loads(path.read_text()))]
 
 
 def overhead_tables(folder: Path) -> list[str]:
-    """Of what benchmarks/starsd/overhead.py wrote."""
+    """Return the tables of what benchmarks/starsd/overhead.py wrote."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("overhead-*.json"))]
     rows = [
         (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" if name in each else "" for name in OVERHEADS),
@@ -60,7 +60,7 @@ def _of(result: dict[str, Any]) -> list[str]:
 
 
 def _spread(result: dict[str, Any]) -> list[str]:
-    """Of tokens/s over rounds, where there were several."""
+    """Return the spread of tokens/s over rounds, where there were several."""
     found = [(each["least"], each["most"]) for each in result.get("spread", ())]
     if result["rounds"] < 2 or not found:
         return []
@@ -75,7 +75,7 @@ def _spread(result: dict[str, Any]) -> list[str]:
 
 
 def _engines(result: dict[str, Any]) -> list[str]:
-    """Of targets that are whole engines, where there were any."""
+    """Return the table of targets that are whole engines, where there were any."""
     real = result.get("engines")
     if real is None:
         return []
@@ -105,7 +105,7 @@ def _alone(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, A
 
 
 def _judged(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, Any]], most: int) -> str:
-    """The two aims."""
+    """Return how the two aims were met."""
     full, ratio = result["full"], result["batched_over_one_by_one"]
     beyond = [rows["measured", False, n]["load"] for n in range(full + 1, most + 1)]
     load = f"at least {min(beyond):.1%}" if beyond else "not measured"

@@ -94,7 +94,7 @@ def steps_line(row: ThroughputRow) -> str:
 
 
 def command(rows: Sequence[ThroughputRow]) -> str:
-    """The shell command whose rows these are."""
+    """Return the shell command whose rows these are."""
     first = rows[0]
     systems = dict.fromkeys(row.system for row in rows)
     words = ["python", "-m", "benchmarks.engine.throughput", "--out", "throughput.json"]
@@ -109,7 +109,7 @@ def command(rows: Sequence[ThroughputRow]) -> str:
 
 
 def conditions(rows: Sequence[ThroughputRow]) -> str:
-    """What was measured where."""
+    """Return what was measured where."""
     row = rows[0]
     others = max((each.others_share for each in rows if each.others_share is not None), default=None)
     shared = "" if others is None else f" Other processes took up to {others:.0%} of the cores' time in a call."
@@ -146,7 +146,7 @@ def tables(rows: Sequence[ThroughputRow]) -> str:
 
 
 def load_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/engine/load_time.py: medians of times, the largest of peaks."""
+    """Return the table of a run of benchmarks/engine/load_time.py: medians of times, the largest of peaks."""
     loads = result["loads"]
     rows = []
     for layout in dict.fromkeys(load["layout"] for load in loads):
@@ -166,7 +166,7 @@ def load_table(result: dict[str, Any]) -> str:
 
 
 def device_tables(result: dict[str, Any]) -> str:
-    """One run of benchmarks/device.py, whatever parts of it were run."""
+    """Return the tables of a run of benchmarks/device.py, whatever parts of it were run."""
     ceilings = result["ceilings"]
     parts = [f"Measured with `{result['command']}`:"]
     if "kernels" in result:
@@ -208,7 +208,7 @@ def device_tables(result: dict[str, Any]) -> str:
 
 
 def off_path_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/engine/off_path.py."""
+    """Return the table of a run of benchmarks/engine/off_path.py."""
     plan, config = result["plan"], result["config"]
     words = ["python", "-m", "benchmarks.engine.off_path", "--out", "off_path.json"]
     words += ["--requests", ",".join(map(str, plan["requests"])), "--new-tokens", str(plan["new_tokens"])]

@@ -29,12 +29,12 @@ LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#
 
 
 def home_of(page: str) -> str:
-    """Path in the repository of a page of the site."""
+    """Return the path in the repository of a page of the site."""
     return GUESTS.get(page, f"{DOCS}/{page}")
 
 
 def page_of(path: str) -> str | None:
-    """The page that a path in the repository is on the site; None: it is on none."""
+    """Return the page of the site that a path in the repository becomes; None: it becomes none."""
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
     return {home: page for page, home in GUESTS.items()}.get(path)

@@ -6,8 +6,8 @@ The embedded pair behind `adaserve serve`. Capacity is what a closed loop of as 
 through, requests per second; its second run carries the targets whose attainment is compared. Then requests come open
 loop at `factor` times that rate, as a Poisson process, whatever the server does. Every request has a TPOT target of
 --tpot-scale times the median TPOT of the first run, every other one a TTFT target too; every other pair is a stream.
-Attainment: requests that met all their targets over those admitted. A refusal's time is from the connect to the end of
-its answer.
+Attainment: requests that met all their targets over those served. A refusal's time is from the connect to the end of
+its answer; requests that were admitted and ended after `max_queue_wait` are counted apart.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.server.settings import ServerSettings
 from benchmarks.server.http_load import Answer, adaserve, command_line, parse_samples, quantile, request, served
 
 HANG_LIMIT_S = 120.0
 MAX_DROP = 0.05
+MAX_QUEUE_WAIT_S = ServerSettings().max_queue_wait
+"""Wait after which the server ends a request that it had admitted."""
 MAX_REFUSAL_MS = 50.0
 PROMPTS = ("def add(a, b):\n", "Tom has 3 apples and eats one.", "import os\n\nclass Reader:\n", "for line in lines:\n")
 
@@ -97,7 +100,8 @@ def attainment(answers: Sequence[Answer]) -> float:
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """What became of requests: how many, and of those admitted and refused what counts."""
     served_ones = [a for a in answers if a.status == 200 and a.error is None]
-    refused = [a for a in answers if a.status == 429]
+    late = [a for a in answers if a.status == 429 and a.end_s - a.sent_s >= MAX_QUEUE_WAIT_S]
+    refused = [a for a in answers if a.status == 429 and a not in late]
     refusal_ms = [1e3 * (a.end_s - a.sent_s) for a in refused]
     found = [metrics_of(answer) for answer in served_ones]
     return {
@@ -114,11 +118,12 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "ttft_ms_p99": quantile([m["time_to_first_token_ms"] for m in found], 0.99),
         "queue_ms_max": max(m["queue_time_ms"] for m in found),
         "refused": len(refused),
-        "refused_without_retry_after": sum("retry-after" not in a.headers for a in refused),
+        "ended_at_the_limit": len(late),
+        "refused_without_retry_after": sum("retry-after" not in a.headers for a in [*refused, *late]),
         "retry_after_s": dict(sorted(Counter(int(a.headers.get("retry-after", -1)) for a in refused).items())),
         "refusal_ms_p50": quantile(refusal_ms, 0.5) if refused else None,
         "refusal_ms_p99": quantile(refusal_ms, 0.99) if refused else None,
-        "others": dict(Counter(f"{a.status} {a.error}" for a in answers if a not in served_ones and a not in refused)),
+        "others": dict(Counter(f"{a.status} {a.error}" for a in answers if a.status != 429 and a not in served_ones)),
     }
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import numpy as np
 import typer
@@ -36,8 +36,9 @@ from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.sim.simulation import RequestColumns, SimulationPlan, simulate
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 
 CLASSES = (("code", SLO(relative=1.2, ttft_ms=4000)), ("chat", SLO(tpot_ms=50, ttft_ms=4000)),
@@ -88,6 +89,30 @@ class Measured:
     summaries: list[dict[str, Any]]
 
 
+class RequestColumns(Sequence[TraceRequest]):
+    """Requests of a trace from columns, 24 bytes each; of a million, only those that are read are made.
+
+    due_s: f64[N], not decreasing. prompts, outputs: i32[N], tokens. kinds: i64[N], indices of CLASSES.
+    """
+
+    def __init__(self, due_s: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, kinds: np.ndarray):
+        self._columns = due_s, prompts, outputs, kinds
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TraceRequest]: ...
+    def __getitem__(self, index: int | slice) -> TraceRequest | list[TraceRequest]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        due_s, prompt, output, kind = (column[index].item() for column in self._columns)
+        name, slo = CLASSES[kind]
+        return TraceRequest(due_s, prompt, output, slo, name)
+
+
 def requests_of(mix: str, count: int, rate_rps: float, seed: int) -> Trace:
     """Poisson arrivals of requests of a mix."""
     rng = np.random.default_rng(seed)
@@ -97,12 +122,12 @@ def requests_of(mix: str, count: int, rate_rps: float, seed: int) -> Trace:
     median = MEAN_OUTPUT * np.exp(-(OUTPUT_LOG_SD**2) / 2)
     outputs = np.clip(median * np.exp(OUTPUT_LOG_SD * rng.standard_normal(count)), 1, MOST_OUTPUT)
     lengths = (np.clip(prompts.round(), 1, MOST_PROMPT).astype(np.int32), outputs.round().astype(np.int32))
-    return Trace(f"{mix} at {rate_rps:g}/s", "", RequestColumns(due_s, *lengths, kinds, CLASSES))
+    return Trace(f"{mix} at {rate_rps:g}/s", "", RequestColumns(due_s, *lengths, kinds))
 
 
 @cache
 def capacity_rps(policy: str, mix: str) -> float:
-    """Requests that one replica finishes in a second of those in which more wait than it serves at once."""
+    """Return the requests that one replica finishes in a second of those in which more wait than it serves at once."""
     machine = load_machine(MACHINE)
     trace = requests_of(mix, PROBE_REQUESTS, 1000.0, seed=1)
     columns = simulate(policy, SimulationPlan((), drain_s=1e9, keep_records=False), machine, trace).columns
@@ -131,7 +156,7 @@ def run(point: Point, commit: str, capacity: float) -> Measured:
 
 
 def points(parts: Sequence[str], *, quick: bool) -> list[Point]:
-    """What is to be run: first those of the first mix at the middle load, short ones first, then the others."""
+    """Return what is to be run: first those of the first mix at the middle load, short ones first, then the others."""
     sizes, loads, per_replica = ((2, 3), (0.9,), 5) if quick else (SIZES, LOADS, PER_REPLICA)
     made: list[Point] = []
     if "fixed" in parts:
@@ -169,7 +194,7 @@ PARTS = ("fixed", "sampled", "adaserve", "million")
 
 
 def run_all(todo: Sequence[Point], out: Path, workers: int, commit: str) -> None:
-    """Every point that points.jsonl has not, each in a process of its own."""
+    """Run every point that points.jsonl has not, each in a process of its own."""
     path = out / "points.jsonl"
     known = [Point(**line.point) for line in (read_rows(path, Measured) if path.exists() else [])]
     missing = [point for point in todo if point not in known]

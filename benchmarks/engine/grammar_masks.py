@@ -90,7 +90,7 @@ def main() -> None:
     demo = Tokenizer.from_folder(resolve_folder("demo", "target"))
     for tokenizer, vocab_size in ((demo, demo.vocab_size), (Pieces(LARGE_VOCABULARY), LARGE_VOCABULARY)):
         began = time.perf_counter()
-        grammars = Grammars(tokenizer, vocab_size, (0,))
+        grammars = Grammars(tokenizer.backend_json(), vocab_size, (0,))
         print(f"V = {vocab_size}: tokenizer read in {time.perf_counter() - began:.2f} s")
         for name, schema in SCHEMAS.items():
             checks, nodes = measure(grammars, schema, -(-vocab_size // 32))

@@ -22,7 +22,7 @@ from rich.table import Table
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.base import Feedback, Load
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
 
@@ -47,7 +47,7 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
     limits, clock = limits_for(requests), VirtualClock()
     costs = simulated_costs(limits)
     executor = SimExecutor(limits, costs, 0.75, clock, strict=False)
-    scheduler = build_scheduler(EngineConfig(policy=policy), limits, costs)
+    scheduler = Scheduler(EngineConfig(policy=policy), limits, costs)
     rng = np.random.default_rng(0)
     for index in range(requests):
         slo_s = (0.02, 0.04, 0.08, None)[index % 4]
@@ -82,7 +82,7 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
 def choice_ms(policy: str, requests: int, repeats: int) -> float:
     """Median milliseconds in which the controller decides and learns, all requests decoding with a target."""
     limits = limits_for(requests)
-    scheduler = build_scheduler(EngineConfig(policy=policy), limits, simulated_costs(limits))
+    scheduler = Scheduler(EngineConfig(policy=policy), limits, simulated_costs(limits))
     controller, lag = scheduler.controller, np.full(requests, 2)
     load = Load(np.full(requests, 40.0), lag, np.ones(requests, bool), 0, 0, 0.0, np.full(requests, 100))
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
@@ -68,9 +68,7 @@ def phases_us(machine: Machine, policy: str, most_running: int, steps: int) -> d
     limits, clock = machine.limits(most_running), VirtualClock()
     samples = machine.samples(limits)
     executor = SimExecutor(limits, samples, 0.7, clock, strict=False)
-    scheduler = build_scheduler(
-        EngineConfig(policy=policy, max_waiting=ALWAYS_WAITS, prefix_cache=False), limits, samples
-    )
+    scheduler = Scheduler(EngineConfig(policy=policy, max_waiting=ALWAYS_WAITS, prefix_cache=False), limits, samples)
     added, times = 0, []
     while len(times) < steps + most_running:
         while scheduler.stats.waiting < 2:

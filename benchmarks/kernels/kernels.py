@@ -17,16 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.pallas_kernels.compat import DTYPES
-from adaserve_jax.pallas_kernels.move_pages import api as moves_api
-from adaserve_jax.pallas_kernels.move_pages.specs import FULL as FULL_MOVES
-from adaserve_jax.pallas_kernels.move_pages.specs import TINY as TINY_MOVES
-from adaserve_jax.pallas_kernels.move_pages.specs import MoveSpec
-from adaserve_jax.pallas_kernels.move_pages.specs import make_case as make_moves
 from adaserve_jax.pallas_kernels.paged_tree_attention import api
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
-from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
+from adaserve_jax.tree.verify import ancestor_bits
+from benchmarks.kernels.attention_specs import (
     CPU,
+    DTYPES,
     FULL,
     LAYER,
     TINY,
@@ -35,8 +31,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     page_table,
     trees,
 )
-from adaserve_jax.tree.verify import ancestor_bits
-from benchmarks.kernels.ceilings import Ceilings, best_seconds, in_turns, repeated
+from benchmarks.kernels.ceilings import Ceilings, in_turns
 from tests.oracles.attention import oracle_attention
 
 LAYERS = 12
@@ -59,7 +54,7 @@ class Conformance:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """seconds: of one layer (attention) or one call (moves). floor_s: what its bytes and operations cost at least."""
+    """seconds: of one layer. floor_s: what its bytes and operations cost at least."""
 
     kernel: str
     implementation: str
@@ -122,59 +117,23 @@ def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
     return Conformance(kernel, implementation, spec.name, ok, error if np.isfinite(error) else None)
 
 
-def check_moves(spec: MoveSpec, implementation: Any) -> Conformance:
-    case = make_moves(spec, seed=0)
-    ids = (jnp.asarray(case.from_pages), jnp.asarray(case.to_pages))
-    move = partial(moves_api.move_pages_within if spec.within else moves_api.move_pages, implementation=implementation)
-    pools = [jnp.asarray(x) for x in case[:2] if x is not None]
+def runs_attention(implementation: Any, spec: AttentionSpec) -> bool:
+    shape = {"head_dim": spec.head_dim, "page_size": spec.page_size, "group": spec.group}
     try:
-        out = np.asarray(jax.jit(move)(*pools, *ids))
-    except Exception as error:  # as above
-        return Conformance(
-            "move_pages", implementation, spec.name, False, None, f"{type(error).__name__}: {error}"[:600]
-        )
-    expected = case.target.copy()
-    source = case.target if case.source is None else case.source
-    live = (case.to_pages >= 0) & (case.to_pages < spec.target_pages)
-    expected[:, case.to_pages[live]] = source[:, case.from_pages[live]]
-    ok = bool((out.view(np.uint8) == expected.view(np.uint8)).all())
-    return Conformance("move_pages", implementation, spec.name, ok, 0.0 if ok else None)
-
-
-def supported(check: Callable[[], None]) -> bool:
-    try:
-        check()
+        api.check_supported(implementation, **shape, dtype=jnp.dtype(DTYPES[spec.dtype]))
     except ConfigError:
         return False
     return True
 
 
-def runs_attention(implementation: Any, spec: AttentionSpec) -> bool:
-    shape = {"head_dim": spec.head_dim, "page_size": spec.page_size, "group": spec.group}
-    return supported(lambda: api.check_supported(implementation, **shape, dtype=jnp.dtype(DTYPES[spec.dtype])))
-
-
-def runs_moves(implementation: Any, spec: MoveSpec) -> bool:
-    dtype = jnp.dtype(DTYPES[spec.dtype])
-    return supported(
-        lambda: moves_api.check_supported(implementation, page_size=spec.page_size, head_dim=spec.head_dim, dtype=dtype)
-    )
-
-
 def conformance(full: bool) -> list[Conformance]:
     """Every implementation of this device on every shape that it supports. full: the large shapes too."""
     attention = [*TINY.values(), CPU, *(FULL.values() if full else ())]
-    found = [
+    return [
         check_attention(spec, implementation)
         for implementation in device_implementations()
         for spec in attention
         if runs_attention(implementation, spec)
-    ]
-    return found + [
-        check_moves(spec, implementation)
-        for implementation in device_implementations()
-        for spec in TINY_MOVES.values()
-        if runs_moves(implementation, spec)
     ]
 
 
@@ -248,32 +207,12 @@ def time_attention(spec: AttentionSpec, ceilings: Ceilings, *, naive: bool) -> l
     ]
 
 
-def time_moves(spec: MoveSpec, ceilings: Ceilings) -> list[KernelTime]:
-    case = make_moves(spec, seed=0)
-    ids = (jnp.asarray(case.from_pages), jnp.asarray(case.to_pages))
-    others = () if case.source is None else (jnp.asarray(case.source),)
-    found = []
-    for implementation in device_implementations():
-        if not runs_moves(implementation, spec):
-            continue
-        move = moves_api.move_pages_within if spec.within else moves_api.move_pages
-        call = repeated(partial(move, implementation=implementation), jnp.asarray(case.target), *others, *ids)  # type: ignore[arg-type]
-        seconds = best_seconds(call)
-        found.append(
-            KernelTime("move_pages", implementation, spec.name, seconds, ceilings.floor_s(spec.bytes_moved, 0))
-        )
-    return found
-
-
 def time_kernels(ceilings: Ceilings, *, full: bool) -> list[KernelTime]:
-    """The shape for CPUs beside the naive form; with `full`, every large shape and moves of 8B pages."""
+    """The shape for CPUs beside the naive form; with `full`, every large shape."""
     found = time_attention(CPU, ceilings, naive=True)
     if full:
         for spec in FULL.values():
             found += time_attention(spec, ceilings, naive=False)
-        for spec in FULL_MOVES.values():
-            if spec.name.startswith("8b_64_bf16"):
-                found += time_moves(spec, ceilings)
     return found
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.distill.offline import Scorer
-from adaserve_jax.distill.programs import BatchArrays, batch_sums
-from adaserve_jax.distill.records import pack
+from adaserve_jax.distill.programs import batch_sums
+from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params
@@ -32,11 +32,11 @@ class Judge:
     ) -> None:  # fmt: skip
         top_k = draft.vocab_size
         scorer = Scorer(target, top_k=top_k, vocab_size=top_k, temperature=temperature)
-        self._batches: dict[str, list[BatchArrays]] = {}
+        self._batches: dict[str, list[PackedBatch]] = {}
         for name, each in texts.items():
             records = scorer.records(target_params, [text for text, _ in each], [prompt - 1 for _, prompt in each])
             packed = pack(records, NUM_TOKENS, np.random.default_rng(0))
-            self._batches[name] = [BatchArrays(*map(jnp.asarray, batch.arrays)) for batch in packed]
+            self._batches[name] = [PackedBatch(*map(jnp.asarray, batch)) for batch in packed]
         learn = LearnConfig(learn_top_k=top_k, learn_temperature=temperature)
         self._sums: Any = jax.jit(partial(_sums, draft, learn))
 
@@ -49,6 +49,6 @@ class Judge:
         return found
 
 
-def _sums(draft: ModelConfig, learn: LearnConfig, params: Params, batch: BatchArrays) -> jax.Array:
+def _sums(draft: ModelConfig, learn: LearnConfig, params: Params, batch: PackedBatch) -> jax.Array:
     overlap = batch_sums(params, draft, learn, batch)[1]
     return jnp.stack([overlap, batch.weight.sum()])

@@ -15,7 +15,7 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder
-from adaserve_jax.workloads.readers.azure import CONTEXT, GENERATED, TIME
+from adaserve_jax.workloads.readers.length_traces import AZURE_COLUMNS
 from adaserve_jax.workloads.reshaping import with_mix, with_slo_scale
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace, save_trace
 from benchmarks.nightjar.segments import MINUTE_S, poisson_arrivals
@@ -69,8 +69,8 @@ SOURCES = {
 
 
 def find_data(name: str, folder: Path) -> Path:
-    """What {name} of a command stands for: of `folder`, or of its subfolder. Raises ConfigError saying what it is and
-    where it comes from."""
+    """Return what {name} of a command stands for: of `folder`, or of its subfolder. Raises ConfigError saying what it
+    is and where it comes from."""
     source = SOURCES[name]
     for place in (folder, folder / source.folder):
         files = sorted(place.glob(source.pattern))
@@ -115,12 +115,12 @@ def made_traces(span_s: float, seed: int = 0) -> dict[str, Trace]:
 
 
 def _write_azure(path: Path, seed: int = 0) -> None:
-    """A rate that swings, lengths drawn as log-normal."""
+    """Write a trace whose rate swings, with lengths drawn as log-normal."""
     rng = np.random.default_rng(seed)
     begin = datetime(2023, 11, 16)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([TIME, CONTEXT, GENERATED])
+        writer.writerow(AZURE_COLUMNS)
         for minute in range(MINUTES):
             rate = MEAN_RPS * (1 + SWING * math.sin(4 * math.pi * minute / MINUTES))
             for at_s in np.sort(rng.uniform(0, MINUTE_S, rng.poisson(rate * MINUTE_S))):

@@ -47,10 +47,7 @@ def found_in(trace: Trace) -> Found:
         name: dict(zip(edges[:-1].tolist(), (np.histogram(at, edges)[0] / BIN_S).tolist(), strict=True))
         for name, at in times.items()
     }
-    shown = figure(
-        "arrivals", "Arrivals by class", trace.name, "seconds", [("arrivals", "requests/s", series(curves))],
-        kind="area",
-    )  # fmt: skip
+    shown = figure("arrivals", "Arrivals by class", trace.name, "seconds", [("arrivals", "requests/s", series(curves))])
     return Found(values, (shown,), {"workload": trace.name})
 
 

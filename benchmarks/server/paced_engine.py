@@ -35,13 +35,22 @@ READY_BEFORE_S = 0.003
 class Bytes:
     """A tokenizer: one token per byte."""
 
-    def encode(self, text: str) -> list[int]:
+    longest_token = 1
+    chat_template = ""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[object]) -> list[int]:
+    def spelled(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def id_of(self, text: str) -> int | None:
+        return None
+
+    def apply_chat_template(self, messages: Sequence[object], prompt: object = None) -> list[int]:
         return [1]
 
 

@@ -96,7 +96,7 @@ class Nothing:
 def serve(port: Connection, rows: int, nodes: int) -> None:
     """Serve until `port` says something."""
     depth = math.ceil(nodes / WIDTH)
-    limits = DraftLimits("v", "v", "c", 32_000, depth, WIDTH, 1 << 16, max_rows=rows, max_feed=1024)
+    limits = DraftLimits("v", "v", "c", depth, WIDTH, 1 << 16, max_rows=rows, max_feed=1024)
     device = Nothing(nodes, depth)
     quotas = Quotas(messages_per_s=MOST_MESSAGES, messages_at_once=MOST_MESSAGES)
     worker = Worker(DraftCore(limits, device, quotas=quotas), device)
@@ -181,7 +181,7 @@ class Protocol:
         self.close = self._frames.close
 
     def round(self) -> float:
-        """Seconds beyond service."""
+        """Return the seconds beyond service."""
         self._round += 1
         base, self._length = self._length, self._length + len(NEW)
         started = time.perf_counter()
@@ -216,7 +216,7 @@ class Target:
         self.close = self._drafter.close
 
     def round(self) -> float:
-        """Seconds beyond service."""
+        """Return the seconds beyond service."""
         plan = self._plan(NEW if self._length else TEXT)
         started = time.perf_counter()
         self._drafter.propose(plan)

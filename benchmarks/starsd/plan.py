@@ -22,13 +22,8 @@ import typer
 
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.service.admission import (
-    ServiceTime,
-    emitted_tokens,
-    full_targets,
-    max_targets,
-    max_targets_batched,
-)
+from adaserve_jax.star.service.admission import ServiceTime, max_targets_batched
+from benchmarks.starsd.closed_forms import emitted_tokens, full_targets, max_targets
 from benchmarks.starsd.sim import StarPlan, StarRow, closed_row, simulated_row
 
 SERVICE_S, GROWTH, MAX_ROWS = 0.010, 0.1, 64
@@ -66,7 +61,7 @@ def shown_rows(targets: tuple[int, ...], rounds: int) -> list[StarRow]:
 
 
 def plan_of(ratio: float, chance: float, depth: int, rounds: int) -> dict[str, Any]:
-    """One line of the table of targets per draft. simulated values are None where they are beyond MOST."""
+    """Return one line of the table of targets per draft. simulated values are None where they are beyond MOST."""
     back_s, tokens = ratio * SERVICE_S, emitted_tokens(chance, depth)
     plain_s = back_s
     closed = max_targets(SERVICE_S, back_s, tokens, plain_s)
@@ -93,7 +88,7 @@ def plan_of(ratio: float, chance: float, depth: int, rounds: int) -> dict[str, A
 
 
 def _first(holds: Callable[[int], bool], guess: int) -> int | None:
-    """The first number from which `holds` does, looked for around a guess."""
+    """Return the first number from which `holds` does, looked for around a guess."""
     at = guess
     while at > 1 and holds(at - 1):
         at -= 1
@@ -103,7 +98,7 @@ def _first(holds: Callable[[int], bool], guess: int) -> int | None:
 
 
 def _last(holds: Callable[[int], bool], guess: int) -> int | None:
-    """The last number at which `holds` does, 0 where nowhere, looked for around a guess; None: beyond MOST."""
+    """Return the last number at which `holds` does, 0 where nowhere, looked for around a guess; None: beyond MOST."""
     at = min(guess, MOST)
     if at == 0 or holds(at):
         while at < MOST and holds(at + 1):

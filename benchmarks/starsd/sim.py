@@ -17,11 +17,12 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import Draft, FromService, FromTarget, Hello, Open, Tree, Welcome
-from adaserve_jax.star.service.admission import ServiceTime, emitted_tokens, return_s, steady_state
+from adaserve_jax.star.service.admission import ServiceTime
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.service.limits import DraftLimits, Quotas
 from adaserve_jax.types import CandidateTrees
+from benchmarks.starsd.closed_forms import emitted_tokens, return_s, steady_state
 
 WARM_UP = 0.25
 """Share of the rounds that are not counted: those in which phases still settle."""
@@ -145,7 +146,7 @@ class _Run:
         self._plan, self._service_s = plan, service_s
         self._rng = np.random.default_rng(plan.seed)
         limits = DraftLimits(
-            draft_version="", vocabulary_hash="", cells_hash="", vocabulary_size=1, max_depth=plan.depth, max_width=1,
+            draft_version="", vocabulary_hash="", cells_hash="", max_depth=plan.depth, max_width=1,
             max_context=2**31 - 1, max_rows=plan.max_rows, max_feed=plan.max_rows * (plan.depth + 1 + len(PROMPT)),
             lease_s=FOREVER_S,
         )  # fmt: skip
@@ -183,7 +184,7 @@ class _Run:
     # ---- the draft ----
 
     def _begin(self, now: float) -> None:
-        """The next batch, once all that comes at this instant is there."""
+        """Begin the next batch, once all that comes at this instant is there."""
         self._batch = self._core.next_batch(now)
         if self._batch is not None:
             assert self._batch.depth, "texts never wait to be fed alone: each asks for a tree at once"
@@ -205,7 +206,7 @@ class _Run:
     # ---- the targets ----
 
     def _ask(self, target: _Target, now: float) -> None:
-        """One frame: a Draft for each row, behind its Open in the first."""
+        """Send one frame: a Draft for each row, behind its Open in the first."""
         target.round += 1
         frame: list[FromTarget] = []
         for row, (length, news) in enumerate(zip(target.lengths, target.news, strict=True)):
@@ -262,7 +263,7 @@ class _Run:
 
 
 def _no_trees(batch: DraftBatch) -> CandidateTrees:
-    """Of the right shape, without a node: what of a chain is right is drawn where it is verified."""
+    """Return trees of the right shape, without a node: what of a chain is right is drawn where it is verified."""
     shape = (len(batch.rows), batch.depth * batch.width)
     absent = np.full(shape, -1, np.int32)
     level = np.repeat(np.arange(1, batch.depth + 1, dtype=np.int32), batch.width)

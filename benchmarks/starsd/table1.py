@@ -38,7 +38,8 @@ import typer
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.service.admission import accepted_tokens, full_targets, interpolated
+from adaserve_jax.star.service.admission import interpolated
+from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
 from benchmarks.starsd.paper import COLOCATED_TPS, paper_rows
@@ -175,7 +176,7 @@ def star_table1(
 def report(
     runs: Sequence[Run], alone: Sequence[Alone], service_s: Sequence[dict[int, float]], shape: Shape
 ) -> dict[str, Any]:
-    """What follows from the runs."""
+    """Return what follows from the runs."""
     sums = {name: sum(vars(run.tally)[name] for run in runs) for name in vars(Tally())}
     verify_s, chance = sums["slept_s"] / sums["steps"], chance_of(sums["accepted"] / sums["rounds"], shape.depth)
     times = {n: statistics.median(each[n] for each in service_s) for n in service_s[0]}

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.client.drafter import RemoteDrafter
@@ -184,7 +184,8 @@ def remote_drafter(port: int, name: str, rows: int) -> RemoteDrafter:
     draft = resolve_folder("demo", "draft")  # whose vocabulary and table all grown ones have
     table = read_chances(draft.parent / TABLE)
     config = DrafterConfig((f"grpc://127.0.0.1:{port}",), drafter_deadline_ms=DEADLINE_MS)
-    hello = Hello(name, Tokenizer.from_folder(draft).vocabulary_hash, cells_hash(table))
+    vocabulary_hash = Tokenizer.from_folder(draft).vocabulary_hash(ModelConfig.from_folder(draft).vocab_size)
+    hello = Hello(name, vocabulary_hash, cells_hash(table))
     transports = [GrpcTransport(address, config) for address in config.addresses]
     drafter = RemoteDrafter(transports, config, hello=hello, table=table, max_rows=rows)
     if drafter.connect(CONNECT_S) is None:

@@ -40,7 +40,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same."""
+        """Normalise x: [..., size] -> the same."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

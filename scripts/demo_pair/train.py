@@ -48,7 +48,8 @@ class Schedule:
         return self.draft_lr * ramp(progress, self.warmup, 0.5, 1.0)
 
     def length(self, progress: float, rng: np.random.Generator) -> int:
-        """Sequence length of the next batch: 256, then 512, later a mix up to 2048 (attention's cost is quadratic)."""
+        """Return the sequence length of the next batch: 256, then 512, later a mix up to 2048 (attention's cost is
+        quadratic)."""
         if progress < self.medium_from:
             return 256
         return 512 if progress < self.long_from else int(rng.choice([512, 1024, 2048], p=[0.6, 0.25, 0.15]))
