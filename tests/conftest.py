@@ -6,6 +6,7 @@ The environment is set at import, before any test module imports jax or transfor
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -97,6 +98,16 @@ def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compiling(programs: str) -> Iterator[None]:
+    """Compile these programs, as users run them, in one worker at a time: the others find them in the cache."""
+    folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{programs}.lock").open("w") as lock, optimised():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_engine() -> Iterator[LocalEngine]:
     """The embedded pair in the thread mode; shared by all tests, so leave it idle and on `adaserve`."""
@@ -105,7 +116,7 @@ def demo_engine() -> Iterator[LocalEngine]:
     from tests.engines import DEMO
 
     engine = LocalEngine(EngineConfig(**DEMO))
-    with optimised():
+    with compiling("demo"):
         engine.start()
     yield engine
     assert engine.stats().compiles_after_ready == 0
@@ -118,7 +129,7 @@ def deterministic() -> Iterator[LLM]:
     from adaserve_jax import LLM
     from tests.engines import EXACT
 
-    with optimised():
+    with compiling("deterministic"):
         made = LLM(eq8_eq9=True, **EXACT)
     with made as llm:
         yield llm

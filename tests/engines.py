@@ -26,6 +26,8 @@ EXACT: dict[str, Any] = {
     "max_batch_tokens": 32, "max_depth": 4, "max_width": 3,
 }  # fmt: skip
 """The embedded pair in deterministic mode."""
+NARROW: dict[str, Any] = EXACT | {"max_depth": 2, "max_width": 1}
+"""The same texts from fewer programs to search with."""
 TINY: dict[str, Any] = {
     "max_requests": 8, "max_context": 64, "page_size": 8, "num_pages": 64, "max_depth": 2, "max_width": 1,
     "max_tree_tokens": 16, "row_edges": (8,), "token_edges": (32,), "elastic": "off",

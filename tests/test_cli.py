@@ -27,6 +27,7 @@ from adaserve_jax.settings import options_of, setting, settings, settings_of
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 from scripts import reference_docs
+from tests.program import run_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,13 +35,6 @@ ROOT = Path(__file__).parents[1]
 def options(command: str) -> set[str]:
     group = typer.main.get_command(cli_app.app)
     return {name for p in group.commands[command].params for name in p.opts}  # type: ignore[attr-defined]
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli_app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
 
 
 def spellings(kind: type[SettingsBase]) -> set[str]:
@@ -160,7 +154,7 @@ def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys, error: 
         raise error
 
     monkeypatch.setattr(generate_module, "open_llm", fail)
-    assert run_main(monkeypatch, "generate", "hello") == 2
+    assert run_program("generate", "hello") == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.strip() == "adaserve: error: " + " ".join(str(error).split())
@@ -180,8 +174,8 @@ def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys, error: 
         ),
     ],
 )
-def test_wrong_values_are_one_line(monkeypatch, capsys, arguments: list[str], message: str):
-    assert run_main(monkeypatch, *arguments) == 2
+def test_wrong_values_are_one_line(capsys, arguments: list[str], message: str):
+    assert run_program(*arguments) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -200,14 +194,14 @@ def test_wrong_values_are_one_line(monkeypatch, capsys, arguments: list[str], me
         (["fly"], "No such command 'fly'; see 'adaserve --help'"),
     ],
 )
-def test_wrong_options_are_one_line(monkeypatch, capsys, arguments: list[str], message: str):
-    assert run_main(monkeypatch, *arguments) == 2
+def test_wrong_options_are_one_line(capsys, arguments: list[str], message: str):
+    assert run_program(*arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("adaserve: error: ") and message in err and err.count("\n") == 1
 
 
-def test_without_arguments_it_helps(monkeypatch, capsys):
-    assert run_main(monkeypatch) == 0
+def test_without_arguments_it_helps(capsys):
+    assert run_program() == 0
     assert "serve" in capsys.readouterr().out
 
 
@@ -228,7 +222,7 @@ def test_serve_says_how_to_install_what_is_missing(monkeypatch, capsys):
 
     monkeypatch.delitem(sys.modules, "adaserve_jax.server.serve")
     monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
-    assert run_main(monkeypatch, "serve") == 2
+    assert run_program("serve") == 2
     expected = "serving needs the package 'fastapi', which is not installed; run: pip install 'adaserve-jax[server]'"
     assert expected in capsys.readouterr().err
 
@@ -256,12 +250,18 @@ class FakeLLM:
         self.closed = True
 
 
-def test_generate_streams_text_and_says_what_it_cost(monkeypatch, capsys):
+@pytest.fixture
+def made(monkeypatch) -> list[FakeLLM]:
+    """Every stand-in that `generate` has opened."""
     made: list[FakeLLM] = []
     monkeypatch.setattr(generate_module, "open_llm", lambda config: made.append(FakeLLM(config)) or made[-1])
+    return made
+
+
+def test_generate_streams_text_and_says_what_it_cost(made, capsys):
     arguments = ["--max-tokens", "11", "--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--seed", "7"]
     targets = ["--slo-tpot-ms", "120", "--policy", "spec:2", "--draft", "none"]
-    assert run_main(monkeypatch, "generate", "def f", *arguments, *targets) == 0
+    assert run_program("generate", "def f", *arguments, *targets) == 0
     out, err = capsys.readouterr()
     assert out == "a + b\n"
     line = " ".join(err.split())
@@ -273,10 +273,28 @@ def test_generate_streams_text_and_says_what_it_cost(monkeypatch, capsys):
     assert (llm.config.policy, llm.config.draft, llm.closed) == ("spec:2", None, True)
 
 
-def test_generate_draws_and_shows_a_seed(monkeypatch, capsys):
-    made: list[FakeLLM] = []
-    monkeypatch.setattr(generate_module, "open_llm", lambda config: made.append(FakeLLM(config)) or made[-1])
-    run_main(monkeypatch, "generate", "x", "--slo-tpot-ms", "50")
+def test_generate_asks_for_a_form(made, capsys, tmp_path):
+    file = tmp_path / "form"
+    file.write_text('root ::= "é"')
+    for arguments, asked in (
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "a, b", "--choice", "c"], {"choice": ("a, b", "c")}),
+        (["--grammar", str(file)], {"grammar": 'root ::= "é"'}),
+        (["--json-schema", str(file)], {"json_schema": 'root ::= "é"'}),
+    ):
+        assert run_program("generate", "x", "--seed", "1", *arguments) == 0
+        assert made[-1].asked is not None
+        assert made[-1].asked[1] == SamplingParams(max_tokens=128, seed=1, **asked)
+    capsys.readouterr()
+    file.write_bytes(b"root ::= \xff")
+    assert run_program("generate", "x", "--grammar", str(file)) == 2
+    assert f"grammar {file} must be UTF-8, but byte 9 is not" in capsys.readouterr().err
+    assert run_program("generate", "x", "--grammar", str(tmp_path / "none")) == 2
+    assert f"cannot read grammar {tmp_path / 'none'}: No such file" in capsys.readouterr().err
+
+
+def test_generate_draws_and_shows_a_seed(made, capsys):
+    run_program("generate", "x", "--slo-tpot-ms", "50")
     assert made[0].asked is not None
     line = " ".join(capsys.readouterr().err.split())
     assert f"SLO missed (TPOT 50 ms), seed {made[0].asked[1].seed}" in line
@@ -294,6 +312,20 @@ def test_generate_says_when_a_target_was_out_of_reach(feasible: bool, said: str)
     assert generate_module.summary(metrics).endswith(f", {said}")
 
 
-def test_version_names_package_python_and_jax(monkeypatch, capsys):
-    run_main(monkeypatch, "version")
+@pytest.mark.parametrize("spelled", ["version", "--version"])
+def test_version_names_package_python_and_jax(capsys, spelled):
+    assert run_program(spelled) == 0
     assert capsys.readouterr().out.startswith("adaserve-jax 0.1.0, Python 3.")
+
+
+def test_an_unknown_policy_is_refused_before_anything_heavy_is_imported():
+    heavy = {"jax", "fastapi", "uvicorn", "transformers"}
+    code = (
+        "import atexit, runpy, sys\n"
+        f"atexit.register(lambda: print(sorted({heavy!r} & set(sys.modules))))\n"
+        "sys.argv = ['adaserve', 'serve', '--policy', 'adaserv', '--port', '0']\n"
+        "runpy.run_module('adaserve_jax', run_name='__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "[]\n"), ended.stderr
+    assert ended.stderr.startswith("adaserve: error: unknown policy 'adaserv'; known policies are")

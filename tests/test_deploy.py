@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.metrics import ServerMetrics
-from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
@@ -48,7 +48,7 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     engine.stats = lambda: EngineStats(stats, learning=learning, drafter=drafter)
     metrics = ServerMetrics(engine)
     done = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=2, tpot_slo_s=1.0, ttft_slo_s=1.0)
-    choice = EndedChoice("r", 0, "stop", None, "", "default", 0.0, 1.0, 1.0, done)
+    choice = EndedChoice(Origin("r"), 0, "stop", None, "default", 1.0, 1.0, done)
     for each in (
         choice,
         replace(choice, metrics=replace(done, tpot_slo_s=0.1)),

@@ -10,20 +10,19 @@ import tomllib
 import pytest
 
 import adaserve_jax
-from adaserve_jax import errors
+from adaserve_jax import errors, sampling
 from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models import chat_prompt
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.server import schema
+from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 from scripts import reference_docs
 from tests.conftest import ROOT
 from tests.documents import Row, names, rows, section
-
-PYTHON_API = (ROOT / "docs" / "python-api.md").read_text()
-NOT_SERVED = {"best_of", "suffix", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"}
 
 
 def fields_of(kind: type) -> list[str]:
@@ -54,13 +53,57 @@ def test_types_are_said_in_words():
     limits = {"type": "object", "additionalProperties": {"type": "number"}}
     assert reference_docs.type_words(limits) == "object of number"
     assert reference_docs.type_words({}) == "any"
+    assert reference_docs.type_words({"enum": [None, "", False, ["text"]]}) == '`null` or `""` or `false` or `["text"]`'
 
 
 def test_the_guide_has_a_row_for_every_field_of_a_request():
     shown = names(section("http.md", "## Request body"))
-    taken = set(schema.CompletionBody.model_fields) | set(schema.ChatBody.model_fields)
-    assert sorted(shown) == sorted(taken - NOT_SERVED)
-    assert all(f"`{name}`" in section("http.md", "## Request body") for name in NOT_SERVED)
+    bodies = (schema.CompletionBody, schema.ChatBody)
+    served = {
+        name
+        for body in bodies
+        for name in set(body.model_fields) - {*not_served(body, "enum"), *not_served(body, IGNORED)}
+    }
+    assert sorted(shown) == sorted(served)
+
+
+def test_the_guide_says_of_every_field_whether_it_is_served():
+    message = "run: python scripts/reference_docs.py"
+    assert (
+        f"{reference_docs.FIELDS_BEGIN}\n{reference_docs.fields_table()}\n" in (ROOT / "docs" / "http.md").read_text()
+    ), message
+    shown = rows(section("http.md", "## Fields of other servers"))
+    verdicts = {row.names[0]: row.cells[1:3] for row in shown}
+    assert verdicts["regex"] == ("served", "served") and verdicts["request_id"] == ("ignored", "ignored")
+    assert verdicts["use_beam_search"] == ("refused", "refused") and verdicts["chat_template"] == ("unknown", "served")
+    assert [row.names for row in shown if {"refused", "ignored"} & {*row.cells[1:3]} and not row.cells[3]] == []
+
+
+@pytest.mark.parametrize(
+    ("document", "bounds"),
+    [
+        ("http.md", f"at most {sampling.MAX_CHOICES}; prompts times n"),
+        ("http.md", f"up to {sampling.MAX_STOPS} texts of up to {sampling.MAX_STOP_CHARS} characters"),
+        ("http.md", f"up to {sampling.MAX_STOP_IDS} token ids that end the output"),
+        ("http.md", f"up to {sampling.MAX_LOGIT_BIASES} token ids, as texts, with a value"),
+        ("http.md", f"up to {sampling.MAX_BAD_WORDS} texts of up to {sampling.MAX_BAD_WORD_CHARS} characters"),
+        ("http.md", f"a JSON Schema, at most {sampling.MAX_SCHEMA_CHARS} characters"),
+        ("http.md", f"this regular expression, of at most {sampling.MAX_GRAMMAR_CHARS} characters"),
+        ("http.md", f"in Lark or EBNF, of at most {sampling.MAX_GRAMMAR_CHARS} characters"),
+        ("http.md", f"at most {sampling.MAX_CHOICE_TEXTS}, {sampling.MAX_CHOICE_CHARS} characters together"),
+        ("http.md", f"no other token is drawn, up to {sampling.MAX_ALLOWED_IDS} ids"),
+        ("http.md", f"The template may have {chat_prompt.MAX_TEMPLATE_CHARS} characters"),
+        ("http.md", f"Rendering may take {chat_prompt.CPU_LIMIT_S} seconds of processor time"),
+        (
+            "http.md",
+            f"processor time, {chat_prompt.MEMORY_LIMIT_BYTES >> 20} MiB",
+        ),
+        ("http.md", f"{chat_prompt.AT_ONCE} templates are rendered at a time"),
+        ("tools.md", f"up to {sampling.MAX_TOOLS} functions"),
+    ],
+)
+def test_the_guides_say_the_bounds_in_force(document: str, bounds: str):
+    assert bounds in " ".join((ROOT / "docs" / document).read_text().split())
 
 
 def test_the_example_of_metrics_in_the_guide_has_their_fields():

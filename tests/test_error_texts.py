@@ -23,17 +23,18 @@ from adaserve_jax.cli.cluster import restart
 from adaserve_jax.cli.distill import _check_mode
 from adaserve_jax.cli.grow import _shape
 from adaserve_jax.cli.report import report
-from adaserve_jax.cluster.orchestrator import replace_targets, rolling_restart
+from adaserve_jax.cluster.local import LocalCluster
+from adaserve_jax.cluster.orchestrator import replace_target
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.router_client import NoAnswer, RouterClient
 from adaserve_jax.cluster.run_folder import MAX_SOCKET_PATH, ClusterFolder
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.grammar import Vocabulary, refuse
+from adaserve_jax.constraints.grammar import Vocabulary
 from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.engine import process_main
-from adaserve_jax.engine.client import MAX_SALT_CHARS, check_lengths, check_salt
+from adaserve_jax.engine.client import MAX_SALT_CHARS, EngineInfo, GenerateRequest, check_request
 from adaserve_jax.errors import (
     AdaServeError,
     CheckpointError,
@@ -47,9 +48,9 @@ from adaserve_jax.models import tensors
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.quantize import Int8Rows
 from adaserve_jax.models.rope import read_rope
+from adaserve_jax.models.settings import Settings
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.runtime import loading as pair
 from adaserve_jax.runtime import multihost as hosts
 from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.scheduler.policies import find_policy
@@ -71,9 +72,10 @@ def written(folder: Path, text: str) -> Path:
     return folder / "file"
 
 
+INFO = EngineInfo("t", None, "ar", "cpu", "0", 512, 4, 40, 0.01, kv_tokens=64)
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a request larger than all pages": (
-        lambda _: check_lengths(40, 60, max_context=512, kv_tokens=64),
+        lambda _: check_request(GenerateRequest("", [3] * 40, SamplingParams(max_tokens=60)), INFO),
         "prompt and max_tokens must fit the KV cache of 64 tokens, got 40 + 60; shorten the prompt or lower max_tokens",
     ),
     "an unknown policy": (lambda _: find_policy("fast", 4), ", and those of files: FILE.py:NAME"),
@@ -83,12 +85,8 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "priority must be an integer of less than 32 bits, got 2147483648",
     ),
     "a long salt": (
-        lambda _: check_salt("s" * (MAX_SALT_CHARS + 1)),
+        lambda _: check_request(GenerateRequest("", [3], cache_salt="s" * (MAX_SALT_CHARS + 1)), INFO),
         f"cache_salt must be a text of at most {MAX_SALT_CHARS} characters, got {MAX_SALT_CHARS + 1} characters",
-    ),
-    "a schema that is none": (
-        lambda _: refuse("why"),
-        "response_format must hold a JSON schema that can be enforced: why",
     ),
     "a trace that stands still": (lambda _: shortened(TRACE, 0.0), "a trace is shortened by a factor above 0, got 0.0"),
     "lengths that leave no room": (
@@ -171,7 +169,7 @@ def test_a_target_that_the_router_does_not_use_again_ends_the_replacement():
     async def replaced() -> None: ...
 
     async def all_of_them() -> list[str]:
-        return [each async for each in replace_targets({NOWHERE: replaced}, cast(Any, StillRouter()), drain_s=0.0)]
+        return [each async for each in replace_target(NOWHERE, replaced, cast(Any, StillRouter()), 0.0)]
 
     expected = re.escape(f"the router does not use {NOWHERE} again after 0 s; see 'adaserve cluster status'")
     with pytest.raises(AdaServeError, match=expected):
@@ -185,11 +183,16 @@ def test_a_router_that_refuses_is_quoted():
         asyncio.run(RouterClient(router.url, "token", None).drain(NOWHERE))
 
 
-def test_a_cluster_that_starts_takes_no_orders():
-    starting, unused = cast(Any, SimpleNamespace(phase="starting")), cast(Any, None)
-    order = rolling_restart(starting, "all", unused, unused, drafts={}, targets=unused)
+def test_a_cluster_that_starts_takes_no_orders(tmp_path: Path):
+    async def order() -> None:
+        starting = LocalCluster(ClusterPlan(1, 0, RouterSettings(port=0)), ClusterFolder(tmp_path))
+        try:
+            await anext(starting.restart("all"))
+        finally:
+            await starting.stop()
+
     with pytest.raises(AdaServeError, match="the cluster is starting; order this once it is ready"):
-        asyncio.run(anext(aiter(order)))
+        asyncio.run(order())
 
 
 def test_clusters_on_ray_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -239,7 +242,7 @@ def test_models_that_cannot_be_held_are_said(tmp_path: Path):
     with pytest.raises(CheckpointError, match="weight w has a value that is not finite, which int8 cannot hold"):
         rows[0:1] = np.array([[1.0, np.inf]], np.float32)
     with pytest.raises(UnsupportedModelError, match=r"rope_scaling = .* is not supported; one for all layers is"):
-        read_rope({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, tmp_path)
+        read_rope(Settings({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, tmp_path))
 
 
 def test_an_engine_without_grammars_says_so():
@@ -281,11 +284,6 @@ def test_checkpoints_that_do_not_belong_together_are_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(tensors, "_weight_files", lambda folder: [folder / "gone.safetensors"])
     with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing; expected the checkpoint's weights in"):
         tensors.TensorFiles(tmp_path)
-    larger: Any = SimpleNamespace(vocab_size=10**6)
-    monkeypatch.setattr(pair.Tokenizer, "from_folder", lambda folder: larger)
-    expected = r"the tokenizer has 1000000 tokens but the model only \d+; use the tokenizer that belongs to the model"
-    with pytest.raises(CheckpointError, match=expected):
-        pair.find_pair(EngineConfig())
 
 
 def test_structured_output_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch):

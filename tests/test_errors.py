@@ -37,7 +37,7 @@ from tests.conftest import ROOT
 
 PACKAGE, TESTS = ROOT / "adaserve_jax", ROOT / "tests"
 TREE = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
-OWN = {"MemberFailed", "NoAnswer", "WireError", "_RouteMissing"}
+OWN = {"MemberFailed", "NoAnswer", "WireError"}
 """Branches that one package raises and catches itself, or shows as one of the tree."""
 OUTSIDE = {"ApiError", "RateLimited", "TargetLost", "_StoppedError", "EventTooLarge"}
 """Answers of the server, which FastAPI raises by their status, and signals that no caller sees."""
@@ -176,7 +176,7 @@ def test_too_many_schemas_at_once_are_told_to_come_again():
 
 
 def test_a_tokenizer_that_no_grammar_can_read_is_named():
-    slow: Any = SimpleNamespace(_tokenizer=object(), name="slow")
+    slow: Any = SimpleNamespace(_tokenizer=object(), _backend=None, name="slow")
     expected = r"slow: structured output needs a tokenizer of the `tokenizers` library \(tokenizer.json\), got object"
     with pytest.raises(errors.UnsupportedModelError, match=expected):
         Tokenizer.backend_json(slow)

@@ -19,6 +19,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.config_file import SECTIONS, TABLES
+from adaserve_jax.server.responses_schema import ResponsesBody
 from adaserve_jax.server.schema import ChatBody, CompletionBody
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.settings import options_of
@@ -67,7 +68,7 @@ def public_surface() -> dict[str, list[str]]:
         "routes": [*routes(server.routes), *re.findall(r"`((?:GET |POST )?/cluster[/a-z]*)", texts["cluster.md"])],
         "metrics": (name for text in texts.values() for name in names(text) if name.startswith("adaserve_")),
         "policies": (*POLICIES, *ABLATIONS),
-        "request fields": (*CompletionBody.model_fields, *ChatBody.model_fields),
+        "request fields": (*CompletionBody.model_fields, *ChatBody.model_fields, *ResponsesBody.model_fields),
     }
     return {kind: sorted(set(listed)) for kind, listed in found.items()}
 

@@ -10,7 +10,6 @@ PATIENCE_S = 100.0
 
 
 def wait_until(condition: Callable[[], object], every_s: float = 0.002) -> None:
-    end = time.monotonic() + PATIENCE_S
+    """However slow the machine is; a test that would wait for ever is ended by the suite's limit."""
     while not condition():
-        assert time.monotonic() < end, "waited too long"
         time.sleep(every_s)

@@ -88,7 +88,7 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._loop = asyncio.new_event_loop()
-        self._open: set[asyncio.StreamWriter] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         started = asyncio.start_server(self._serve, sock=self._listener)
@@ -125,16 +125,17 @@ class FakeServer:
         await self._turns()  # of transports that end
 
     async def _turns(self) -> None:
-        for _ in range(5):
+        for _ in range(50):
             await asyncio.sleep(0)
 
     async def _close_all(self) -> None:
-        for writer in list(self._open):
+        """Abort every connection that there was: one that is being closed may still have something to send."""
+        for writer in self._writers:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        self._open.add(writer)
+        self._writers.add(writer)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         number = self.connections
         try:
@@ -161,7 +162,6 @@ class FakeServer:
         except asyncio.CancelledError:
             pass  # the server stops; asyncio of Python 3.11 would tell of a cancelled task as of an error
         finally:
-            self._open.discard(writer)
             with contextlib.suppress(OSError):
                 writer.close()
 

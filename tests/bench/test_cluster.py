@@ -15,7 +15,7 @@ from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import find_router
 from adaserve_jax.scheduler.cost_model import CostTable
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
@@ -43,7 +43,7 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
         limits, samples, lambda rows: np.array([chance[s] for s in rows.tolist()]), clock, strict=False
     )
     config = EngineConfig(policy=policy, seed=seed, max_waiting=ALWAYS_WAITS, prefix_cache=False)
-    scheduler = build_scheduler(config, limits, samples)
+    scheduler = Scheduler(config, limits, samples)
     ended, arrived = [], 0
     while arrived < len(trace.requests) or scheduler.has_work:
         while arrived < len(trace.requests) and trace.requests[arrived].due_s <= clock.now():
@@ -143,7 +143,7 @@ def test_a_router_sees_what_steps_have_brought_by_then_and_nothing_of_those_in_f
     replicas, fleet = [], Fleet(2)
     for index in range(2):
         clock = VirtualClock()
-        scheduler = build_scheduler(EngineConfig(policy="ar"), LIMITS, SAMPLES)
+        scheduler = Scheduler(EngineConfig(policy="ar"), LIMITS, SAMPLES)
         executor = SimExecutor(LIMITS, SAMPLES, 0.5, clock)
         replicas.append(Replica(index, scheduler, executor, clock, on_end, fleet=fleet))
     arrivals = [Assigned("a", 4, at, None, None) for at in (1.0, 1.5, 2.0, 3.25)]

@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from tests.bench.scripts import imported
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +37,22 @@ def test_requests_are_of_the_mix(scripts) -> None:
     assert longest < 4096 and min(request.prompt_tokens for request in trace.requests) >= 1
 
 
-def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_columns_are_made_when_they_are_asked_for(scripts) -> None:
+    plan = scripts["plan"]
+    columns = plan.RequestColumns(np.array([0.0, 0.5, 2.0]), np.arange(3, 6), np.arange(6, 9), np.array([1, 0, 1]))
+    (code, relative), (chat, absolute) = plan.CLASSES[:2]
+    made = (
+        TraceRequest(0.0, 3, 6, absolute, chat), TraceRequest(0.5, 4, 7, relative, code),
+        TraceRequest(2.0, 5, 8, absolute, chat),
+    )  # fmt: skip
+    assert tuple(columns) == made and columns[-1] == made[2] and columns[:2] == list(made[:2])
+    traces = [Trace("", "", each) for each in (columns, made)]
+    assert (traces[0].duration_s, traces[0].rate_rps, traces[0].classes) == (2.0, 1.5, sorted((chat, code)))
+    runs = [simulate("ar", SimulationPlan((), seed=4), load_machine("llama-70b"), trace) for trace in traces]
+    assert runs[0].records == runs[1].records
+
+
+def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path) -> None:
     plan, tables = scripts["plan"], scripts["results_cluster"]
     assert tables.cluster_tables(tmp_path) == []
     with (tmp_path / "points.jsonl").open("w") as file:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from adaserve_jax.pallas_kernels.paged_tree_attention.specs import TINY
 from adaserve_jax.types import CostSamples
+from benchmarks.kernels.attention_specs import TINY
 from tests.bench.scripts import imported
 
 NAMES = ("device", "kernels.ceilings", "kernels.kernels", "nightjar.elastic")

@@ -13,9 +13,7 @@ from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import LeastLoaded, SloAware, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.sim.simulation import RequestColumns, SimulationPlan, _Simulation, simulate
-from adaserve_jax.types import SLO
-from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.sim.simulation import SimulationPlan, _Simulation, simulate
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 from tests.oracles import routers as oracles
 
@@ -180,20 +178,3 @@ def test_rows_without_records_are_those_of_the_records() -> None:
         for name, value in asdict(one).items():
             is_number = isinstance(value, float)
             assert asdict(other)[name] == (pytest.approx(value, rel=1e-12) if is_number else value), name
-
-
-def test_requests_in_columns_are_made_when_they_are_asked_for() -> None:
-    classes = (("a", SLO(relative=1.2, ttft_ms=4000)), ("b", SLO()))
-    columns = RequestColumns(
-        np.array([0.0, 0.5, 2.0]), np.array([3, 4, 5], np.int32), np.array([6, 7, 8], np.int32), np.array([1, 0, 1]),
-        classes,
-    )  # fmt: skip
-    made = (
-        TraceRequest(0.0, 3, 6, SLO(), "b"), TraceRequest(0.5, 4, 7, classes[0][1], "a"),
-        TraceRequest(2.0, 5, 8, SLO(), "b"),
-    )  # fmt: skip
-    assert tuple(columns) == made and columns[-1] == made[2] and columns[:2] == list(made[:2])
-    trace, listed = Trace("columns", "", columns), Trace("listed", "", made)
-    assert (trace.duration_s, trace.rate_rps, trace.classes) == (2.0, 1.5, ["a", "b"])
-    runs = [simulate("ar", SimulationPlan((), seed=4), MACHINE, each) for each in (trace, listed)]
-    assert runs[0].records == runs[1].records

@@ -115,8 +115,8 @@ def test_a_server_of_this_package_is_told_salts_and_targets_and_says_its_baselin
         (fake.answer("200 OK", b"<html>"), {"model": "m"}, "must answer with a JSON object"),
         (fake.answer("200 OK", b"[]"), {}, "must answer with a JSON object"),
         (fake.answer("200 OK", b'{"data": []}'), {}, "lists no model; name the model"),
-        (["close"], {}, r"failed \(disconnected\); is the server running"),
-        ([b"nonsense\r\n\r\n", "close"], {}, r"failed \(malformed http\)"),
+        (["close"], {}, "failed .*closed connection.*; is the server running"),
+        ([b"nonsense\r\n\r\n", "close"], {}, "failed .*nonsense"),
         (["silence"], {"silence_timeout_s": 0.1}, "got no answer in 0.1 s; is it the right server"),
     ],
 )
@@ -154,7 +154,7 @@ def test_nobody_there():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match=r"failed \(connection refused\); is the server running"):
+    with pytest.raises(ConfigError, match=r"failed .*Connection refused.*; is the server running"):
         UrlEngine(UrlSettings(f"http://127.0.0.1:{port}", connect_timeout_s=1.0))
 
 

@@ -3,7 +3,6 @@ embedded pair, whose tokens it must count as the engine does."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due
 from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.bench.local_client import ClientEngine
-from adaserve_jax.cli import app as cli_app
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunResults
@@ -22,6 +20,7 @@ from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import WorkloadItem, load_workload
+from tests.program import run_program
 from tests.server.conftest import Running, running, serving
 from tests.server.scripted import BASELINE_S
 from tests.waiting import wait_until
@@ -87,13 +86,6 @@ def test_what_is_cut_off_is_aborted_in_the_engine(server, engine):
     wait_until(lambda: len(server.engine.aborted) > aborted)
 
 
-def adaserve(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", "bench", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli_app.main()
-    return int(ended.value.code or 0)
-
-
 def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setenv("SERVER_KEY", KEY)
     workload = tmp_path / "requests.jsonl"
@@ -112,11 +104,11 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
     )
     out = tmp_path / "run"
     with running(ServerSettings(api_key=KEY)) as server:
-        assert adaserve(monkeypatch, "--url", server.url, *quick, "--out", str(out)) == 2
+        assert run_program("bench", "--url", server.url, *quick, "--out", str(out)) == 2
         assert "answered 401; give the API key" in " ".join(capsys.readouterr().err.split())
         with_key = ("--url", server.url, "--api-key-env", "SERVER_KEY", *quick, "--out", str(out))
-        assert adaserve(monkeypatch, *with_key) == 0
-        assert adaserve(monkeypatch, *with_key, "--policies", "theirs", "--append") == 0
+        assert run_program("bench", *with_key) == 0
+        assert run_program("bench", *with_key, "--policies", "theirs", "--append") == 0
     folder = RunResults.load(out)
     rows = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
     assert [(row.policy, row.system, row.token_source) for row in rows] == [

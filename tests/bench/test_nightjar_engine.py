@@ -57,7 +57,7 @@ def test_policies_take_turns_and_what_is_there_is_not_run_again(
     engine = make_bench("ar")
     sizes = replace(modules["requests"].QUICK, span_s=0.1)
     rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, commit="c")
-    monkeypatch.setattr("adaserve_jax.bench.runner.source_commit", lambda: "c")
+    monkeypatch.setattr("adaserve_jax.results.provenance.source_commit", lambda: "c")
     wanted = {"policies": ("ar", "spec:2", "nightjar"), "loads": ("dynamic",), "most_rounds": 2}
     result = modules["engine"].measure(engine, requests, rounds, **wanted)
     played = [

@@ -9,7 +9,7 @@ from adaserve_jax.bench.engine import AtPoint, Due, LoopResult, RequestProbe, dr
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.types import SLO, SamplingParams
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def requests(count: int, gap_s: float, *, slo_class: str = "chat", tokens: int = 4) -> list[Due]:
@@ -109,8 +109,7 @@ def test_tokens_carry_the_times_the_client_saw(make_engine):
     (record,) = records(loop)
     (probe,) = loop.probes
     assert record.output_tokens == len(record.token_offsets_s) == 4
-    while len(around) < 4:  # the last one is noted a moment after the client was told
-        time.sleep(0.001)
+    wait_until(lambda: len(around) == 4)  # the last one is noted a moment after the client was told
     assert all(before <= t <= after for t, (before, after) in zip(probe.token_times_s, around, strict=True))
     first_s = probe.token_times_s[0]
     assert record.token_offsets_s == pytest.approx([t - first_s for t in probe.token_times_s], abs=1e-6)
@@ -130,7 +129,7 @@ def test_refusals_and_failures_are_records_not_exceptions(make_engine):
     mixed = [*requests(2, 0.0), *requests(1, 0.0, slo_class="long"), *requests(1, 0.0, slo_class="bad")]
     mixed = [Due(0.0, GenerateRequest(f"q{i}", [1], r.prepared.sampling, r.prepared.slo, 0, r.prepared.slo_class))
              for i, r in enumerate(mixed)]  # fmt: skip
-    loop = drive(make_engine(capacity=1, refuse=("long",), fail=("bad",), ttft_s=0.05), mixed, drain_s=2)
+    loop = drive(make_engine(capacity=1, refuse=("long",), fail=("bad",), ttft_s=0.5), mixed, drain_s=30)
     outcomes = [(r.status, r.error_code) for r in records(loop)]
     assert outcomes == [
         ("finished", None),

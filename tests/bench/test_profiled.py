@@ -15,7 +15,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
@@ -83,7 +83,7 @@ def test_a_level_is_searched_for_every_row_of_the_step() -> None:
     dear = replace(samples, draft_level_s={(1, 1): 0.001, (16, 1): 0.5}, level_per_context_s={})
     clock = VirtualClock()
     executor = SimExecutor(limits, dear, 0.5, clock, strict=False)
-    scheduler = build_scheduler(EngineConfig(policy="spec:1"), limits, dear)
+    scheduler = Scheduler(EngineConfig(policy="spec:1"), limits, dear)
     seconds = []
     for number, prompt in enumerate((4, 200, 4)):
         scheduler.add(Sequence(str(number), np.zeros(prompt, np.int32), SamplingParams(max_tokens=30), number, 0.0))

@@ -19,7 +19,7 @@ from adaserve_jax.workloads.workload import Workload, load_workload
 from tests.bench.conftest import BASELINE_S
 from tests.results.points import record, row, sample
 
-PLAN = BenchPlan(("ar", "spec:4"), (80.0,), duration_s=0.1, warmup_requests=0, repeats=2, drain_s=5.0, max_late_s=5.0)
+PLAN = BenchPlan(("ar", "spec:4"), (80.0,), duration_s=0.1, warmup_requests=0, repeats=2, drain_s=60.0, max_late_s=60.0)
 FILES = ("results.jsonl", "requests.jsonl", "samples.jsonl")
 
 
@@ -192,7 +192,7 @@ def test_what_was_measured_with_something_else_is_not_gone_on_with(
         return engine
 
     if name not in ("device", "target_params"):
-        monkeypatch.setattr(f"adaserve_jax.bench.runner.{name}", lambda: then)
+        monkeypatch.setattr(f"adaserve_jax.results.provenance.{name}", lambda: then)
     column = {"source_commit": "commit", "machine_name": "machine"}.get(name, name)
     expected = rf"cannot resume .*: {column} was .*, is {then!r}; its points could not be compared .* another --out"
     with pytest.raises(ConfigError, match=expected):
@@ -201,7 +201,7 @@ def test_what_was_measured_with_something_else_is_not_gone_on_with(
     assert bool(opened) == (name in ("device", "target_params")), "no model is loaded in vain"
     if name == "source_commit":
         run_bench(PLAN, workload, make_bench, tmp_path / "other", use="resume")
-        monkeypatch.setattr("adaserve_jax.bench.runner.source_commit", lambda: "later")
+        monkeypatch.setattr("adaserve_jax.results.provenance.source_commit", lambda: "later")
         run_bench(PLAN, workload, make_bench, tmp_path / "other", use="resume")  # is done: nothing is measured
 
 

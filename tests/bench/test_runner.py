@@ -18,13 +18,16 @@ from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.workloads.workload import Workload, load_workload
 from tests.bench.conftest import ScriptedBench
 
+PLAN = BenchPlan(("ar",), (60.0,), duration_s=0.2, max_late_s=60.0)
+"""One point, however late a busy machine makes the client."""
+
 
 @pytest.fixture
 def workload(tmp_path: Path) -> Workload:
     path = tmp_path / "w.jsonl"
     lines = [
-        {"prompt": "secret words", "max_tokens": 3, "slo_class": "tight", "slo_relative": 1.5, "seed": 1},
-        {"prompt": "more of them", "max_tokens": 5, "slo_class": "loose", "slo_tpot_ms": 500},
+        {"prompt": "secret words", "max_tokens": 3, "slo_class": "tight", "slo_relative": 50, "seed": 1},
+        {"prompt": "more of them", "max_tokens": 5, "slo_class": "loose", "slo_tpot_ms": 60_000},
         {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 2, "slo_class": "free"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -38,7 +41,7 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workloa
         opened.append(make_bench(policy))
         return opened[-1]
 
-    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.25, seed=3, warmup_requests=0)
+    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.25, seed=3, warmup_requests=0, max_late_s=60.0)
     rows = run_bench(plan, workload, open_engine, tmp_path / "out")
     (engine,) = opened
     assert engine.client.policies[:3] == ["ar", "ar", "spec:4"]  # opened, then every name is tried
@@ -54,7 +57,7 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workloa
 
 def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, workload, tmp_path: Path):
     engine = make_bench("ar")
-    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2)
+    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2, max_late_s=60.0)
     for _ in range(2):
         run_bench(plan, workload, lambda _: engine, tmp_path, close=False)
     salts: dict[str, set[str]] = {}
@@ -79,8 +82,7 @@ def test_a_policy_that_the_engine_does_not_have_is_refused_before_anything_is_me
 
 
 def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
-    plan = BenchPlan(("ar",), (100.0,), duration_s=0.2, max_late_s=5.0)
-    rows = run_bench(plan, workload, make_bench, tmp_path)
+    rows = run_bench(PLAN, workload, make_bench, tmp_path)
     assert read_rows(tmp_path / "results.jsonl", ResultRow) == rows
     records = read_rows(tmp_path / "requests.jsonl", RequestRecord)
     total, *classes = rows
@@ -95,15 +97,15 @@ def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: 
 
 
 def test_no_text_of_a_request_is_written(make_bench, workload, tmp_path: Path):
-    run_bench(BenchPlan(("ar",), (60.0,), duration_s=0.2), workload, make_bench, tmp_path)
+    run_bench(PLAN, workload, make_bench, tmp_path)
     for file in tmp_path.glob("re*.jsonl"):
         assert "secret" not in file.read_text() and "words" not in file.read_text()
 
 
 def test_a_relative_target_is_judged_against_the_measured_baseline(make_bench, workload, tmp_path: Path):
-    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, lambda p: make_bench(p, tpot_s=0.007), tmp_path)
+    rows = run_bench(PLAN, workload, lambda p: make_bench(p, tpot_s=0.25), tmp_path)
     by_class = {row.slo_class: row for row in rows}
-    assert by_class["tight"].attainment == 0.0  # 1.5 x 4 ms < 7 ms
+    assert by_class["tight"].attainment == 0.0  # 50 x 4 ms < 250 ms
     assert by_class["loose"].attainment == 1.0
     assert by_class["free"].attainment is None
 
@@ -140,7 +142,7 @@ def test_a_warm_up_that_is_interrupted_measures_nothing(make_bench, workload, tm
 
     engine.client.submit = submit
     with pytest.raises(KeyboardInterrupt):
-        run_bench(BenchPlan(("ar",), (50.0,), 0.2), workload, lambda _: engine, tmp_path)
+        run_bench(PLAN, workload, lambda _: engine, tmp_path)
     assert not (tmp_path / "results.jsonl").exists() and engine.client.closed
 
 
@@ -173,7 +175,7 @@ def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path
 
 
 def test_the_table_has_a_line_per_row(make_bench, workload, tmp_path: Path):
-    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, make_bench, tmp_path)
+    rows = run_bench(PLAN, workload, make_bench, tmp_path)
     table = result_table(rows)
     assert table.row_count == len(rows)
     assert "scripted" in str(table.title)
@@ -198,8 +200,7 @@ def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(m
     recorder = Noting()
     engine = ScriptedBench(make_engine("ar"), max_prefill_tokens=96)
     engine.recorder = recorder
-    plan = BenchPlan(("ar",), (60.0,), duration_s=0.2, record=True)
-    rows = run_bench(plan, workload, lambda policy: engine, tmp_path)
+    rows = run_bench(replace(PLAN, record=True), workload, lambda policy: engine, tmp_path)
     records = read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)
     requests = read_rows(tmp_path / "requests.jsonl", RequestRecord)
     assert {(r.request_id, r.slo_class) for r in records} == {(r.request_id, r.slo_class) for r in requests}
@@ -213,7 +214,6 @@ def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(m
 
 
 def test_rows_say_with_which_settings_the_engine_served(make_bench, workload, tmp_path: Path):
-    plan = BenchPlan(("ar",), (40.0,), duration_s=0.1, warmup_requests=0)
     hashes = []
     for about in (
         {"max_requests": 4, "elastic": "auto"},
@@ -221,7 +221,7 @@ def test_rows_say_with_which_settings_the_engine_served(make_bench, workload, tm
         {"max_requests": 5},
         None,
     ):
-        rows = run_bench(plan, workload, make_bench, tmp_path, about=about)
+        rows = run_bench(replace(PLAN, warmup_requests=0), workload, make_bench, tmp_path, about=about)
         hashes += {row.engine_hash for row in rows}
     same, again, other, unknown = hashes
     assert same == again != other and len(same) == len(other) == 64 and unknown == ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.default_rates import default_rates
+from adaserve_jax.bench.plan import default_rates
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.types import SLO, CandidateTrees, DraftTrees, StepPlan
 from adaserve_jax.workloads.items import WorkloadItem

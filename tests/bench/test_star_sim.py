@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.service.admission import emitted_tokens, full_targets
+from benchmarks.starsd.closed_forms import emitted_tokens, full_targets
 from benchmarks.starsd.sim import StarPlan, closed_row, simulated_row
 from tests.star.test_admission import LOAD, R_Q, T_IDLE
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.client.sessions import SessionTable
-from adaserve_jax.star.service.admission import accepted_tokens as mean_accepted
 from adaserve_jax.types import CandidateTrees, StepPlan
+from benchmarks.starsd.closed_forms import accepted_tokens as mean_accepted
 from tests.bench.scripts import imported
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.default_rates import default_rates
-from adaserve_jax.cli import app as cli_app
+from adaserve_jax.bench.plan import default_rates
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.learn_config import LearnConfig
@@ -22,6 +21,7 @@ from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.workloads.workload import load_workload
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
+from tests.program import run_program
 
 ANY_LATENESS = ("--max-late-ms", "60000")
 """The machine that runs the tests may do much else."""
@@ -48,10 +48,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         return ScriptedBench(engine)
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["adaserve", "bench", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli_app.main()
-        return ended.value.code or 0
+        return run_program("bench", *arguments)
 
     run.configs, run.script, run.on_submit = [], Script(), lambda request: None
     monkeypatch.setattr(bench_module, "open_bench_engine", open_bench_engine)

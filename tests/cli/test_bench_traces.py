@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.bench.local_client import ClientEngine
-from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.run_folder import RunResults
@@ -18,6 +16,7 @@ from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.workloads.prompt_text import PromptWriter
 from adaserve_jax.workloads.workload import WorkloadItem
 from tests.bench.conftest import Script, ScriptedEngine
+from tests.program import run_program
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,4
@@ -48,10 +47,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         return ClientEngine(engines[-1], of_bytes, engines[-1].set_policy)
 
     def run(*arguments: str, status: int = 0) -> ScriptedEngine | None:
-        monkeypatch.setattr(sys, "argv", ["adaserve", "bench", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli_app.main()
-        assert (ended.value.code or 0) == status
+        assert run_program("bench", *arguments) == status
         return engines[-1] if engines else None
 
     monkeypatch.setattr(bench_module, "open_bench_engine", open_bench_engine)

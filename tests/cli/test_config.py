@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli.terminal import open_llm
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.settings import ServerSettings
+from tests.program import run_program
 
 FILE = """
 [engine]
@@ -41,13 +39,6 @@ def path(tmp_path) -> str:
     return str(tmp_path / "adaserve.toml")
 
 
-def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli_app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
-
-
 @pytest.fixture
 def served(monkeypatch):
     """Runs `adaserve serve` with a server that notes what it gets."""
@@ -56,7 +47,7 @@ def served(monkeypatch):
 
     def serve(*arguments: str):
         got.clear()
-        assert main(monkeypatch, "serve", *arguments) == 0
+        assert run_program("serve", *arguments) == 0
         return got[0]
 
     return serve
@@ -69,10 +60,10 @@ def test_without_a_file_there_are_the_defaults(served):
 def test_values_come_from_the_command_line_the_environment_the_file_the_default(served, path, monkeypatch):
     monkeypatch.setenv("ADASERVE_PORT", "9002")
     monkeypatch.setenv("ADASERVE_SERVED_MODEL_NAME", "from the environment")
-    monkeypatch.setenv("ADASERVE_POLICY", "spec:2")
+    monkeypatch.setenv("ADASERVE_POLICY", "ar")
     settings, config, _, _ = served("--config", path, "--served-model-name", "from the command line", "--calibrate")
     assert settings.served_model_name == "from the command line"
-    assert (settings.port, config.policy, config.calibrate) == (9002, "spec:2", True)
+    assert (settings.port, config.policy, config.calibrate) == (9002, "ar", True)
     assert (settings.host, config.max_depth, config.draft, config.row_edges) == ("::1", 3, None, (1, 2))
     assert settings.use_generation_config is False
     assert (settings.max_inflight, config.max_width) == (ServerSettings().max_inflight, EngineConfig().max_width)
@@ -109,13 +100,13 @@ def test_draft_services_are_named_anywhere(served, path, monkeypatch, capsys):
     assert "--drafter-token-file has no effect without --drafter" in capsys.readouterr().err
 
 
-def test_a_wrong_draft_service_ends_the_program_with_one_line(monkeypatch, capsys):
+def test_a_wrong_draft_service_ends_the_program_with_one_line(capsys):
     for arguments in (["serve"], ["generate", "a prompt"], ["bench", "--policies", "ar"]):
-        assert main(monkeypatch, *arguments, "--drafter", "http://a:1") == 2
+        assert run_program(*arguments, "--drafter", "http://a:1") == 2
         assert "drafter must be one or more of grpc://host:port, got ('http://a:1',)" in capsys.readouterr().err
-    assert main(monkeypatch, "bench", "--url", "http://h:1", "--drafter", "grpc://a:1") == 2
+    assert run_program("bench", "--url", "http://h:1", "--drafter", "grpc://a:1") == 2
     assert "--drafter is of an engine in this process; leave it out with --url" in capsys.readouterr().err
-    assert main(monkeypatch, "generate", "a prompt", "--drafter", "grpc://a:1", "--draft", "models/mine") == 2
+    assert run_program("generate", "a prompt", "--drafter", "grpc://a:1", "--draft", "models/mine") == 2
     assert "draft must be left out with a drafter" in capsys.readouterr().err
 
 
@@ -167,7 +158,7 @@ def test_the_plain_key_of_the_file_is_read_again_unless_another_was_given_beside
 def test_an_empty_key_in_the_environment_opens_no_server(served, monkeypatch, capsys, path):
     monkeypatch.setenv("ADASERVE_API_KEY", "")
     for arguments in ((), ("--config", path)):
-        assert main(monkeypatch, "serve", *arguments) == 2
+        assert run_program("serve", *arguments) == 2
         assert "ADASERVE_API_KEY must be a key, got an empty text; unset it" in capsys.readouterr().err
     assert served("--api-key", "x")[0].api_key == "x"
     monkeypatch.delenv("ADASERVE_API_KEY")
@@ -176,30 +167,30 @@ def test_an_empty_key_in_the_environment_opens_no_server(served, monkeypatch, ca
 
 def test_the_status_of_a_server_that_ended_with_its_engine_is_the_programs(monkeypatch):
     monkeypatch.setattr(serve_module, "run", lambda *_: serve_module.DEAD_STATUS)
-    assert main(monkeypatch, "serve") == 70
+    assert run_program("serve") == 70
 
 
-def test_a_wrong_file_is_one_line(monkeypatch, capsys, path, tmp_path):
+def test_a_wrong_file_is_one_line(capsys, path, tmp_path):
     (tmp_path / "wrong.toml").write_text("[server]\nprot = 1\n")
-    assert main(monkeypatch, "serve", "--config", str(tmp_path / "wrong.toml")) == 2
-    assert main(monkeypatch, "config", "--check", str(tmp_path / "wrong.toml")) == 2
+    assert run_program("serve", "--config", str(tmp_path / "wrong.toml")) == 2
+    assert run_program("config", "--check", str(tmp_path / "wrong.toml")) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == second and first.endswith("wrong.toml: [server] has no key 'prot'; did you mean 'port'?")
 
 
-def test_a_valid_file_is_said_to_be(monkeypatch, capsys, path):
-    assert main(monkeypatch, "config", "--check", path) == 0
+def test_a_valid_file_is_said_to_be(capsys, path):
+    assert run_program("config", "--check", path) == 0
     assert capsys.readouterr().out == f"{path} is valid: 10 settings, 1 classes, 1 keys\n"
 
 
-def test_the_example_is_printed_and_valid(monkeypatch, capsys, tmp_path):
-    assert main(monkeypatch, "config", "--example") == 0
+def test_the_example_is_printed_and_valid(capsys, tmp_path):
+    assert run_program("config", "--example") == 0
     (tmp_path / "example.toml").write_text(capsys.readouterr().out)
-    assert main(monkeypatch, "config", "--check", str(tmp_path / "example.toml")) == 0
+    assert run_program("config", "--check", str(tmp_path / "example.toml")) == 0
     assert "is valid: 0 settings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [[], ["--check", "x", "--example"]])
-def test_one_of_both_must_be_asked_for(monkeypatch, capsys, arguments):
-    assert main(monkeypatch, "config", *arguments) == 2
+def test_one_of_both_must_be_asked_for(capsys, arguments):
+    assert run_program("config", *arguments) == 2
     assert "one of --check FILE and --example must be given" in capsys.readouterr().err

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.cli import app
 from adaserve_jax.distill.offline import Distillation
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms
@@ -24,6 +22,7 @@ from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.models.checkpoints import write_checkpoint
+from tests.program import run_program
 
 PROMPTS = ["the thing", "a thing in", "é", "the a", "ing ing", "thin", "", "the thing"]
 
@@ -36,13 +35,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_checkpoint(Path("draft"), seed=2, num_hidden_layers=1)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
     return tmp_path
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", "distill", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
 
 
 def _options(out: str, *more: str) -> list[str]:
@@ -72,7 +64,7 @@ def _load(folder: str) -> Params:
 def test_a_run_is_stopped_gone_on_with_and_serves(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *_options("whole", "--json", "whole.json")) == 0
+    assert run_program("distill", *_options("whole", "--json", "whole.json")) == 0
     out, err = capsys.readouterr()
     assert all(text in out for text in ("held-out acceptance", "held-out loss", "before", "epoch 1"))
     assert "left out: 1 of 7 prompts, repeated or empty" in err
@@ -93,24 +85,22 @@ def test_a_run_is_stopped_gone_on_with_and_serves(
 
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "_round", interrupted)
-        assert run(patch, *_options("parts")) == 130
+        assert run_program("distill", *_options("parts")) == 130
     err = capsys.readouterr().err
     assert "stopping when this round's texts are learned" in err
     assert "stopped after 1 of 3 rounds, kept in parts.training; to go on: adaserve distill --target target" in err
     assert not Path("parts").exists()
-    assert run(monkeypatch, *_options("parts")) == 2
+    assert run_program("distill", *_options("parts")) == 2
     assert "parts.training holds a run that was stopped; give --resume to go on with it" in capsys.readouterr().err
-    assert run(monkeypatch, *_options("parts", "--resume", "--seed", "1")) == 2
+    assert run_program("distill", *_options("parts", "--resume", "--seed", "1")) == 2
     assert "the run was begun with seed 0, not 1" in capsys.readouterr().err
-    assert run(monkeypatch, *_options("parts", "--resume")) == 0
+    assert run_program("distill", *_options("parts", "--resume")) == 0
     assert not Path("parts.training").exists()
     whole, parts = _load("whole"), _load("parts")
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
-def test_what_a_server_learned_is_written(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The good version of a trainer's checkpoint, as the learner keeps it: a folder per draft."""
     config = OfflineConfig(lora_rank=2)
     programs = TrainPrograms(ModelConfig.from_folder("draft"), config.learn, 32, jnp.float32)
@@ -120,22 +110,22 @@ def test_what_a_server_learned_is_written(
     trainer._sums = programs.run("accumulate", trainer._state.trained, trainer._base, trainer._sums, batch)
     assert trainer.apply().finite
     trainer.mark_good()
-    trainer.save(Path("learned") / "default", 1, {"version": 3})
+    trainer.snapshot().save(Path("learned") / "default", 1, {"version": 3})
     options: list[Any] = ["--draft", "draft", "--from-checkpoint", "learned"]
-    assert run(monkeypatch, *options, "--lora-rank", "2", "--out", "out") == 0
+    assert run_program("distill", *options, "--lora-rank", "2", "--out", "out") == 0
     err = capsys.readouterr().err
     assert "draft 'default' as it was learned, version 3; serve it with: adaserve serve --target TARGET --draft" in err
-    assert run(monkeypatch, *options, "--lora-rank", "2", "--out", "again", "--target", "target") == 0
+    assert run_program("distill", *options, "--lora-rank", "2", "--out", "again", "--target", "target") == 0
     assert "serve --target target --draft again" in capsys.readouterr().err
     expected, found = trainer.weights(), _load("out")
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     assert not np.array_equal(found["layers.0.qkv"], _load("draft")["layers.0.qkv"])
-    assert run(monkeypatch, *options, "--out", "other") == 2
+    assert run_program("distill", *options, "--out", "other") == 2
     assert "learn_lora_rank 2, which is now 0" in capsys.readouterr().err
-    assert run(monkeypatch, *options, "--draft-name", "zh", "--out", "other") == 2
+    assert run_program("distill", *options, "--draft-name", "zh", "--out", "other") == 2
     assert "expected checkpoints of draft 'zh', found drafts default" in capsys.readouterr().err
     Path("learned/zh").mkdir()
-    assert run(monkeypatch, *options, "--draft-name", "zh", "--out", "other") == 2
+    assert run_program("distill", *options, "--draft-name", "zh", "--out", "other") == 2
     expected = "learned/zh: expected a checkpoint, found none; nothing was learned yet"
     assert expected in capsys.readouterr().err
     assert not Path("other").exists()
@@ -169,7 +159,6 @@ def test_what_a_server_learned_is_written(
 )
 def test_mistakes_are_one_line(
     place: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
@@ -184,7 +173,7 @@ def test_mistakes_are_one_line(
         Path("other/tokenizer.json").write_text(json.dumps(tokenizer))
     pair = [] if "--draft" in arguments else ["--draft", "draft"]
     before = sorted(place.rglob("*"))
-    assert run(monkeypatch, "--target", "target", *pair, *arguments) == 2
+    assert run_program("distill", "--target", "target", *pair, *arguments) == 2
     out, err = capsys.readouterr()
     line = err.splitlines()[-1]
     assert out == "" and line.startswith("adaserve: error: ") and message in line

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from adaserve_jax.cli import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.runtime import loading as planned
 from adaserve_jax.runtime.sizing import Resolved, resolve
+from tests.program import run_program
 from tests.runtime.test_sizing import DRAFT, TARGET
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", "profile", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
 
 
 @pytest.fixture
@@ -39,12 +31,10 @@ def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_compiling")
-def test_the_ledger_is_shown_and_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_ledger_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A page of the target takes 5 x 2 x 2 x 64 x 64 x 4 bytes, 0.3 MiB; the draft's weights 2.4 MiB."""
     path = tmp_path / "ledger.json"
-    assert run(monkeypatch, "--memory", "--num-pages", "64", "--out", str(path)) == 0
+    assert run_program("profile", "--memory", "--exact", "--num-pages", "64", "--out", str(path)) == 0
     resident, away = capsys.readouterr().out.split("draft away, pages in its place")
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in away.splitlines() if "│" in line]
     assert ["target KV pages", "20.0", ""] in [row[:3] for row in rows]
@@ -61,21 +51,37 @@ def test_the_ledger_is_shown_and_written(
 
 
 @pytest.mark.usefixtures("without_compiling")
-def test_what_does_not_fit_is_shown_and_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--draft", "none", "--num-pages", "64", "--memory-limit-mib", "32"]
-    assert run(monkeypatch, "--memory", *options) == 2
+    assert run_program("profile", "--memory", "--exact", *options) == 2
     out, err = capsys.readouterr()
     assert "without a draft" in out and "122.1%" in out  # 16.1 + 20 + 3 of 32
     assert err.count("\n") == 1 and "the engine takes 39.1 MiB of memory, but the limit is 32.0 MiB" in err
     assert "num_pages at most 41; memory_limit_mib at least 40" in err
 
 
+def test_without_exact_nothing_is_compiled_and_the_workspace_is_what_is_held_free_for_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, cache = tmp_path / "ledger.json", tmp_path / "cache"
+    options = ["--num-pages", "64", "--compile-cache", str(cache), "--out", str(path)]
+    assert run_program("profile", "--memory", *options) == 0
+    assert "workspace is estimated from shapes; --exact compiles" in capsys.readouterr().err
+    assert not cache.exists(), "a program was compiled"
+    written = json.loads(path.read_text())
+    assert written["fits"] and written["workspace_bytes_by_tokens"] is None
+    parts = {part["name"]: part["device_bytes"] for part in written["layouts"]["draft resident"]}
+    assert parts["target KV pages"] == 64 * written["target_page_bytes"]
+    assert parts["workspace"] == written["reserve_bytes"] > 0
+    assert run_program("profile", "--memory", "--memory-limit-mib", "1", *options) == 2
+    assert "memory, but the limit is 1.0 MiB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--out must name the JSON file to write; only --memory does without"),
+        (["--exact", "--out", "x.json"], "--exact is about --memory; give both, or leave it out"),
         (["--memory", "--search"], "--memory measures nothing; leave out --search, --trace and --plot"),
         (
             ["--memory", "--num-processes", "2", "--coordinator", "host:1"],
@@ -83,9 +89,7 @@ def test_what_does_not_fit_is_shown_and_refused(
         ),
     ],
 )
-def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert run(monkeypatch, *arguments) == 2
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert run_program("profile", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from adaserve_jax.cli import app
+from tests.program import run_program
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", "perplexity", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
-
-
-def test_int8_hardly_changes_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_int8_hardly_changes_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    assert run(monkeypatch, "--window", "256", "--max-tokens", "2048", "--json", str(out)) == 0
+    assert run_program("perplexity", "--window", "256", "--max-tokens", "2048", "--json", str(out)) == 0
     table = capsys.readouterr().out
     assert all(text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8"))
     result = json.loads(out.read_text())
@@ -58,7 +48,7 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes(b"caf\xe9 and more")
     Path("short.txt").write_text("x")
-    assert run(monkeypatch, *arguments) == 2
+    assert run_program("perplexity", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"adaserve: error: {message}")
@@ -68,5 +58,5 @@ def test_a_python_without_sources_needs_a_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("adaserve_jax.cli.perplexity.held_out_code", list)
-    assert run(monkeypatch) == 2
+    assert run_program("perplexity") == 2
     assert "no source files of its library to score; give --text FILE" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench import profile as profiling
-from adaserve_jax.cli import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import LLM
 from adaserve_jax.engine.thread_engine import LocalEngine
@@ -19,6 +17,7 @@ from adaserve_jax.results.profile import read_profile, write_profile
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime.warmup import Effort, measure
 from adaserve_jax.types import SamplingParams
+from tests.program import run_program
 
 BRIEF = Effort((0, 300), passes=1, repeats=1, repeats_beyond=1, all_depths=False)
 CONFIG = EngineConfig(
@@ -31,13 +30,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["adaserve", "profile", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    return ended.value.code if isinstance(ended.value.code, int) else 0
-
-
 def no_timing(*_: object, **__: object) -> None:
     raise AssertionError("a profile was given: nothing is to be timed")
 
@@ -48,7 +40,7 @@ def test_a_measured_profile_is_what_an_engine_starts_from(
 ) -> None:
     monkeypatch.setattr(profiling, "measure", lambda executor, _, progress: measure(executor, BRIEF, progress))
     path = tmp_path / "profile.json"
-    assert run(monkeypatch, "--out", str(path), "--check-seconds", "1.5", "--acceptance", "0.6", *OPTIONS) == 0
+    assert run_program("profile", "--out", str(path), "--check-seconds", "1.5", "--acceptance", "0.6", *OPTIONS) == 0
     table = capsys.readouterr().out
     assert all(text in table for text in ("verify, ms by context", "draft, ms by depth", "proposed", "knee"))
     assert "error of predicted step time" in table and "0.60" in table
@@ -68,7 +60,7 @@ def test_a_measured_profile_is_what_an_engine_starts_from(
     engine.start()
     try:
         assert (engine.config.eq8_c1, engine.config.eq9_c2) == (3, -1)
-        assert engine._core.scheduler._cost.samples == profile.timings.samples()
+        assert engine.assembly.samples == profile.timings.samples()
         (output,) = LLM.over(engine).generate("def", SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         assert len(output.token_ids) == 8
         assert engine.stats().compiles_after_ready == 0
@@ -97,6 +89,6 @@ def test_mistakes_are_one_line_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(profiling, "load_executor", partial(pytest.fail, "nothing must be loaded"))
-    assert run(monkeypatch, "--out", "p.json", *arguments) == 2
+    assert run_program("profile", "--out", "p.json", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err

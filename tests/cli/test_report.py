@@ -44,6 +44,7 @@ def test_markdown_has_a_column_per_class(path):
     found = cells(text)
     assert found[""] == ["all", "batch", "chat"]
     assert found["choices"] == ["6", "1", "5"]
+    assert found["cancelled by the client"] == ["0", "0", "0"]
     assert found["failed (of them aborted)"] == ["1 (1)", "0 (0)", "1 (1)"]
     assert found["all targets met"] == ["20.0%", "-", "20.0%"]
     assert found["goodput, tokens/s"] == ["0.6", "0.0", "0.6"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,11 @@ from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.server.connection import http_config
 from adaserve_jax.server.serve import listen
 from tests.bench.fake_server import Act, Asked, answer, stream, token
+from tests.waiting import wait_until
 
 TOKEN = "a-token-of-the-cluster"
 HEALTHY = answer("200 OK", b'{"status":"ok","detail":""}')
 BODY = {"prompt": "def add(a, b):", "max_tokens": 8}
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """However slow the machine is; a test that would wait for ever is ended by the suite's limit."""
-    while not condition():
-        time.sleep(0.01)
 
 
 @dataclass
@@ -68,6 +62,8 @@ def routed(*urls: str, wait: int | None = None, **settings: Any) -> Iterator[Rou
         found.update(loop=asyncio.get_running_loop(), router=router, server=uvicorn.Server(quiet))
         await found["server"].serve(sockets=[listener])
         await router.close()
+        for _ in range(50):  # turns of the loop, for transports that end
+            await asyncio.sleep(0)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()

@@ -16,10 +16,10 @@ import httpx
 import pytest
 
 from adaserve_jax.cluster.run_folder import give_order
-from tests.cluster.conftest import wait_until
 from tests.cluster.test_local import Up
 from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SERVE = ("--max-requests", "8", "--token-edges", "16,64", "--row-edges", "8")
@@ -97,7 +97,7 @@ def test_targets_are_replaced_while_requests_are_answered(cluster):
 
 
 def test_down_leaves_no_process(cluster):
-    pids = cluster.pids()
+    pids = list(cluster.pids().values())
     pids += [child for pid in pids for child in children(pid)]
     list(give_order(cluster.folder.socket, "down"))
     wait_until(lambda: not cluster.folder.is_held)

@@ -12,10 +12,11 @@ import threading
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import Metric
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.cluster import forwarding
@@ -24,10 +25,11 @@ from adaserve_jax.cluster.router import UNROUTED_PATHS
 from adaserve_jax.cluster.router_client import NoAnswer, request_json
 from adaserve_jax.cluster.targets import TargetSet
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
-from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
+from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, whole
 from tests.conftest import ROOT
 from tests.documents import rows
 from tests.server.conftest import running
+from tests.waiting import wait_until
 
 GENERATION = "/v1/completions"
 
@@ -64,6 +66,20 @@ def same_but_for_ids(one: httpx.Response, other: httpx.Response) -> bool:
 def test_an_answer_is_that_of_the_server(pair, path, more):
     server, router = pair
     assert same_but_for_ids(server.post(path, **BODY | more), router.post(path, **more))
+
+
+def test_the_responses_api_goes_through_the_router(pair):
+    """Its counts are read from the end of the answer, behind all that it repeats of the request."""
+    router = pair[1]
+    asked = {"input": "hello", "max_output_tokens": 12, "metadata": {"k": "v" * 9000}}
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="unused", max_retries=0) as client:
+        whole = client.responses.create(input="hello", max_output_tokens=12)
+        (target,) = router.router.targets
+        before = target.tokens_per_event
+        *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.incomplete" and last.response.output_text == whole.output_text == "user: hello\n"
+    wait_until(lambda: target.tokens_per_event != before)
+    assert router.http.get("/v1/responses/resp_1").json()["error"]["code"] == "not_found"
 
 
 def test_other_methods_and_paths_reach_the_server(pair):
@@ -238,7 +254,7 @@ def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
         refusal = router.post()
         assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "no_target"
         assert router.http.get("/health").json()["status"] == "starting"
-        assert router.http.get("/ready").status_code == 503
+        assert router.http.get("/ready").status_code == router.http.get("/ping").status_code == 503
     with (
         FakeServer(target(lambda _: whole())) as server,
         routed("http://127.0.0.1:9", wait=0, most_wait=600.0, token_file=_token_file()) as router,
@@ -324,6 +340,14 @@ def test_the_token_is_told_to_the_certificate_of_the_cluster_only(tmp_path):
         assert request_json(url.replace("/cluster", "/health"))[1]["status"] == "ok"  # which is told nothing
 
 
+@pytest.mark.parametrize(
+    "acts", [[b"what\r\n\r\n", "close"], [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "close"]]
+)
+def test_an_answer_that_is_broken_is_none(acts):
+    with FakeServer(lambda _: acts) as server, pytest.raises(NoAnswer, match=f"{server.url} does not answer"):
+        request_json(server.url)
+
+
 @pytest.mark.parametrize("path", UNROUTED_PATHS)
 def test_what_belongs_to_one_server_is_refused(pair, path):
     for below in ("", "/x"):
@@ -378,7 +402,7 @@ def test_every_metric_and_code_is_documented():
         metrics = RouterMetrics(TargetSet(["http://127.0.0.1:9"]))
         metrics.answers.labels("200").inc()
         metrics.retries.labels("lost").inc()
-        families = text_string_to_metric_families(metrics.text().decode())
+        families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
         return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
     found = {name: family for name, family in asyncio.run(exposed()).items() if not name.endswith("_created")}

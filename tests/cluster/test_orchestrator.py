@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
-from adaserve_jax.cluster.orchestrator import ReplaceMember, rolling_restart
+from adaserve_jax.cluster.orchestrator import Cluster, ReplaceMember
+from adaserve_jax.cluster.plan import ClusterPlan
+from adaserve_jax.cluster.router_client import RouterClient
+from adaserve_jax.cluster.run_folder import ClusterFolder
+from adaserve_jax.cluster.settings import RouterSettings
 
 
 class AtOnce:
@@ -26,44 +30,57 @@ class AtOnce:
         return {"in_flight": 0, "state": "up"}
 
 
-def restarted(*orders: str) -> list[str]:
-    """What is done when these are given at once."""
-    done: list[str] = []
+class StandIns(Cluster):
+    """A ready cluster of a draft and a target, which notes what is done to them."""
 
-    def replacing(name: str) -> ReplaceMember:
+    orchestrator = "test"
+
+    def __init__(self, folder: Path):
+        super().__init__(ClusterPlan(1, 1, RouterSettings()), ClusterFolder(folder))
+        self.phase = "ready"
+        self.done: list[str] = []
+
+    @property
+    def router_client(self) -> RouterClient:
+        return cast(RouterClient, AtOnce(self.done))
+
+    async def replaceable(self, kind: str) -> Mapping[str, ReplaceMember]:
+        if kind == "target":
+            self.done.append("look where targets are")
+
         async def replace() -> None:
             await asyncio.sleep(0)  # somebody else's turn
-            done.append(f"replace {name}")
+            self.done.append(f"replace {name}")
 
-        return replace
+        name = {"draft": "draft-0", "target": "http://t"}[kind]
+        return {name: replace}
 
-    async def targets() -> Mapping[str, ReplaceMember]:
-        done.append("look where targets are")
-        return {"http://t": replacing("http://t")}
 
-    async def go() -> None:
-        cluster = cast(Any, SimpleNamespace(phase="ready", plan=SimpleNamespace(target_grace_s=9.0)))
-        lock, router, drafts = asyncio.Lock(), cast(Any, AtOnce(done)), {"draft-0": replacing("draft-0")}
+def restarted(folder: Path, *orders: str) -> list[str]:
+    """What is done when these are given at once."""
+
+    async def go() -> list[str]:
+        cluster = StandIns(folder)
 
         async def order(what: str) -> None:
-            async for _ in rolling_restart(cluster, what, lock, router, drafts=drafts, targets=targets):
+            async for _ in cluster.restart(what):
                 pass
 
         await asyncio.gather(*map(order, orders))
+        return cluster.done
 
-    asyncio.run(go())
-    return done
+    return asyncio.run(go())
 
 
 TARGETS = ["look where targets are", "drain http://t", "replace http://t", "resume http://t"]
 DRAFTS = ["replace draft-0"]
 
 
-def test_what_is_ordered_is_replaced_drafts_first():
-    assert restarted("targets") == TARGETS
-    assert restarted("drafts") == DRAFTS
-    assert restarted("all") == DRAFTS + TARGETS
+def test_what_is_ordered_is_replaced_drafts_first(tmp_path):
+    assert restarted(tmp_path, "targets") == TARGETS
+    assert restarted(tmp_path, "drafts") == DRAFTS
+    assert restarted(tmp_path, "all") == DRAFTS + TARGETS
 
 
-def test_one_order_after_the_other():
-    assert restarted("targets", "all", "targets") == [*TARGETS, *DRAFTS, *TARGETS, *TARGETS]
+def test_one_order_after_the_other(tmp_path):
+    assert restarted(tmp_path, "targets", "all", "targets") == [*TARGETS, *DRAFTS, *TARGETS, *TARGETS]

@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from adaserve_jax.cluster.run_folder import ClusterFolder, give_order
 from adaserve_jax.errors import ConfigError
-from tests.cluster.conftest import wait_until
-from tests.cluster.test_local import Up
+from tests.cluster.test_local import UP, Up
 from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Up]:
-    up = Up(tmp_path_factory.mktemp("ray"), 2, 1, Path(__file__).parent / "up_members_on_ray.py")
+    up = Up(tmp_path_factory.mktemp("ray"), 2, 1, "ray")
     yield up
     up.process.kill()
     up.process.communicate()
@@ -45,30 +44,30 @@ def test_the_death_of_a_process_or_of_its_actor_is_survived(cluster, name, which
 
 
 def test_targets_are_replaced_in_turn(cluster):
-    before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    before = cluster.pids()
     lines = list(give_order(cluster.folder.socket, "restart targets"))
     assert [line.rpartition(": ")[2] for line in lines].count("is used again") == 2
     wait_until(lambda: all(cluster.member(f"target-{i}")["replacements"] >= 1 for i in range(2)))
-    after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    after = cluster.pids()
     assert {name for name in before if before[name] != after[name]} == {"target-0", "target-1"}
 
 
 def test_down_leaves_no_process(cluster):
     pids = [pid for each in cluster.state()["members"] for pid in (each["pid"], each["actor_pid"])]
     list(give_order(cluster.folder.socket, "down"))
-    assert cluster.process.wait(120) == 0
+    assert cluster.process.wait() == 0
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_one_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
     folder = ClusterFolder(tmp_path)
-    command = [sys.executable, str(Path(__file__).parent / "up_members_on_ray.py"), str(tmp_path), "2", "1"]
+    command = [sys.executable, UP, tmp_path, "2", "1", "ray"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) as up:
         wait_until(lambda: up.poll() is not None or len(members(folder)) > 1)
         pids = [pid for each in members(folder) for pid in (each["pid"], each["actor_pid"]) if pid]
         up.send_signal(signal.SIGTERM)
-        _, said = up.communicate(timeout=200)
+        _, said = up.communicate()
     assert up.returncode == 0, said.decode()
     wait_until(lambda: not any(map(is_alive, pids)))
 

@@ -42,6 +42,18 @@ def test_messages_count_their_contents():
     assert wanted is not None and wanted.assigned.prompt_tokens == 3
 
 
+def test_instructions_and_items_count_their_texts():
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "12345678"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "1234"},
+        {"type": "function_call_output", "call_id": "1", "output": "12345"},
+    ]
+    for given, tokens in (({"input": items, "instructions": "12345678"}, 7), ({"input": "1234"}, 1)):
+        wanted = parse_request("/v1/responses", json.dumps(given | {"slo_class": "chat"}).encode(), CLASSES, 0.0)
+        assert wanted is not None and wanted.assigned.prompt_tokens == tokens
+        assert (wanted.assigned.slo_class, wanted.assigned.tpot_slo_s) == ("chat", 0.1)
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b"null"])
 def test_what_cannot_be_read_is_for_the_target_to_refuse(body):
     assert parse_request("/v1/completions", body, CLASSES, 0.0) is None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adaserve_jax.cluster.plan import free_ports
 from adaserve_jax.cluster.supervisor import Member, MemberFailed, RestartBackoff, Supervisor, SupervisorTiming
-from tests.cluster.conftest import wait_until
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 MEMBER = str(Path(__file__).parent / "member.py")
 FAST = SupervisorTiming(
@@ -36,6 +39,16 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@contextlib.asynccontextmanager
+async def supervised(member: Member, **options: Any) -> AsyncIterator[Supervisor]:
+    """A supervisor whose process is ready; it is stopped at the end."""
+    supervisor = Supervisor(member, **options)
+    supervisor.start()
+    await supervisor.ready()
+    yield supervisor
+    await supervisor.stop()
+
+
 async def until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.01)
@@ -50,22 +63,19 @@ def test_what_dies_or_says_that_it_is_dead_is_started_again(tmp_path):
     state = tmp_path / "state"
 
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path, f"--state={state}"))
-        supervisor.start()
-        await supervisor.ready()
-        first = supervisor.pid
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: supervisor.restarts == 1 and supervisor.phase == "ready")
-        second = supervisor.pid
-        state.write_text("restarting")  # has limits of its own
-        await until(lambda: supervisor.phase == "failing")
-        assert supervisor.pid == second and supervisor.detail == "restarting"
-        state.write_text("dead")
-        await until(lambda: not is_alive(second))
-        state.write_text("ok")
-        await until(lambda: supervisor.restarts == 2 and supervisor.phase == "ready")
-        assert len({first, second, supervisor.pid}) == 3
-        await supervisor.stop()
+        async with supervised(member(tmp_path, f"--state={state}")) as supervisor:
+            first = supervisor.pid
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: supervisor.restarts == 1 and supervisor.phase == "ready")
+            second = supervisor.pid
+            state.write_text("restarting")  # has limits of its own
+            await until(lambda: supervisor.phase == "failing")
+            assert supervisor.pid == second and supervisor.detail == "restarting"
+            state.write_text("dead")
+            await until(lambda: not is_alive(second))
+            state.write_text("ok")
+            await until(lambda: supervisor.restarts == 2 and supervisor.phase == "ready")
+            assert len({first, second, supervisor.pid}) == 3
         assert supervisor.phase == "stopped" and supervisor.pid is None
 
     asyncio.run(go())
@@ -75,28 +85,22 @@ def test_one_that_is_unwell_for_long_is_replaced(tmp_path):
     state = tmp_path / "state"
 
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path, f"--state={state}"))
-        supervisor.start()
-        await supervisor.ready()
-        state.write_text("stalled")
-        await until(lambda: supervisor.restarts == 1)
-        state.unlink()
-        await until(lambda: supervisor.phase == "ready")
-        await supervisor.stop()
+        async with supervised(member(tmp_path, f"--state={state}")) as supervisor:
+            state.write_text("stalled")
+            await until(lambda: supervisor.restarts == 1)
+            state.unlink()
+            await until(lambda: supervisor.phase == "ready")
 
     asyncio.run(go())
 
 
 def test_a_replacement_is_another_process_and_counts_as_no_restart(tmp_path):
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path))
-        supervisor.start()
-        await supervisor.ready()
-        before = supervisor.pid
-        await supervisor.replace()
-        assert supervisor.pid not in (None, before) and not is_alive(before)
-        assert (supervisor.restarts, supervisor.replacements) == (0, 1)
-        await supervisor.stop()
+        async with supervised(member(tmp_path)) as supervisor:
+            before = supervisor.pid
+            await supervisor.replace()
+            assert supervisor.pid not in (None, before) and not is_alive(before)
+            assert (supervisor.restarts, supervisor.replacements) == (0, 1)
 
     asyncio.run(go())
 
@@ -127,12 +131,10 @@ def test_one_that_never_starts_is_given_up_after_a_few_times(tmp_path):
 def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
     async def go() -> None:
         timing = SupervisorTiming(probe_interval_s=0.02, termination_grace_s=0.1)
-        supervisor = Supervisor(member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}", timing=timing))
-        supervisor.start()
-        await supervisor.ready()
-        pid, child = supervisor.pid, int((tmp_path / "child").read_text())
-        assert is_alive(pid) and is_alive(child)
-        await supervisor.stop()
+        stubborn = member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}", timing=timing)
+        async with supervised(stubborn) as supervisor:
+            pid, child = supervisor.pid, int((tmp_path / "child").read_text())
+            assert is_alive(pid) and is_alive(child)
         await until(lambda: not is_alive(pid) and not is_alive(child))
 
     asyncio.run(go())
@@ -140,13 +142,10 @@ def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
 
 def test_the_child_of_one_that_was_killed_is_not_left(tmp_path):
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path, f"--child={tmp_path / 'child'}"))
-        supervisor.start()
-        await supervisor.ready()
-        child = int((tmp_path / "child").read_text())
-        os.kill(supervisor.pid, signal.SIGKILL)
-        await until(lambda: not is_alive(child))
-        await supervisor.stop()
+        async with supervised(member(tmp_path, f"--child={tmp_path / 'child'}")) as supervisor:
+            child = int((tmp_path / "child").read_text())
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await until(lambda: not is_alive(child))
 
     asyncio.run(go())
 
@@ -156,14 +155,11 @@ def test_waits_grow_for_one_that_was_well_once_and_does_not_start_any_more(tmp_p
     timing = SupervisorTiming(probe_interval_s=0.01, first_backoff_s=0.01, max_backoff_s=0.08, backoff_reset_s=60.0)
 
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path, f"--ends={ends}", timing=timing), clock=lambda: now[0])
-        supervisor.start()
-        await supervisor.ready()
-        now[0] = 1000.0  # a long good life
-        ends.write_text("1")
-        os.kill(supervisor.pid, signal.SIGKILL)
-        await until(lambda: supervisor.restarts == 5)
-        await supervisor.stop()
+        async with supervised(member(tmp_path, f"--ends={ends}", timing=timing), clock=lambda: now[0]) as supervisor:
+            now[0] = 1000.0  # a long good life
+            ends.write_text("1")
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await until(lambda: supervisor.restarts == 5)
 
     asyncio.run(go())
     waits = [record.args[-1] for record in caplog.records if "started again" in record.msg]
@@ -173,19 +169,17 @@ def test_waits_grow_for_one_that_was_well_once_and_does_not_start_any_more(tmp_p
 @pytest.mark.parametrize("status, starts", [("2", 1), ("1", 3)])
 def test_a_replacement_that_does_not_start_is_told_and_tried_on(tmp_path, status, starts):
     ends = tmp_path / "ends"
+    expected = rf"m ended with status {status}; its log ends with:(.|\n)*one too many"
 
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path, f"--ends={ends}"))
-        supervisor.start()
-        await supervisor.ready()
-        ends.write_text(status)
-        with pytest.raises(MemberFailed, match=rf"m ended with status {status}; its log ends with:(.|\n)*one too many"):
+        async with supervised(member(tmp_path, f"--ends={ends}")) as supervisor:
+            ends.write_text(status)
+            with pytest.raises(MemberFailed, match=expected) as told:
+                await supervisor.replace()
+            assert str(told.value).count("one too many") == starts
+            ends.unlink()
+            await until(lambda: supervisor.phase == "ready")
             await supervisor.replace()
-        assert (tmp_path / "m.log").read_text().count("member begins") == 1 + starts
-        ends.unlink()
-        await until(lambda: supervisor.phase == "ready")
-        await supervisor.replace()
-        await supervisor.stop()
 
     asyncio.run(go())
 
@@ -197,16 +191,12 @@ def test_a_replacement_that_never_gets_well_is_told_when_its_time_is_up(tmp_path
     )
 
     async def go() -> None:
-        supervisor = Supervisor(
-            member(tmp_path, f"--state={state}", timing=SupervisorTiming(probe_interval_s=0.01, first_backoff_s=0.01))
-        )
-        supervisor.start()
-        await supervisor.ready()
-        supervisor.member = member(tmp_path, f"--state={state}", timing=timing)
-        state.write_text("starting")
-        with pytest.raises(MemberFailed, match=r"m was not ready within 0.05 s"):
-            await supervisor.replace()
-        await supervisor.stop()
+        quick = SupervisorTiming(probe_interval_s=0.01, first_backoff_s=0.01)
+        async with supervised(member(tmp_path, f"--state={state}", timing=quick)) as supervisor:
+            supervisor.member = member(tmp_path, f"--state={state}", timing=timing)
+            state.write_text("starting")
+            with pytest.raises(MemberFailed, match=r"m was not ready within 0.05 s"):
+                await supervisor.replace()
 
     asyncio.run(go())
 
@@ -217,11 +207,8 @@ def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, m
     (tmp_path / "m.log").write_text("x" * 101)
 
     async def go() -> None:
-        supervisor = Supervisor(member(tmp_path))
-        supervisor.start()
-        await supervisor.ready()
-        await supervisor.stop()
-        assert supervisor.log_tail() == "member begins"
+        async with supervised(member(tmp_path)) as supervisor:
+            assert supervisor.log_tail() == "member begins"
 
     asyncio.run(go())
     assert (tmp_path / "m.log.1").read_text() == "x" * 101

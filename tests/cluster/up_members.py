@@ -1,4 +1,4 @@
-"""`adaserve cluster up` with stand-ins for its servers: `python up_members.py RUN_FOLDER TARGETS DRAFTS`."""
+"""`adaserve cluster up` with stand-ins for its servers: `python up_members.py RUN_FOLDER TARGETS DRAFTS [ray]`."""
 
 from __future__ import annotations
 
@@ -19,4 +19,10 @@ plan = ClusterPlan(
     draft_command=("{python}", "-S", MEMBER, "{http_port}", "--listen={host}:{port}"),
     timing=SupervisorTiming(probe_interval_s=0.05, first_backoff_s=0.05),
 )  # fmt: skip
-run_up(plan, ClusterFolder(Path(sys.argv[1])))
+folder = ClusterFolder(Path(sys.argv[1]))
+if sys.argv[4:] == ["ray"]:
+    from adaserve_jax.cluster.ray_cluster import run_up_on_ray
+
+    run_up_on_ray(plan, folder, None, "SPREAD")  # on a Ray cluster of its own
+else:
+    run_up(plan, folder)

@@ -17,4 +17,4 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer, V, (EOS,))
+    return Grammars(tokenizer.backend_json(), V, (EOS,))

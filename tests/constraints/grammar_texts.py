@@ -11,6 +11,7 @@ import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import ToolCalls
 
 V, EOS = 2048, 0
 OBJECT = {"type": "object"}
@@ -64,11 +65,15 @@ PERSON = {
 class Writer:
     """One text under a grammar, its masks as sets of ids."""
 
-    def __init__(self, grammars: Grammars, schema: dict[str, Any], *, name: str = "writer", vocab_size: int = V):
+    def __init__(
+        self, grammars: Grammars, schema: dict[str, Any] | ToolCalls, *, name: str = "writer", vocab_size: int = V
+    ):
         self.grammars, self.name = grammars, name
         self.vocab_size = vocab_size
         self.why: str | None = None
-        grammars.add(name, grammars.prepare(json.dumps(schema)).result())
+        tools = isinstance(schema, ToolCalls)
+        prepared = grammars.prepare(schema, "tool_calls") if tools else grammars.prepare(json.dumps(schema))
+        grammars.add(name, prepared.result())
 
     def masks(self, tokens: list[int], parents: list[int]) -> np.ndarray:
         masks = np.full((len(tokens), -(-self.vocab_size // 32)), 0xAAAAAAAA, np.uint32)

@@ -25,7 +25,7 @@ class Counting:
         self.left: dict[str, int] = {}
         self.filled: list[tuple[str, list[int], list[int]]] = []
 
-    def prepare(self, schema: str) -> Future[int]:
+    def prepare(self, schema: str, kind: str = "json_schema") -> Future[int]:
         start: Future[int] = Future()
         if schema.isdigit():
             start.set_result(int(schema))
@@ -110,6 +110,15 @@ def test_what_can_never_be_done_is_refused() -> None:
         with pytest.raises(RequestError, match=f"{name} must be left out, got .*: several processes") as caught:
             several.check(SamplingParams(**{name: value}))
         assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_only_listed_tokens_are_allowed_at_every_node() -> None:
+    constraints = Constraints(VOCAB, Letters())
+    constraints.add(request("a/0", allowed_token_ids=[3, 5, 39], bad_words=("c",)))
+    edits = constraints.edits(*decode_step([4, 5, 6], [-1, 0, 0], [0, 0, 0]), ["a/0"])
+    assert edits is not None and edits.allowed is not None and edits.changed.all()
+    banned = {Letters().spell(text)[0] for text in ("c",)}
+    assert [allowed(mask) for mask in edits.allowed] == [{3, 5, 39} - banned] * 3
 
 
 def test_words_are_banned_by_themselves_and_behind_a_space() -> None:

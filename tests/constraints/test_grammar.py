@@ -21,7 +21,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed; `make tes
 @pytest.fixture(scope="module")
 def others(tokenizer: Tokenizer) -> Grammars:
     """Shares nothing with `grammars`."""
-    return Grammars(tokenizer, V, (EOS,))
+    return Grammars(tokenizer.backend_json(), V, (EOS,))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_special_tokens_padding_ids_and_several_ends(tokenizer: Tokenizer):
     tokenizer, the other, "!", an ordinary token that the strings must then do without."""
     exclamation = tokenizer.encode("!")[0]
     vocab_size = V + 37
-    grammars = Grammars(tokenizer, vocab_size, (EOS, exclamation))
+    grammars = Grammars(tokenizer.backend_json(), vocab_size, (EOS, exclamation))
     writer = Writer(grammars, {"type": "string"}, vocab_size=vocab_size)
     grammars.advance(writer.name, tokenizer.encode('"'))
     inside = writer.allowed()

@@ -29,12 +29,11 @@ def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypat
     compiled: list[str] = []
     compile_schema = Vocabulary.compile
     monkeypatch.setattr(
-        Vocabulary, "compile", lambda self, s, keep: (compiled.append(s), compile_schema(self, s, keep))[1]
+        Vocabulary, "compile", lambda self, s, keep: (compiled.append(s[1]), compile_schema(self, s, keep))[1]
     )
-    grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
+    grammars = Grammars(tokenizer.backend_json(), V, (EOS,), max_grammars=2)
     for value in (1, 2, 1, 3, 1, 2):
         grammars.prepare(constant(value)).result()
-        assert grammars.num_prepared <= 2
     assert compiled == [constant(value) for value in (1, 2, 3, 2)]
     grammars.add("old", grammars.prepare(constant(1)).result())
     for value in (4, 5):
@@ -46,7 +45,7 @@ def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypat
 
 def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(LIMITS, "max_lexer_states", 300)
-    grammars, rng = Grammars(tokenizer, V, (EOS,)), np.random.default_rng(0)
+    grammars, rng = Grammars(tokenizer.backend_json(), V, (EOS,)), np.random.default_rng(0)
     for _ in range(3):
         writer = Writer(grammars, HOSTILE["pattern that looks back"])
         assert writer.why is None
@@ -54,7 +53,7 @@ def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer
         while allowed := writer.allowed():
             grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))])
             written += 1
-        assert 3 < written < 200 and grammars.num_prepared == 0
+        assert 3 < written < 200
         assert writer.why is not None and "states" in writer.why
 
 
@@ -73,16 +72,16 @@ class Gate:
         self.count = 0
         compile_schema = Vocabulary._compile
 
-        def wait(vocabulary: Vocabulary, schema: dict[str, Any]) -> Any:
+        def wait(vocabulary: Vocabulary, *source: Any) -> Any:
             self.count += 1
             assert self.open.wait(30)
-            return compile_schema(vocabulary, schema)
+            return compile_schema(vocabulary, *source)
 
         monkeypatch.setattr(Vocabulary, "_compile", wait)
 
 
 def test_a_schema_is_prepared_once_for_all_who_ask_meanwhile(tokenizer: Tokenizer, gated: Gate):
-    grammars = Grammars(tokenizer, V, (EOS,))
+    grammars = Grammars(tokenizer.backend_json(), V, (EOS,))
     futures = [grammars.prepare(constant(1)) for _ in range(5)]
     assert not any(future.done() for future in futures)
     gated.open.set()
@@ -94,18 +93,18 @@ def test_what_comes_too_late_is_refused_once_and_then_there(
     tokenizer: Tokenizer, gated: Gate, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("adaserve_jax.constraints.grammar.COMPILE_LIMIT_S", 0.05)
-    grammars = Grammars(tokenizer, V, (EOS,))
+    grammars = Grammars(tokenizer.backend_json(), V, (EOS,))
     for _ in range(2):
         with pytest.raises(RequestError, match=r"more than 0.05 s to prepare"):
             grammars.prepare(constant(1)).result(30)
     assert gated.count == 1
     gated.open.set()
-    wait_until(lambda: grammars.num_prepared)
-    assert grammars.prepare(constant(1)).result(0).schema == constant(1) and gated.count == 1
+    wait_until(lambda: grammars.prepare(constant(1)).exception(30) is None)
+    assert grammars.prepare(constant(1)).result(0).key[1] == constant(1) and gated.count == 1
 
 
 def test_so_many_may_wait_and_refusals_are_remembered_up_to_a_bound(tokenizer: Tokenizer, gated: Gate):
-    grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
+    grammars = Grammars(tokenizer.backend_json(), V, (EOS,), max_grammars=2)
     waiting = [grammars.prepare(f'{{"type": "kind {index}"}}') for index in range(MAX_PREPARING)]
     with pytest.raises(QueueFullError, match="retry later"):
         grammars.prepare(constant(1)).result(0)
@@ -125,14 +124,14 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(tokenizer: Tokenizer,
     def panic(*_: Any) -> None:
         raise PanicException("index out of bounds")
 
-    grammars = Grammars(tokenizer, V, (EOS,))
+    grammars = Grammars(tokenizer.backend_json(), V, (EOS,))
     writer = Writer(grammars, OBJECT)
     monkeypatch.setattr(Vocabulary, "mask", panic)
     with pytest.raises(PanicException):
         writer.allowed()
-    assert grammars.num_prepared == 0  # texts of a schema share what may be broken now
+    # Texts of a schema share what may be broken now, so it is prepared anew.
     with pytest.raises(AdaServeError, match="failed on this request's response_format") as caught:
-        grammars.prepare(constant(1)).result(30)
+        grammars.prepare(json.dumps(OBJECT)).result(30)
     assert caught.value.code == "engine_error"
 
 

@@ -13,15 +13,14 @@ import pytest
 from adaserve_jax.constraints.grammar import (
     COMPILE_AT_ONCE,
     COMPILE_LIMIT_S,
-    MAX_LEVELS,
-    MAX_NESTING,
+    MAX_GRAMMARS,
     MAX_PREPARING,
-    MAX_SCHEMAS,
     Grammars,
 )
+from adaserve_jax.constraints.grammar_source import MAX_LEVELS, MAX_NESTING, MAX_RULES
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.sampling import MAX_SCHEMA_CHARS
+from adaserve_jax.sampling import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_GRAMMAR_CHARS, MAX_SCHEMA_CHARS
 from tests.conftest import ROOT
 from tests.constraints.grammar_texts import EOS, V, Writer
 from tests.constraints.hostile_schemas import HOSTILE
@@ -34,17 +33,12 @@ pytest.importorskip("llguidance", reason="llguidance is not installed; `make tes
 
 def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="end-of-text token"):
-        Grammars(tokenizer, V, ())
-
-    class Broken:
-        def backend_json(self) -> str:
-            return '{"version": "1.0"}'
-
+        Grammars(tokenizer.backend_json(), V, ())
     with pytest.raises(CheckpointError, match="cannot read the target's tokenizer with a vocabulary of 2048"):
-        Grammars(Broken(), V, (EOS,))
+        Grammars('{"version": "1.0"}', V, (EOS,))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[server\]'"):
-        Grammars(tokenizer, V, (EOS,))
+        Grammars(tokenizer.backend_json(), V, (EOS,))
 
 
 def test_the_guide_names_the_limits():
@@ -52,12 +46,16 @@ def test_the_guide_names_the_limits():
     values = [int(value) for value in re.findall(r"^\| .* \| (\d+) \|$", guide, re.MULTILINE)]
     assert values == [
         MAX_SCHEMA_CHARS,
+        MAX_GRAMMAR_CHARS,
+        MAX_RULES,
+        MAX_CHOICE_TEXTS,
+        MAX_CHOICE_CHARS,
         MAX_NESTING,
         MAX_LEVELS,
         COMPILE_LIMIT_S,
         COMPILE_AT_ONCE,
         MAX_PREPARING,
-        MAX_SCHEMAS,
+        MAX_GRAMMARS,
     ]
 
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.trainer import Scores
 from adaserve_jax.distill.updates import group_by_tenant, judge
 
 
-@dataclass(frozen=True)
-class Sums:
-    overlap_sum: float
-    weight: float = 10.0
+def scores(overlap_sum: float, weight: float = 10.0) -> Scores:
+    return Scores(overlap_sum, 0.0, weight)
 
 
 def verdict(weights, before, after, tolerance=0.01):
     """One batch of ten rows for each part, whose acceptance is given."""
-    return judge(weights, [[Sums(10 * a)] for a in after], [[Sums(10 * a)] for a in before], tolerance)
+    return judge(weights, [[scores(10 * a)] for a in after], [[scores(10 * a)] for a in before], tolerance)
 
 
 def test_the_mean_is_weighted_by_parts_and_rows():
-    new = [[Sums(6, 10), Sums(2, 2)], [Sums(1, 4)]]
-    old = [[Sums(4, 10), Sums(2, 2)], [Sums(1, 4)]]
+    new = [[scores(6, 10), scores(2, 2)], [scores(1, 4)]]
+    old = [[scores(4, 10), scores(2, 2)], [scores(1, 4)]]
     found = judge([3, 1], new, old, 0.0)
     assert found.acceptance == pytest.approx(0.75 * 8 / 12 + 0.25 * 0.25)
     assert found.before == pytest.approx(0.75 * 6 / 12 + 0.25 * 0.25)

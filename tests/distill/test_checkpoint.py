@@ -43,7 +43,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(programs: TrainProgr
     train(trainer, 3)
     trainer.mark_good()
     train(trainer, 1)  # not good yet: not saved
-    trainer.save(tmp_path / "default", 1, {"version": 7, "centroid": [0.5, 1.0]})
+    trainer.snapshot().save(tmp_path / "default", 1, {"version": 7, "centroid": [0.5, 1.0]})
     trainer.restore_good()
     train(trainer, 2)
 
@@ -60,7 +60,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(programs: TrainProgr
 def test_the_last_two_stay_and_steps_only_rise(programs: TrainPrograms, tmp_path: Path):
     trainer = Trainer(programs, PARAMS)
     for step, expected in [(1, [1]), (5, [1, 5]), (5, [5, 6]), (2, [6, 7])]:
-        trainer.save(tmp_path, step, {"step": step})
+        trainer.snapshot().save(tmp_path, step, {"step": step})
         assert steps_in(tmp_path) == expected
         assert len(expected) <= KEPT
     assert trainer.load(tmp_path) == {"step": 2}
@@ -79,7 +79,7 @@ def test_an_empty_or_absent_folder_holds_nothing(programs: TrainPrograms, tmp_pa
 def test_a_broken_checkpoint_gives_way_to_the_one_before(programs: TrainPrograms, tmp_path: Path, caplog):
     trainer = Trainer(programs, PARAMS)
     for step in (1, 2, 3):
-        trainer.save(tmp_path, step, {"step": step})
+        trainer.snapshot().save(tmp_path, step, {"step": step})
     about = tmp_path / "3" / "about" / "metadata"
     chunk = max((tmp_path / "3" / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     for path, content in [
@@ -101,13 +101,13 @@ def test_a_broken_checkpoint_gives_way_to_the_one_before(programs: TrainPrograms
 
 def test_what_a_killed_process_left_and_files_of_others_are_no_checkpoints(programs: TrainPrograms, tmp_path: Path):
     trainer = Trainer(programs, PARAMS)
-    trainer.save(tmp_path, 4, {"step": 4})
+    trainer.snapshot().save(tmp_path, 4, {"step": 4})
     shutil.copytree(tmp_path / "4", tmp_path / "5.orbax-checkpoint-tmp")
     shutil.rmtree(tmp_path / "5.orbax-checkpoint-tmp" / "state")
     (tmp_path / "records.npz").write_bytes(b"records")
     (tmp_path / "records").mkdir()
     assert trainer.load(tmp_path) == {"step": 4}
-    trainer.save(tmp_path, 5, {"step": 5})
+    trainer.snapshot().save(tmp_path, 5, {"step": 5})
     assert trainer.load(tmp_path) == {"step": 5}
     assert (tmp_path / "records.npz").exists() and (tmp_path / "records").exists()
 
@@ -115,7 +115,7 @@ def test_what_a_killed_process_left_and_files_of_others_are_no_checkpoints(progr
 def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
     programs: TrainPrograms, low_rank_programs: TrainPrograms, tmp_path: Path
 ):
-    Trainer(programs, PARAMS).save(tmp_path, 1, {})
+    Trainer(programs, PARAMS).snapshot().save(tmp_path, 1, {})
     other = Trainer(programs, PARAMS | {"norm": PARAMS["norm"] + 1})
     train(other, 1)
     before = other.weights()
@@ -140,14 +140,14 @@ def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
 def test_a_format_of_later_is_refused(programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_FORMAT", 2)
-        Trainer(programs, PARAMS).save(tmp_path, 1, {})
+        Trainer(programs, PARAMS).snapshot().save(tmp_path, 1, {})
     with pytest.raises(CheckpointError, match="expected format 1, got 2; take another folder"):
         Trainer(programs, PARAMS).load(tmp_path)
 
 
 def test_what_was_learned_from_another_target_is_refused(programs: TrainPrograms, tmp_path: Path):
-    Trainer(programs, PARAMS, "a" * 64).save(tmp_path / "known", 1, {"step": 1})
-    Trainer(programs, PARAMS).save(tmp_path / "unknown", 1, {"step": 1})
+    Trainer(programs, PARAMS, "a" * 64).snapshot().save(tmp_path / "known", 1, {"step": 1})
+    Trainer(programs, PARAMS).snapshot().save(tmp_path / "unknown", 1, {"step": 1})
     with pytest.raises(
         CheckpointError, match=r"another target \(fingerprint a{12}\) than the one given \(b{12}\); give"
     ):
@@ -164,7 +164,7 @@ def test_low_rank_checkpoints_hold_the_updates_only(low_rank_programs: TrainProg
     arrays = trainer.snapshot().arrays
     updated = {name for name, each in params.items() if each.ndim == 2} - {"embed"}
     assert len(arrays) == 3 * 2 * len(updated) + 1  # each with two moments, and the optimiser's count
-    trainer.save(tmp_path, 1, {})
+    trainer.snapshot().save(tmp_path, 1, {})
     restarted = Trainer(low_rank_programs, params)
     restarted.load(tmp_path)
     assert_same(restarted.weights(), trainer.weights())
@@ -187,4 +187,4 @@ def test_a_snapshot_is_written_by_another_thread_while_training_goes_on(programs
 def test_a_folder_that_cannot_be_written_is_named(programs: TrainPrograms, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/default: cannot write a checkpoint .*; check learn_folder"):
-        Trainer(programs, PARAMS).save(tmp_path / "file" / "default", 1, {})
+        Trainer(programs, PARAMS).snapshot().save(tmp_path / "file" / "default", 1, {})

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.programs import BatchArrays, batch_sums, rows_logits
+from adaserve_jax.distill.programs import batch_sums, rows_logits
 from adaserve_jax.distill.records import PADDING, PackedBatch, pack
 from adaserve_jax.learn_config import LOSSES, LearnConfig
 from tests.distill.made import CONFIG, VOCAB, as_texts, assert_close, assert_same, float64, made_params, made_record
@@ -21,7 +21,7 @@ PARAMS = made_params()
 
 
 @partial(jax.jit, static_argnums=1)
-def sums_and_gradient(params: Any, learn: LearnConfig, fields: BatchArrays):
+def sums_and_gradient(params: Any, learn: LearnConfig, fields: PackedBatch):
     """((loss, overlap), gradient of the loss)."""
 
     def loss_of(params: Any):
@@ -46,7 +46,7 @@ def two_texts() -> list[Any]:
 def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
     learn = LearnConfig(learn_loss=kind, learn_beta=0.3, learn_temperature=0.8)
     records = two_texts()
-    (loss, overlap), gradient = sums_and_gradient(PARAMS, learn, BatchArrays(*packed(*records).arrays))
+    (loss, overlap), gradient = sums_and_gradient(PARAMS, learn, packed(*records))
     draft = oracle.Draft(CONFIG, float64(PARAMS))
     np.testing.assert_allclose((loss, overlap), draft.loss(as_texts(records), kind, 0.3, 0.8), rtol=1e-4)
     assert_close(gradient, draft.gradient(as_texts(records), kind, 0.3, 0.8))
@@ -72,7 +72,7 @@ def test_the_hands_gradient_is_that_of_finite_differences(kind: str, tied: bool)
 def test_scores_of_a_window_are_those_of_its_own_text():
     records = two_texts()
     batch = packed(*records)
-    scores = np.asarray(jax.jit(partial(rows_logits, PARAMS, CONFIG))(BatchArrays(*batch.arrays)))
+    scores = np.asarray(jax.jit(partial(rows_logits, PARAMS, CONFIG))(batch))
     draft = oracle.Draft(CONFIG, float64(PARAMS))
     for row in np.flatnonzero(batch.weight):
         own = np.flatnonzero(batch.segment == batch.segment[batch.at[row]])
@@ -88,7 +88,7 @@ def test_one_row_learns_from_the_token_that_predicted_and_from_none_after_it(at:
     batch = packed(record)
     batch.tokens[at + 1 : 12] = record.tokens[at + 1 :]  # what packing leaves out, as if more of the text were here
     batch.segment[at + 1 : 12], batch.position[at + 1 : 12] = 0, np.arange(at + 1, 12)
-    _, gradient = sums_and_gradient(PARAMS, LearnConfig(), BatchArrays(*batch.arrays))
+    _, gradient = sums_and_gradient(PARAMS, LearnConfig(), batch)
     by_token = np.abs(np.asarray(gradient["embed"])).max(1)
     assert (by_token[: at + 1] > 0).all()
     assert (by_token[at + 1 :] == 0).all()
@@ -105,14 +105,14 @@ def test_the_scores_that_a_row_is_compared_with_are_those_of_its_own_token():
         record = made_record(np.random.default_rng(5), 12, [at])
         record.tokens, record.ids = tokens, top[5:6]
         record.log_p = log_q[5:6, top[5]].astype(np.float32)
-        (loss, _), _ = sums_and_gradient(PARAMS, LearnConfig(), BatchArrays(*packed(record).arrays))
+        (loss, _), _ = sums_and_gradient(PARAMS, LearnConfig(), packed(record))
         losses.append(float(loss))
     assert abs(losses[1]) < 1e-5 < 1e-2 < min(losses[0], losses[2])
 
 
 def test_padding_has_no_effect_whatever_it_holds():
     batch = packed(*two_texts())
-    expected = sums_and_gradient(PARAMS, LearnConfig(), BatchArrays(*batch.arrays))
+    expected = sums_and_gradient(PARAMS, LearnConfig(), batch)
     rng = np.random.default_rng(6)
     free, empty = batch.segment == PADDING, batch.weight == 0
     assert free.any() and empty.any()
@@ -121,8 +121,8 @@ def test_padding_has_no_effect_whatever_it_holds():
     batch.at[empty] = rng.integers(0, SIZE, empty.sum())
     batch.ids[empty] = rng.integers(-9, 99, batch.ids[empty].shape)
     batch.log_p[empty] = np.nan
-    assert_same(sums_and_gradient(PARAMS, LearnConfig(), BatchArrays(*batch.arrays)), expected)
+    assert_same(sums_and_gradient(PARAMS, LearnConfig(), batch), expected)
     batch.weight[:] = 0
-    (loss, overlap), gradient = sums_and_gradient(PARAMS, LearnConfig(), BatchArrays(*batch.arrays))
+    (loss, overlap), gradient = sums_and_gradient(PARAMS, LearnConfig(), batch)
     assert loss == overlap == 0
     assert all((np.asarray(each) == 0).all() for each in gradient.values())

@@ -11,15 +11,13 @@ from scipy import stats
 
 from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.engine.llm import LLM
-from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.models.config import DEMO_FOLDER, ModelConfig
+from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.types import SamplingParams
+from tests.engines import TINY
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
-
-PROMPTS = ("def add(a, b):", "import os\n\n\ndef main() -> None:\n    " * 8, "A", "Tom has 3 apples.")
 
 
 def _read(folder: Path) -> tuple[Params, ModelConfig]:
@@ -32,26 +30,23 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def test_texts_of_the_target_are_the_engines(demo_engine: LocalEngine) -> None:
+def test_texts_of_the_target_are_the_engines(tmp_path: Path) -> None:
     """Greedy and sampled: the same noise by seed and position. A prompt of several prefill chunks is among them."""
-    params, config = _read(DEMO_FOLDER / "target")
+    target = write_checkpoint(tmp_path / "target", seed=1)
+    params, config = _read(target)
     generator = Generator(config, None, rows=3, dtype=jnp.float32)
-    llm = LLM.over(demo_engine)
-    demo_engine.set_policy("ar")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, size).astype(np.int32) for size in (5, 90, 1, 17)]
     seeds = [7, 2**40 + 3, 11, 2**63]
-    try:
+    with LLM(str(target), policy="ar", dtype="f32", **TINY | {"draft": None, "max_context": 128}) as llm:
         for temperature in (0.0, 0.8):
             sampling = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in seeds]
-            expected = llm.generate(list(PROMPTS), sampling)
-            prompts = [np.array(each.prompt_token_ids, np.int32) for each in expected]
+            expected = llm.generate([prompt.tolist() for prompt in prompts], sampling)
             drawing = Drawing(mix=1.0, max_tokens=24, temperature=temperature, eos_ids=config.eos_token_ids)
             texts = generator.texts((params, None), prompts, seeds, drawing)
-            assert max(map(len, prompts)) > 64
             for text, prompt, each in zip(texts, prompts, expected, strict=True):
                 output = text[len(prompt) :].tolist()
                 assert [i for i in output if i not in config.eos_token_ids] == each.token_ids
-    finally:
-        demo_engine.set_policy("adaserve")
 
 
 @pytest.mark.parametrize("mix", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])  # 1.0: the texts of the target

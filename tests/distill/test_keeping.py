@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.distill import learner as keeping
-from adaserve_jax.distill.checkpoint import RecordSource
-from adaserve_jax.distill.learner import RECORDS, SAVE_EVERY_S, TOPICS, CheckpointSaver, RecordFiles
+from adaserve_jax.distill.checkpoint import RecordFormat, Snapshot
+from adaserve_jax.distill.learner import RECORDS, SAVE_EVERY_S, TOPICS, CheckpointSaver
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.routing import MIN_PROMPTS, DraftRouter
 from adaserve_jax.errors import CheckpointError, ConfigError
+from tests.clock import Clock
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
+from tests.waiting import wait_until
 
 NAMES = ("default", "code")
 EMBEDDING = np.array([[1, 0], [0, 0], [-1, 0]], np.float32)
@@ -26,22 +27,14 @@ def programs() -> TrainPrograms:
     return programs_of()
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def topics() -> DraftRouter:
     return DraftRouter(NAMES, "topic", embedding=EMBEDDING)
 
 
 def taught() -> DraftRouter:
     router = topics()
-    assert router._topic is not None
     for _ in range(MIN_PROMPTS):
-        router._topic.learn(1, [0])
+        router.learn("code", [0])
     return router
 
 
@@ -50,14 +43,13 @@ def drafts_of(programs: TrainPrograms) -> list[Served]:
 
 
 def keeper_of(folder: Path, served: list[Served], clock: Clock | None = None, **options: Any) -> CheckpointSaver:
-    keeper = CheckpointSaver(folder, [each.updates for each in served], clock or Clock(), **options)
+    keeper = CheckpointSaver(folder, [each.updates for each in served], clock or Clock(0.0), **options)
     keeper.load()
     return keeper
 
 
 def written(keeper: CheckpointSaver) -> None:
-    if keeper._writing is not None:
-        keeper._writing.result()
+    wait_until(lambda: keeper.idle_for_s != 0.0)
 
 
 def mode_of(path: Path) -> int:
@@ -65,16 +57,15 @@ def mode_of(path: Path) -> int:
 
 
 def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tmp_path: Path) -> None:
-    folder, clock, router = tmp_path / "learned", Clock(), taught()
+    folder, clock, router = tmp_path / "learned", Clock(0.0), taught()
     keeper = keeper_of(folder, drafts_of(programs), clock, topics=router)
-    clock.now = SAVE_EVERY_S
+    clock.now_s = SAVE_EVERY_S
     keeper.save_if_due()
     written(keeper)
     assert json.loads((folder / TOPICS).read_text()) == router.to_state()
     assert mode_of(folder / TOPICS) == 0o600
     assert mode_of(folder) == mode_of(folder / "code") == 0o700
-    assert router._topic is not None
-    router._topic.learn(1, [2])
+    router.learn("code", [2])
     keeper.close()
     again = topics()
     keeper_of(folder, drafts_of(programs), topics=DraftRouter(NAMES)).close()  # for once without topics
@@ -91,8 +82,7 @@ def test_broken_topics_are_learned_anew(
     keeper = keeper_of(tmp_path, drafts_of(programs), topics=router)
     assert router.to_state() == topics().to_state()
     assert "learned anew" in caplog.text
-    assert router._topic is not None
-    router._topic.learn(1, [0])
+    router.learn("code", [0])
     keeper.close()
     assert json.loads((tmp_path / TOPICS).read_text()) == router.to_state()
 
@@ -100,7 +90,7 @@ def test_broken_topics_are_learned_anew(
 def test_no_text_stays_that_is_not_to_be_kept(programs: TrainPrograms, tmp_path: Path) -> None:
     served = drafts_of(programs)
     served[0].take(Language(1).records(16))
-    records = RecordFiles(VOCAB, VOCAB, RecordSource("target", 1.0))
+    records = RecordFormat(VOCAB, VOCAB, "target", 1.0)
     keeper_of(tmp_path, served, records=records).close()
     file, cut_off = tmp_path / "default" / RECORDS, tmp_path / "default" / f".{RECORDS}.abc"
     assert file.exists()
@@ -119,23 +109,22 @@ def test_folders_that_cannot_be_used_or_hold_something_else_are_named(programs: 
     with pytest.raises(ConfigError, match=r"learn_folder: .*file/x/default cannot be made ready \(.*; choose another"):
         keeper_of(tmp_path / "file" / "x", drafts_of(programs))
     served = drafts_of(programs)
-    served[0].updates.trainer.save(tmp_path / "default", 1, {"rounds": 3})
+    served[0].updates.trainer.snapshot().save(tmp_path / "default", 1, {"rounds": 3})
     expected = r"default: its checkpoint is not one of a draft that learned while it served \(KeyError\('version'\)\)"
     with pytest.raises(CheckpointError, match=expected):
         keeper_of(tmp_path, drafts_of(programs))
 
 
 def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path: Path) -> None:
-    served, clock = drafts_of(programs), Clock()
+    served, clock = drafts_of(programs), Clock(0.0)
     keeper = keeper_of(tmp_path, served, clock)
     assert keeper.idle_for_s is None
     served[0].take(Language(1).records(64))
     assert served[0].updates.good_version > 0
-    clock.now = 20.0
-    assert keeper.idle_for_s == SAVE_EVERY_S - 20.0
+    clock.now_s = 20.0
     keeper.save_if_due()
-    assert keeper._writing is None
-    clock.now = SAVE_EVERY_S
+    assert keeper.idle_for_s == SAVE_EVERY_S - 20.0
+    clock.now_s = SAVE_EVERY_S
     assert keeper.idle_for_s == 0
     keeper.save_if_due()
     written(keeper)
@@ -143,22 +132,21 @@ def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path:
     keeper.close()
 
 
-def test_a_disk_that_is_full_is_asked_again_later(
-    programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_folder_that_cannot_be_written_is_asked_again_later(
+    programs: TrainPrograms, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served, clock = drafts_of(programs), Clock()
+    served, clock = drafts_of(programs), Clock(0.0)
     keeper = keeper_of(tmp_path, served, clock)
     served[0].take(Language(1).records(64))
-    clock.now = SAVE_EVERY_S
-
-    def full(*_: object) -> None:
-        raise RuntimeError("no space left, says somebody whom nobody expected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(keeping.Snapshot, "save", full)
-        keeper.save_if_due()
-        written(keeper)
-    assert "no space left" in caplog.text
+    clock.now_s = SAVE_EVERY_S
+    folder, away = tmp_path / "default", tmp_path / "away"
+    folder.rename(away)
+    folder.touch()  # nothing can be written in it
+    keeper.save_if_due()
+    written(keeper)
+    folder.unlink()
+    away.rename(folder)
+    assert "what draft default learned could not be written" in caplog.text
     assert keeper.idle_for_s == SAVE_EVERY_S and not keeper.is_copying
     keeper.close()
     again = drafts_of(programs)
@@ -169,12 +157,13 @@ def test_a_disk_that_is_full_is_asked_again_later(
 def test_a_copy_that_fails_is_logged_and_learning_goes_on(
     programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = drafts_of(programs)
-    keeper = keeper_of(tmp_path, served)
+    served, clock = drafts_of(programs), Clock(0.0)
+    keeper = keeper_of(tmp_path, served, clock)
     served[0].take(Language(1).records(64))
+    clock.now_s = SAVE_EVERY_S
     with monkeypatch.context() as patch:
         patch.setattr(served[0].updates.trainer, "snapshot", lambda: 1 // 0)
-        keeper._begin()
+        keeper.save_if_due()
         written(keeper)
     assert "ZeroDivisionError" in caplog.text and not keeper.is_copying
     keeper.close()
@@ -183,12 +172,13 @@ def test_a_copy_that_fails_is_logged_and_learning_goes_on(
 def test_the_checkpoint_is_written_before_the_records(
     programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served, order = drafts_of(programs), []
-    keeper = keeper_of(tmp_path, served, records=RecordFiles(VOCAB, VOCAB, RecordSource("target", 1.0)))
+    served, clock, order = drafts_of(programs), Clock(0.0), []
+    keeper = keeper_of(tmp_path, served, clock, records=RecordFormat(VOCAB, VOCAB, "target", 1.0))
     served[0].take(Language(1).records(64))
-    monkeypatch.setattr(keeping.Snapshot, "save", lambda *_: order.append("checkpoint"))
-    monkeypatch.setattr(RecordFiles, "save", lambda *_: order.append("records"))
-    keeper._begin()
+    monkeypatch.setattr(Snapshot, "save", lambda *_: order.append("checkpoint"))
+    monkeypatch.setattr(RecordFormat, "save", lambda *_: order.append("records"))
+    clock.now_s = SAVE_EVERY_S
+    keeper.save_if_due()
     written(keeper)
     assert order == ["checkpoint", "records"]
 

@@ -11,16 +11,10 @@ import pytest
 from adaserve_jax.distill.pieces import PieceScheduler
 from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.learn_config import LearnConfig
+from tests.clock import Clock
 
 CONFIG = LearnConfig(learn_delay_ms=50, learn_share=0.25)
 TIMES = {"check": 0.03, "copy": 0.08}
-
-
-class Clock:
-    now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Draft:
@@ -35,7 +29,7 @@ class Draft:
         self.due = False
         for kind in kinds:
             yield kind
-            clock.now += seconds
+            clock.now_s += seconds
             done.append(f"{name} {kind}")
 
 
@@ -58,18 +52,18 @@ def test_while_requests_run_a_piece_waits_for_time_and_until_the_last_is_paid_fo
     """40 ms at a quarter of the time."""
     clock, done = Clock(), []
     pieces = pieces_of(Draft("it", ["check", "check", "copy"], clock, done))
-    pieces.pass_time(clock(), busy=True)
+    pieces.allowance.pass_time(clock(), busy=True)
     assert not pieces.run(0.029, clock) and not done
     assert pieces.run(0.031, clock)
     assert pieces.count == 1 and pieces.delay_s == pieces.delay_max_s == pytest.approx(0.04)
-    clock.now += 0.119  # the piece's own time counts too
-    pieces.pass_time(clock(), busy=True)
+    clock.now_s += 0.119  # the piece's own time counts too
+    pieces.allowance.pass_time(clock(), busy=True)
     assert not pieces.run(math.inf, clock)
-    clock.now += 0.002
-    pieces.pass_time(clock(), busy=True)
+    clock.now_s += 0.002
+    pieces.allowance.pass_time(clock(), busy=True)
     assert pieces.run(math.inf, clock)
-    clock.now += 9.0
-    pieces.pass_time(clock(), busy=False)
+    clock.now_s += 9.0
+    pieces.allowance.pass_time(clock(), busy=False)
     assert not pieces.run(math.inf, clock)  # a copy is longer than the delay
     assert pieces.run(None, clock)
     assert pieces.count == 3 and pieces.delay_s == pytest.approx(0.08)
@@ -81,7 +75,7 @@ def test_a_kind_is_expected_to_take_what_its_pieces_took():
     pieces = pieces_of(Draft("it", ["check"] * 40, clock, done, seconds=0.06))
     while pieces.count < 20:
         assert pieces.run(None, clock)
-    pieces.pass_time(clock(), busy=True)
+    pieces.allowance.pass_time(clock(), busy=True)
     assert not pieces.run(math.inf, clock)  # 30 ms when it was measured, 60 since
 
 

@@ -51,11 +51,8 @@ def test_a_step_of_several_texts_is_taken_apart():
     begin(notes, "a/0", 1, 2, 3, draft=1, tenant="ann")
     begin(notes, "b/0", 4)
     add(notes, ("b/0", 0, 7), ("a/0", 2, 5), ("opted-out/0", 9, 9))
-    notes.output("a/0", (11,))
-    notes.output("b/0", [12, 13])
     add(notes, ("a/0", 3, 6), ("b/0", 1, 8))
-    notes.output("a/0", [14])
-    a, b = notes.end("a/0"), notes.end("b/0")
+    a, b = notes.end("a/0", (11, 14)), notes.end("b/0", np.array([12, 13]))
     assert a is not None and b is not None
     assert a.tokens.tolist() == [1, 2, 3, 11, 14] and b.tokens.tolist() == [4, 12, 13]
     assert a.position.tolist() == [2, 3] and b.position.tolist() == [0, 1]
@@ -69,8 +66,7 @@ def test_a_row_whose_token_was_cut_off_is_dropped():
     notes = recorder()
     begin(notes, "a/0", 1, 2)
     add(notes, ("a/0", 1, 1), ("a/0", 2, 2), ("a/0", 3, 3))  # predict the tokens at 2, 3 and 4
-    notes.output("a/0", [5, 6])  # a stop string cut the third
-    record = notes.end("a/0")
+    record = notes.end("a/0", [5, 6])  # a stop string cut the third
     assert record is not None and record.position.tolist() == [1, 2]
 
 
@@ -79,8 +75,7 @@ def test_rows_come_in_the_order_of_the_text():
     begin(notes, "a/0", 1)
     add(notes, ("a/0", 3, 3), ("a/0", 0, 0))
     add(notes, ("a/0", 2, 2), ("a/0", 1, 1))
-    notes.output("a/0", range(4))
-    record = notes.end("a/0")
+    record = notes.end("a/0", range(4))
     assert record is not None and record.position.tolist() == [0, 1, 2, 3]
     assert record.ids[:, 0].tolist() == [0, 10, 20, 30]
 
@@ -93,8 +88,7 @@ def test_rows_that_are_no_distribution_are_counted_and_passed_over(bad: list[flo
     target.log_p[0] = bad
     notes.add_rows(["a/0", "b/0"], np.array([0, 0]), np.array([0, 1]), target)
     notes.add_rows(["b/0"], np.array([0, 0]), np.array([0, 1]), target)  # not watched: not counted
-    notes.output("a/0", [2, 3])
-    record = notes.end("a/0")
+    record = notes.end("a/0", [2, 3])
     assert record is not None and record.position.tolist() == [1] and notes.not_finite == 1
 
 
@@ -104,8 +98,7 @@ def test_a_token_that_cannot_come_has_a_number_for_its_log():
     target = scores(1)
     target.log_p[0, 2] = -np.inf
     notes.add_rows(["a/0"], np.array([0]), np.array([0]), target)
-    notes.output("a/0", [2])
-    record = notes.end("a/0")
+    record = notes.end("a/0", [2])
     assert record is not None and record.log_p[0, 2] == LOG_ZERO and np.exp(record.log_p[0, 2]) == 0
 
 
@@ -113,8 +106,7 @@ def test_a_long_text_keeps_its_last_rows():
     notes = recorder(max_rows=2 * MAX_RECORD_ROWS)
     begin(notes, "a/0", 1)
     add(notes, *(("a/0", place, place) for place in range(MAX_RECORD_ROWS + 10)))
-    notes.output("a/0", range(MAX_RECORD_ROWS + 10))
-    record = notes.end("a/0")
+    record = notes.end("a/0", range(MAX_RECORD_ROWS + 10))
     assert record is not None and len(record.tokens) == MAX_RECORD_ROWS + 11
     assert record.position.tolist() == list(range(10, MAX_RECORD_ROWS + 10)) == (record.ids[:, 0] // 10).tolist()
     notes.check_integrity()
@@ -135,8 +127,7 @@ def test_a_few_long_texts_leave_room_for_the_others():
     add(notes, *(("c/0", place, place) for place in range(64)))
     assert (notes.kept, notes.no_room) == (2 * num_rows + 64, 0)
     for name, rows in (("a/0", num_rows), ("b/0", num_rows), ("c/0", 64)):
-        notes.output(name, range(rows))
-        record = notes.end(name)
+        record = notes.end(name, range(rows))
         assert record is not None
         expected = list(range(max(0, rows - MAX_RECORD_ROWS), rows))
         assert record.position.tolist() == expected == (record.ids[:, 0] // 10).tolist()
@@ -148,8 +139,7 @@ def test_no_rows_or_not_to_be_kept_makes_no_record():
     begin(notes, "a/0", 1)
     begin(notes, "b/0", 1)
     add(notes, ("b/0", 0, 0))
-    notes.output("b/0", [2])
-    assert notes.end("a/0") is None and notes.end("b/0", keep=False) is None and notes.end("never/0") is None
+    assert notes.end("a/0") is None and notes.end("b/0", [2], keep=False) is None and notes.end("never/0") is None
     notes.check_integrity()
 
 
@@ -158,7 +148,7 @@ def test_what_is_above_the_room_is_counted_and_room_comes_back():
     begin(notes, "a/0", 1)
     add(notes, *(("a/0", place, place) for place in range(5)))
     assert (notes.kept, notes.no_room) == (3, 2)
-    notes.discard("a/0")
+    notes.end("a/0", keep=False)
     begin(notes, "b/0", 1)
     add(notes, ("b/0", 0, 0))
     assert notes.kept == 4
@@ -200,8 +190,7 @@ def test_all_texts_after_a_prompt_are_on_one_side():
                 name = f"r{number}-{request}/{choice}"
                 begin(notes, name, 1, number, tenant=f"client {request}")
                 add(notes, (name, 0, 0))
-                notes.output(name, [1])
-                record = notes.end(name)
+                record = notes.end(name, [1])
                 assert record is not None
                 found.add(record.held_out)
         assert len(found) == 1
@@ -246,14 +235,12 @@ class RecorderMachine(RuleBasedStateMachine):
             self.model[name].append((place, mark))
         for name in by_name:
             grown = sum(row[0] == name for row in rows)
-            self.notes.output(name, range(grown))
             self.output[name] += grown
 
     @rule(name=consumes(texts), keep=st.booleans())
     def end(self, name: str, keep: bool) -> None:
-        record = self.notes.end(name, keep=keep)
+        record = self.notes.end(name, range(self.output.pop(name)), keep=keep)
         expected = self.model.pop(name)
-        del self.output[name]
         if not keep or not expected:
             assert record is None
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +45,6 @@ TEXTS = {
         "Напиши короткое письмо моему начальнику об отпуске.",
     ),
 }  # fmt: skip
-
-
-@dataclass
-class Asked:
-    prompt_ids: list[int]
-    draft_tag: str = ""
-    learn: bool = True
-    tenant: str = ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,50 +89,48 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[routing\]'"):
         DraftRouter(["default", "de"], "language")
-    assert DraftRouter(["default"], "language").route(Asked([1]), "Wie geht es dir heute?") == 0  # nothing to choose
+    assert DraftRouter(["default"], "language").route([1], "Wie geht es dir heute?") == 0  # nothing to choose
 
 
 @pytest.mark.parametrize("how", ["tag", "language", "topic"])
-def test_a_tag_goes_first(how: str):
+def test_a_tag_names_a_draft(how: str):
     router = DraftRouter(["default", "de", "code"], how, embedding=EMBEDDING)
     assert router.needs_text == (how == "language")
-    assert [router.route(Asked([0], tag), TEXTS["de"][0]) for tag in ("code", "de", "default")] == [2, 1, 0]
+    assert [router.index(tag) for tag in ("code", "de", "default")] == [2, 1, 0]
     with pytest.raises(RequestError, match="one of the drafts: default, de, code; got 'fr'") as error:
-        router.route(Asked([0], "fr"), "")
+        router.index("fr")
     assert error.value.param == "draft_tag"
 
 
 def test_by_tag_alone_the_rest_is_the_defaults():
     router = DraftRouter(["default", "de"])
-    assert router.route(Asked([0]), TEXTS["de"][0]) == 0 and router.to_state() == {}
+    assert router.route([0], TEXTS["de"][0]) == 0 and router.to_state() == {}
     router.from_state({})
 
 
-def test_topics_are_learned_from_tags_unless_a_request_opts_out():
+def test_topics_are_learned_from_tags():
     router = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
+    assert router.route([0]) == 0
     for _ in range(MIN_PROMPTS):
-        router.route(Asked([0], "code", learn=False))
-    assert router.route(Asked([0])) == 0
-    for _ in range(MIN_PROMPTS):
-        router.route(Asked([0], "code"))
-        router.route(Asked([2], "default"))
-    assert router.route(Asked([0])) == 1 and router.route(Asked([2])) == 0
+        router.learn("code", [0], "")
+        router.learn("default", [2], "")
+    assert router.route([0]) == 1 and router.route([2]) == 0
     again = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())
-    assert again.route(Asked([0])) == 1 and again.route(Asked([2])) == 0
+    assert again.route([0]) == 1 and again.route([2]) == 0
 
 
 def test_one_client_has_half_of_a_topic_and_no_more_while_others_have_any():
     router = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     for number in range(MIN_PROMPTS):
-        router.route(Asked([0], "code", tenant=f"client {number % 2}"))
-        router.route(Asked([2], "default", tenant=f"client {number % 2}"))
+        router.learn("code", [0], f"client {number % 2}")
+        router.learn("default", [2], f"client {number % 2}")
     for _ in range(50):
-        router.route(Asked([2], "code", tenant="flood"))
-    assert router.route(Asked([0])) == 1 and router.route(Asked([2])) == 0
+        router.learn("code", [2], "flood")
+    assert router.route([0]) == 1 and router.route([2]) == 0
     again = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())  # nor by way of a restart
-    again.route(Asked([2], "code", tenant="flood"))
+    again.learn("code", [2], "flood")
     assert again.to_state() == router.to_state()
 
 
@@ -165,7 +154,7 @@ def test_examples_in_the_drafts_folders_are_topics_from_the_start(tmp_path: Path
 
     router = make_router("topic", folders, embedding=lambda: EMBEDDING, encode=encode)
     assert router.names == ("default", "code") and len(asked) == 2 * MIN_PROMPTS
-    assert router.route(Asked([0])) == 0 and router.route(Asked([2])) == 1
+    assert router.route([0]) == 0 and router.route([2]) == 1
 
 
 def test_nothing_is_read_where_topics_do_not_matter(tmp_path: Path):
@@ -174,4 +163,4 @@ def test_nothing_is_read_where_topics_do_not_matter(tmp_path: Path):
 
     for how, names in (("tag", ("default", "code")), ("topic", ("default",))):
         router = make_router(how, dict.fromkeys(names, tmp_path), embedding=no_embedding, encode=lambda _: [])
-        assert router.route(Asked([0])) == 0
+        assert router.route([0]) == 0

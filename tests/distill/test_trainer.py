@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.programs import BatchArrays, TrainPrograms
+from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import ConfigError
@@ -168,7 +168,7 @@ def test_low_rank_updates_have_the_gradients_of_the_weights_they_change(low_rank
     assert set(trained) == {name for name, each in params.items() if each.ndim == 2} - {"embed"}
     merged = float64(programs.run("export", trained, base))
     records, (batch, _) = made_batches(1)
-    sums = programs.run("accumulate", trained, base, sums, BatchArrays(*batch.arrays))
+    sums = programs.run("accumulate", trained, base, sums, batch)
     records = [each for each in records if len(each.position) == batch.num_rows]
     by_weight = oracle.Draft(CONFIG, merged).gradient(as_texts(records), "kl", 0, 1)
     for name, update in trained.items():

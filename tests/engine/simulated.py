@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,21 +76,32 @@ class Spelling:
     """A tokenizer: ids 0 and 1 are special, each other id spells one to three letters."""
 
     eos_token_ids = (EOS,)
+    longest_token = 3
+    chat_template = ""
 
-    def encode(self, text: str) -> list[int]:
+    def id_of(self, text: str) -> int | None:
+        return None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [2 + ord(character) % (VOCAB - 2) for character in text]
 
     def spell(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def backend_json(self) -> str:
+    def backend_json(self, rows: int | None = None) -> str:
         raise UnsupportedModelError("letters: no grammar reads this tokenizer")
+
+    def vocabulary_hash(self, rows: int) -> str:
+        return f"letters-{rows}"
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("abcde"[i % 5] + "xy"[: i % 3] for i in token_ids if self.has_text(i))
 
     def has_text(self, token_id: int) -> bool:
         return token_id > 1
+
+    def showing(self, texts: Collection[str]) -> Spelling:
+        return self
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaserve_jax.engine.client import EngineInfo, GenerateRequest, check_request
+from adaserve_jax.engine.client import EngineInfo, GenerateRequest, check_prompt, check_request
 from adaserve_jax.errors import RequestError
 from adaserve_jax.types import SamplingParams
 
@@ -35,7 +35,7 @@ def test_a_request_that_can_never_be_served(prompt: list[int], tokens: int, para
 
 def test_an_error_names_the_field_of_the_prompt() -> None:
     with pytest.raises(RequestError) as caught:
-        INFO.check_prompt(48, "messages")
+        check_prompt(48, 48, "messages")
     assert caught.value.param == "messages"
 
 

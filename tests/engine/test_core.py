@@ -13,7 +13,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import QueueFullError, RequestError
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Expected, Spelling, costs_of, expected, limits_of
@@ -37,7 +37,7 @@ def core_of(policy: str, infeasible_slo: str = "best_effort", **changes: int) ->
     costs = costs_of(limits)
     config = EngineConfig(policy=policy, max_waiting=MAX_WAITING, infeasible_slo=infeasible_slo)
     executor = SimExecutor(limits, costs, 0.7, clock, vocab_size=VOCAB)
-    scheduler = build_scheduler(config, limits, costs)
+    scheduler = Scheduler(config, limits, costs)
     return EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, seed=5, clock=clock.now)
 
 
@@ -166,3 +166,29 @@ def test_a_request_of_several_choices_is_queued_whole_or_not_at_all() -> None:
         core.add(GenerateRequest("a", [3]), 0.0)
     assert len(core.abort("a")) == MAX_WAITING - 1
     assert not core.has_work
+
+
+def test_what_waited_as_long_as_it_may_ends_and_what_began_goes_on() -> None:
+    """Four slots, of which one is free after half a second; the fifth choice may wait longer than the others."""
+    core = core_of("ar", num_pages=64)
+    for name, tokens in (("a", 44), ("b", 44), ("c", 44), ("d", 44), ("patient", 3), ("e", 3), ("two", 3)):
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, n=2 if name == "two" else 1)
+        wait_s = {"a": 0.0}.get(name, 0.2)
+        core.add(GenerateRequest(name, [3], sampling, max_wait_s=wait_s), core.clock())
+        if name == "patient":  # asked again under the same id: the first one's wait is not its own
+            core.abort(name)
+            core.add(GenerateRequest(name, [3], sampling, max_wait_s=9.0), core.clock())
+    ended: dict[tuple[str, int], tuple[OutputChunk, float]] = {}
+    while core.has_work:
+        for chunk in core.step():
+            if chunk.finish_reason is not None:
+                ended[chunk.request_id, chunk.choice] = chunk, core.clock()
+    assert core.num_open == 0 and core.step() == []
+    for name in ("a", "b", "c", "d", "patient"):
+        assert ended[name, 0][0].finish_reason == "length"
+    for key in (("e", 0), ("two", 0), ("two", 1)):
+        chunk, at = ended[key]
+        assert (chunk.finish_reason, chunk.error_code) == ("error", "overloaded")
+        assert (chunk.metrics, chunk.token_ids) == (None, [])
+        assert "waited 0.2 s for its turn, as long as this server lets it wait" in (chunk.error or "")
+        assert 0.2 <= at < 0.25

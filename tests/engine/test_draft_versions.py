@@ -14,7 +14,7 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import Pending
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.acceptance import Calibrator
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.types import CandidateTrees, SamplingParams, Sequence
 from tests.engines import compile_only
@@ -67,7 +67,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
     config, limits = executor.resolved.config, executor.limits
     assert executor.chances is not None
     calibrator = Calibrator(executor.chances)
-    scheduler = build_scheduler(config, limits, costs_of(limits), calibrator)
+    scheduler = Scheduler(config, limits, costs_of(limits), calibrator)
     begun = [executor.draft_params(draft) for draft in range(executor.num_drafts)]
     texts: Texts = {}
     for request in requests(routed):

@@ -193,7 +193,7 @@ def test_what_the_engine_says_of_itself(served: tuple[LLM, Service]) -> None:
     hello = service.hello
     assert hello is not None and hello.target_id
     tokenizer = Tokenizer.from_folder(llm._engine.executor.target_folder)
-    assert hello.vocabulary_hash == tokenizer.vocabulary_hash
+    assert hello.vocabulary_hash == tokenizer.vocabulary_hash(llm.info.vocab_size)
     assert hello.cells_hash == cells_hash(llm._engine.executor.chances)  # type: ignore[arg-type]
     assert 0 < hello.plain_s <= hello.verify_s < 10
     assert llm.info.draft == "remote" and llm.info.drafts == ()
@@ -381,11 +381,11 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
         assert service.asked == 6, "nobody is greeted any more"
         assert engine.assembly.samples == said != guessed
         scheduler = engine._core.scheduler
-        assert scheduler._cost.samples == said and scheduler._cost.catchup_s(8) == pytest.approx(0.003)
+        assert scheduler.costs.samples == said and scheduler.costs.catchup_s(8) == pytest.approx(0.003)
         switch = SwitchTable.of(CostTable(said, limits), limits)
         assert scheduler.controller._switch.switch_s(8, 1) == switch.switch_s(8, 1)  # type: ignore[attr-defined]
         engine.set_policy("spec:2")
-        assert engine._core.scheduler._cost.samples == said
+        assert engine._core.scheduler.costs.samples == said
     finally:
         engine.close()
     assert service.closed

@@ -4,6 +4,7 @@ with the same seed, whatever policy, tree, load or preemption."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -42,6 +43,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {5: 4.0, 100: -100.0, 300: 3.0}},
     "min_tokens": {"min_tokens": 9, "ignore_eos": False, "temperature": 30.0},
     "bad_words": {"bad_words": BANNED, "temperature": 0.0},
+    "allowed": {"allowed_token_ids": tuple(range(40, 400, 7)), "logit_bias": {47: 2.0}},
     "all": {
         "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {7: 2.0},
         "min_tokens": 4, "bad_words": ("def",), "logprobs": 3, "top_k": 40, "top_p": 0.95,
@@ -50,6 +52,9 @@ ASKED: dict[str, dict[str, Any]] = {
 """By what they try; each is run with a seed of its own."""
 LIST = {"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 3, "maxItems": 4}
 if find_spec("llguidance") is not None:
+    ASKED["regex"] = {"regex": r"( [a-z]+){3,9}\.", "bad_words": (" the",)}
+    ASKED["choice"] = {"choice": ("sunny all day", "sunny at first", "rain"), "temperature": 2.0, "n": 3}
+    ASKED["grammar"] = {"grammar": 'root ::= term (" + " term)+ ";"\nterm ::= [a-c] | "(" root ")"', "min_tokens": 4}
     ASKED["json_schema"] = {"json_schema": json.dumps(LIST), "logit_bias": {5: 1.0}}
 FEW_POLICIES = ("spec:3", "adaserve")
 ALL_POLICIES = ("spec:3", "adaserve", "nightjar", "specinfer", "adaserve-paper", "off", "tetris:3")
@@ -93,8 +98,8 @@ def contains(tokens: list[int], word: list[int]) -> bool:
 
 def test_every_parameter_gives_the_text_of_plain_decoding(deterministic: LLM) -> None:
     plain = dict(zip(ASKED, check_policies(deterministic, FEW_POLICIES, 16), strict=True))
-    assert len({tuple(choice.token_ids) for each in plain.values() for choice in each}) == len(ASKED) + 1
-    may_end = ("min_tokens", "json_schema")
+    assert len({tuple(choice.token_ids) for each in plain.values() for choice in each}) == sum(map(len, plain.values()))
+    may_end = ("min_tokens", "json_schema", "regex", "choice", "grammar")
     assert all(len(choice.token_ids) == 16 for name, (choice, *_) in plain.items() if name not in may_end)
     assert len(plain["min_tokens"][0].token_ids) >= 9
     free, banned = (plain_text(deterministic, words) for words in ((), BANNED))
@@ -102,7 +107,13 @@ def test_every_parameter_gives_the_text_of_plain_decoding(deterministic: LLM) ->
     spelled = [deterministic.tokenizer.spell(space + word) for word in BANNED for space in ("", " ")]
     assert any(contains(free, word) for word in spelled) and not any(contains(banned, word) for word in spelled)
     assert {name: len(each[0].logprobs) for name, each in plain.items() if each[0].logprobs} == {"all": 16}
+    assert all(token in range(40, 400, 7) for token in plain["allowed"][0].token_ids)
     if "json_schema" in plain:
+        assert all(each.text in ASKED["choice"]["choice"] for each in plain["choice"])
+        (written,) = plain["regex"]
+        assert re.fullmatch(ASKED["regex"]["regex"], written.text) or written.finish_reason == "length"
+        assert " the " not in written.text
+        assert re.match(r"(\(+)?[abc] \+ ", plain["grammar"][0].text)
         (listed,) = plain["json_schema"]
         assert listed.finish_reason == "stop" and len(json.loads(listed.text)) in (3, 4)
 
@@ -186,7 +197,7 @@ class Sums:
         self.stuck = stuck
         self.state: dict[str, tuple[int, int, int]] = {}
 
-    def prepare(self, schema: str) -> Future[int]:
+    def prepare(self, schema: str, kind: str = "json_schema") -> Future[int]:
         start: Future[int] = Future()
         start.set_result(int(schema))
         return start
@@ -266,6 +277,10 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         deterministic.generate(TEXT, SamplingParams(bad_words=("\ud800",)))
     assert caught.value.param == "bad_words"
+    with pytest.raises(RequestError, match=f"allowed_token_ids must be ids of the vocabulary, 0 to {vocab_size - 1}"):
+        deterministic.generate(TEXT, SamplingParams(allowed_token_ids=[vocab_size]))
+    with pytest.raises(RequestError, match="grammar must be left out where regex is given: a text can fit only one"):
+        SamplingParams(regex="a", grammar="b")
     if find_spec("llguidance") is not None:
         with pytest.raises(RequestError, match="objekt") as caught:
             deterministic.generate(TEXT, SamplingParams(json_schema='{"type": "objekt"}'))

@@ -15,7 +15,7 @@ from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ElasticError
 from adaserve_jax.memory.residency import ElasticRule
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import ElasticTimes, SimExecutor, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, expected, limits_of
@@ -39,7 +39,7 @@ def core() -> EngineCore:
     )
     config = EngineConfig(policy="nightjar", elastic="on", seed=1)
     rule = ElasticRule(persist_steps=3, min_stay_steps=1000)
-    scheduler = build_scheduler(config, limits, costs_of(limits), elastic_rule=rule)
+    scheduler = Scheduler(config, limits, costs_of(limits), elastic_rule=rule)
     core = EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, clock=clock.now)
     for number in range(9):
         sampling = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)

@@ -324,5 +324,5 @@ def test_logits_are_edited_on_extended_pools_too(executor: ModelExecutor) -> Non
     swaps_of(executor).wait()
     for outcome in found:
         assert outcome.tokens[:, 0].tolist() == token.tolist()
-        assert outcome.logprobs is not None and (outcome.logprobs.drawn[:, 0] < 0).all()
+        assert outcome.logprobs is not None and (outcome.logprobs.own[:, 0] < 0).all()
     np.testing.assert_array_equal(found[0].logprobs.top, found[1].logprobs.top)

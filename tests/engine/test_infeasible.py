@@ -43,7 +43,7 @@ def refusing_core() -> EngineCore:
 
 def test_best_effort_serves_and_says_so(start: Start) -> None:
     llm = LLM.over(start("best_effort"))
-    slos = [SLO(tpot_ms=5), SLO(tpot_ms=50), SLO(), SLO(relative=0.1), SLO(ttft_ms=1)]
+    slos = [SLO(tpot_ms=5), SLO(tpot_ms=60_000), SLO(), SLO(relative=0.1), SLO(ttft_ms=1)]
     outputs = llm.generate([[3]] * 5, SHORT, slo=slos)
     assert [output.metrics.slo_feasible for output in outputs] == [False, True, None, False, False]
     assert outputs[0].metrics.tpot_slo_s == 0.005
@@ -53,16 +53,16 @@ def test_best_effort_serves_and_says_so(start: Start) -> None:
 
 
 def test_refusing_raises_what_could_be_had_and_the_engine_goes_on(start: Start) -> None:
+    """The least target is exact before the first step; later it has the overhead of a busy machine in it."""
     engine = start("refuse")
     llm = LLM.over(engine)
-    for call in (
-        lambda: llm.generate([[3], [3]], SHORT, slo=[SLO(tpot_ms=500), SLO(tpot_ms=5)]),
-        lambda: list(llm.stream([3], SHORT, slo=SLO(tpot_ms=5))),
-    ):
-        with pytest.raises(RequestError, match=LEAST) as caught:
-            call()
-        assert (caught.value.code, caught.value.param) == ("slo_infeasible", "slo_tpot_ms")
+    with pytest.raises(RequestError, match=LEAST):
+        list(llm.stream([3], SHORT, slo=SLO(tpot_ms=5)))
     assert llm.generate([3], SHORT, slo=SLO(tpot_ms=10.1))[0].metrics.slo_feasible is True
+    later = r"slo_tpot_ms must be at least [\d.]+ ms, .* got 5 ms; ask for a longer time"
+    with pytest.raises(RequestError, match=later) as caught:
+        llm.generate([[3], [3]], SHORT, slo=[SLO(tpot_ms=60_000), SLO(tpot_ms=5)])
+    assert (caught.value.code, caught.value.param) == ("slo_infeasible", "slo_tpot_ms")
     assert llm.generate([3], SHORT)[0].metrics.slo_feasible is None
     assert engine.stats().scheduler.pages_used == 0
 

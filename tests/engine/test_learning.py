@@ -24,7 +24,7 @@ from adaserve_jax.distill import records as records_module
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.pieces import PieceTimes
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import Record, SampledRows, _Ended
+from adaserve_jax.distill.records import Record, SampledRows
 from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import CheckpointError, RequestError
@@ -33,6 +33,7 @@ from adaserve_jax.models.decoder import Params
 from adaserve_jax.runtime.capture import TargetRows
 from adaserve_jax.stats import LearningStats
 from adaserve_jax.types import FinishReason, SamplingParams, Sequence
+from tests.clock import Clock
 from tests.engines import TINY
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
@@ -264,15 +265,15 @@ def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) 
     with llm._engine._lock:
         learner.added(choice)
         at = np.zeros(1, np.int32)
-        watcher._promised = SampledRows(["again/0"], at, at, at + 1), Broken(rows)
+        watcher._promised = SampledRows(["again/0"], at, at + 1), Broken(rows)
         if finish_reason == "abort":
             learner.dropped(choice.sequence_id, "abort")
         else:
-            watcher._ended.append(_Ended(choice.sequence_id, finish_reason, np.array([9, 10], np.int32)))
+            watcher._ended.append((choice.sequence_id, finish_reason, np.array([9, 10], np.int32)))
         other = replace(choice, prompt_ids=np.array([11, 12, 13], np.int32))
         learner.added(other)
         assert not learner.failed
-        watcher._ended.append(_Ended(choice.sequence_id, "length", np.array([14], np.int32)))
+        watcher._ended.append((choice.sequence_id, "length", np.array([14], np.int32)))
         learner._take_in()
     records = list(learner._drafts[0].buffer)
     kept = [(record.tokens.tolist(), record.position.tolist()) for record in records]
@@ -346,13 +347,6 @@ def test_nothing_is_trained_while_the_draft_is_away(engine: Loaded) -> None:
     assert rested(llm).version["default"] > 0
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three seconds while nothing runs, then 20, 40 and 10 ms, with a second of serving after each."""
     learner, clock = learner_of(llm), Clock()
@@ -361,7 +355,7 @@ def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest
     def run() -> Iterator[PieceKind]:
         for seconds in (3.0, 0.02, 0.04, 0.01):
             yield "check"
-            clock.now += seconds
+            clock.now_s += seconds
 
     with llm._engine._lock:
         monkeypatch.setattr(learner, "_clock", clock)
@@ -371,7 +365,7 @@ def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest
         assert learner.work(None)
         for _ in range(3):
             assert learner.work(math.inf)
-            clock.now += 1.0
+            clock.now_s += 1.0
         assert not learner.work(math.inf)
         stats = learner.stats()
     assert stats.micro_steps == 4
@@ -417,7 +411,7 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
         assert learner.stats().micro_steps == done and draft.due is False
         assert learner.work(math.inf)
         assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
-        learner._pieces._allowance.spend(1e6)
+        learner._pieces.allowance.spend(1e6)
         assert not learner.work(math.inf)
         assert learner.work(None)
         llm._engine._lock.notify()  # there is something to do again

@@ -134,7 +134,7 @@ def test_a_policy_that_cannot_run_is_refused_before_anything_loads(
 
 
 def test_a_start_that_fails_frees_the_device(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
-    def warm_up(self: Machine, progress: Progress | None = None) -> CostSamples:
+    def warm_up(self: Machine, progress: Progress | None = None, samples: CostSamples | None = None) -> CostSamples:
         raise RuntimeError("no room to compile")
 
     monkeypatch.setattr(Machine, "warm_up", warm_up)
@@ -170,11 +170,11 @@ def test_a_full_queue_and_a_second_request_of_the_same_id(engine: LocalEngine, m
     reader = Reader()
     engine.submit(request_of("first", replace(LONG, n=4)), reader)
     wait_until(lambda: engine.stats().scheduler.running == 4)
+    with pytest.raises(RequestError, match="'first' is in flight already"):
+        engine.submit(request_of("first"), reader)
     engine.submit(request_of("second", replace(LONG, n=8)), reader)
     with pytest.raises(QueueFullError, match="8 requests wait and at most 8 may"):
         engine.submit(request_of("third"), reader)
-    with pytest.raises(RequestError, match="'first' is in flight already"):
-        engine.submit(request_of("first"), reader)
     with pytest.raises(ConfigError, match=r"needs an idle engine; 2 requests are open"):
         engine.set_policy("ar")
     gate.set()

@@ -39,7 +39,7 @@ class Grammars:
         self.breaks_in = ""
         self.error: BaseException = ValueError("a bug")
 
-    def prepare(self, schema: str) -> Future[str]:
+    def prepare(self, schema: str, kind: str = "json_schema") -> Future[str]:
         return self.starts.setdefault(schema, Future())
 
     def add(self, request_id: str, start: str) -> None:
@@ -176,7 +176,7 @@ def test_one_choice_that_cannot_go_on_does_not_stop_a_batch(grammars: Grammars, 
 def test_a_batch_of_more_schemas_than_may_wait(
     grammars: Grammars, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_at_a_time(schema: str) -> Future[str]:
+    def one_at_a_time(schema: str, kind: str) -> Future[str]:
         start: Future[str] = Future()
         if schema not in grammars.starts and not all(other.done() for other in grammars.starts.values()):
             start.set_exception(QueueFullError("too many"))

@@ -405,7 +405,7 @@ def test_errors_cross_with_class_and_text(error, kind):
 
 
 def test_what_is_sent_before_the_child_listens_reaches_it(tmp_path):
-    with zmq.Context() as context, ipc.requests_out(context, str(tmp_path)) as ours:
+    with zmq.Context() as context, ipc.sender(context, str(tmp_path), ipc.TO_ENGINE, 0) as ours:
         ours.send(b"early", zmq.DONTWAIT)
         with context.socket(zmq.PULL) as theirs:
             theirs.bind(f"ipc://{tmp_path}/to_engine")

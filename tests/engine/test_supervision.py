@@ -7,17 +7,20 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import OnDeath, SupervisedEngine
-from adaserve_jax.errors import EngineDeadError, EngineRestartingError
+from adaserve_jax.errors import EngineDeadError, EngineRestartingError, RequestError
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats, metrics_of
+from adaserve_jax.types import FinishReason, RequestMetrics
 from tests.engine.test_process import FACTORY, ROOT, Collected, request
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -30,6 +33,7 @@ class Fake:
         self.counts = StepStats()
         self.learning = LearningStats()
         self.alive = self.closed = False
+        self.submitted: list[tuple[GenerateRequest, Sink]] = []
         self.info = SimpleNamespace(target=f"engine {number}")
 
     def start(self) -> None:
@@ -42,7 +46,19 @@ class Fake:
     def die(self) -> EngineDeadError:
         """The process is gone; what its requests are told."""
         self.alive = False
-        return self.on_death(f"engine {self.number} died")
+        return self.on_death(f"engine {self.number} died", [request for request, _ in self.submitted])
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty")
+        self.submitted.append((request, sink))
+
+    def finish(self, reason: FinishReason = "stop") -> None:
+        """End the requests that it has."""
+        for ended, sink in self.submitted:
+            sink(OutputChunk(ended.request_id, 0, "", [], reason, RequestMetrics(0.0)))
+        self.counts.finished[reason] = self.counts.finished.get(reason, 0) + len(self.submitted)
+        self.submitted = []
 
     def stats(self) -> EngineStats:
         return EngineStats(self.counts, compiles_after_ready=self.counts.steps, learning=self.learning)
@@ -63,7 +79,7 @@ class World:
         self.gate = threading.Event()
         self.gate.set()
         self.failing = failing
-        self.engine = SupervisedEngine(self.build, clock=lambda: self.now, **limits)
+        self.engine = SupervisedEngine(self.build, clock=lambda: self.now, **{"backoff_s": 0.0} | limits)
 
     def build(self, on_death: OnDeath) -> Fake:
         number = len(self.fakes)
@@ -113,7 +129,8 @@ def test_counts_go_on_and_gauges_are_the_new_engines():
         assert isinstance(world.fakes[0].die(), EngineRestartingError)
         wait_until(lambda: len(world.fakes) == 2)
         during = world.engine.stats()
-        assert (during.scheduler.steps, during.scheduler.running, during.restarts) == (7, 0, 0)
+        assert (during.scheduler.steps, during.scheduler.running, during.restarts) == (7, 0, 1)
+        assert during.last_crash is not None and during.last_crash.why == "engine 0 died"
         assert during.back_in_s == 0.0 and not world.engine.is_alive()  # the first start took no time
         error = refusal(world.engine)
         assert error.code == "engine_restarting" and "engine 0 died; it is started again" in str(error)
@@ -183,23 +200,118 @@ def test_every_field_of_the_learning_stats_is_a_gauge_or_a_count():
     assert LearningStats(delay_max_s=3.0).after(full).delay_max_s == full.after(LearningStats()).delay_max_s == 5.0
 
 
-def test_restarts_are_counted_within_the_window():
-    with World(max_restarts=2, window_s=60.0) as world:
-        for number in range(2):
+def test_an_engine_that_ends_several_times_without_a_finished_request_stays_dead():
+    with World(max_restarts=2) as world:
+        for number in range(4):
+            world.fakes[number].counts.finished = {"length": 1, "abort": 3}
             assert isinstance(world.fakes[number].die(), EngineRestartingError)
             wait_until(world.engine.is_alive)
-        world.now += 60.0  # both are forgotten
-        assert isinstance(world.fakes[2].die(), EngineRestartingError)
+        world.fakes[4].counts.finished = {"abort": 3, "error": 1}  # no progress: the second in a row
+        assert isinstance(world.fakes[4].die(), EngineRestartingError)
         wait_until(world.engine.is_alive)
-        world.now += 30.0
-        assert isinstance(world.fakes[3].die(), EngineRestartingError)
-        wait_until(world.engine.is_alive)
-        last = world.fakes[4].die()
+        last = world.fakes[5].die()
         assert type(last) is EngineDeadError
-        assert str(last) == "engine 4 died, after 2 restarts within 60 s; restart the server"
-        assert refusal(world.engine) is last and world.engine.stats().back_in_s is None
-        assert not world.engine.is_alive() and world.engine.stats().restarts == 4
-    assert len(world.fakes) == 5
+        assert str(last) == ("engine 5 died; it ended 3 times in a row without finishing a request; restart the server")
+        after = world.engine.stats()
+        assert refusal(world.engine) is last and after.back_in_s is None
+        assert not world.engine.is_alive() and after.restarts == 5
+        assert after.last_crash is not None and after.last_crash.why == "engine 5 died"
+    assert len(world.fakes) == 6
+
+
+def test_a_long_service_is_progress_without_requests():
+    with World(max_restarts=1, window_s=60.0) as world:
+        for number in range(3):
+            world.now += 60.0
+            assert isinstance(world.fakes[number].die(), EngineRestartingError)
+            wait_until(world.engine.is_alive)
+        world.now += 59.0
+        assert type(world.fakes[3].die()) is EngineDeadError
+
+
+def test_each_restart_waits_twice_as_long_as_the_one_before():
+    with World(max_restarts=9, window_s=1000.0, backoff_s=0.001) as world:
+        waits = []
+        for number in range(5):
+            world.gate.clear()
+            world.fakes[number].die()
+            waits.append(world.engine.stats().back_in_s)
+            world.gate.set()
+            wait_until(world.engine.is_alive)
+        assert waits == [0.0, 0.001, 0.002, 0.004, 0.008]
+        world.now += 1000.0  # all are forgotten
+        world.gate.clear()
+        world.fakes[5].die()
+        assert world.engine.stats().back_in_s == 0.0
+        world.gate.set()
+        wait_until(world.engine.is_alive)
+    with World(max_restarts=9, backoff_s=1e9) as world:
+        world.fakes[0].die()
+        wait_until(world.engine.is_alive)
+        world.fakes[1].die()
+        assert world.engine.stats().back_in_s == 60.0 and not world.engine.is_alive()
+    assert len(world.fakes) == 2, "closed while it waited"
+
+
+def asked(name: str, text: str) -> GenerateRequest:
+    """A request of this text, under an id of its own."""
+    return GenerateRequest(name, list(text.encode()))
+
+
+def crash(world: World, *texts: str) -> list[str]:
+    """Send these texts and let the engine die; return the codes of those that were refused."""
+    engine, refused = world.fakes[-1], []
+    for number, text in enumerate(texts):
+        try:
+            world.engine.submit(asked(f"{engine.number}/{number}", text), lambda chunk: None)
+        except (RequestError, EngineRestartingError) as error:
+            refused.append(error.code)
+    engine.die()
+    wait_until(world.engine.is_alive)
+    return refused
+
+
+def test_a_request_that_is_in_every_crash_is_set_aside_and_the_others_are_not():
+    with World(max_restarts=9) as world:
+        assert crash(world, "good", "bad", "idle") == []
+        assert crash(world, "other", "bad", "good") == []
+        assert crash(world, "bad", "good", "new") == ["engine_restarting"]  # suspects are tried one at a time
+        with pytest.raises(RequestError, match="running each of the last 3 times that the engine crashed") as caught:
+            world.engine.submit(asked("again", "bad"), lambda chunk: None)
+        assert caught.value.code == "crashes_engine"
+        for text in ("good", "new", "other", "bad!"):
+            world.engine.submit(asked(text, text), lambda chunk: None)
+        world.now += 600.0  # long after the last crash it may try again
+        world.engine.submit(asked("later", "bad"), lambda chunk: None)
+
+
+def test_suspects_are_tried_one_after_the_other_and_cleared():
+    with World(max_restarts=9) as world:
+        crash(world, "a", "b", "c")
+        crash(world, "a", "b", "c")
+        world.engine.submit(asked("1", "a"), lambda chunk: None)
+        with pytest.raises(EngineRestartingError, match="crashed several times with this request and others"):
+            world.engine.submit(asked("2", "b"), lambda chunk: None)
+        world.fakes[-1].finish("abort")  # its client left: still a suspect
+        world.engine.submit(asked("3", "b"), lambda chunk: None)
+        with pytest.raises(RequestError, match="the prompt is empty"):  # what is refused meanwhile changes nothing
+            world.engine.submit(asked("refused", ""), lambda chunk: None)
+        with pytest.raises(EngineRestartingError, match="tried one at a time"):
+            world.engine.submit(asked("too early", "a"), lambda chunk: None)
+        world.fakes[-1].finish("stop")
+        world.engine.submit(asked("4", "b"), lambda chunk: None)
+        world.engine.submit(asked("5", "a"), lambda chunk: None)
+        world.fakes[-1].finish("length")
+        with pytest.raises(RequestError, match="set aside"):
+            world.engine.submit(asked("6", "c"), lambda chunk: None)
+
+
+def test_crashes_with_nothing_in_common_suspect_nobody():
+    with World(max_restarts=9) as world:
+        for texts in (("a", "b"), (), ("c",), ("d", "a"), ("b",), ("c",)):
+            assert crash(world, *texts) == []
+        world.now += 700.0
+        assert crash(world, "c") == crash(world, "d") == []
 
 
 def test_no_restart_where_none_is_allowed():
@@ -212,11 +324,11 @@ def test_a_start_that_fails_is_tried_again_while_there_are_restarts_left():
     with World(failing=(1,), max_restarts=2) as world:
         world.fakes[0].die()
         wait_until(world.engine.is_alive)
-        assert len(world.fakes) == 3 and world.fakes[1].closed and world.engine.stats().restarts == 1
+        assert len(world.fakes) == 3 and world.fakes[1].closed and world.engine.stats().restarts == 2
     with World(failing=(1,), max_restarts=1) as world:
         world.fakes[0].die()
         wait_until(lambda: refusal(world.engine).code == "engine_dead")
-        assert "could not be started again: start 1 failed, after 1 restarts" in str(refusal(world.engine))
+        assert "start 1 failed; it ended 2 times in a row without finishing a request" in str(refusal(world.engine))
         assert world.engine.stats().back_in_s is None
 
 
@@ -268,25 +380,36 @@ def test_the_time_until_it_is_back_is_that_of_the_last_start():
     world.engine.close()  # in the midst of the start
 
 
+class Processes(NamedTuple):
+    """A supervised scripted engine in a process of its own. `built`: the engines that it was so far; each is built
+    once `may_build` is set."""
+
+    engine: SupervisedEngine
+    built: list[ProcessEngine]
+    may_build: threading.Event
+
+
 @pytest.fixture
 def processes(monkeypatch):
-    """A supervised scripted engine in a process of its own, and those it was so far."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     built: list[ProcessEngine] = []
+    may_build = threading.Event()
+    may_build.set()
 
     def build(on_death: OnDeath) -> ProcessEngine:
+        assert may_build.wait(PATIENCE_S)
         built.append(ProcessEngine(EngineConfig(policy="process"), factory=FACTORY, on_death=on_death))
         return built[-1]
 
     engine = SupervisedEngine(build)
     engine.start()
-    yield engine, built
+    yield Processes(engine, built, may_build)
     engine.close()
     assert all(one._child.returncode is not None for one in built)
 
 
 def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(processes):
-    engine, built = processes
+    engine, built, may_build = processes
     done, cut, restarts = Collected(), Collected(2), []
 
     def told(chunk: OutputChunk) -> None:
@@ -299,9 +422,11 @@ def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(proc
     engine.submit(request("cut", "slow " * 3, max_tokens=400, n=2), told)
     wait_until(lambda: cut.chunks[0])
     steps = engine.stats().scheduler.steps
+    may_build.clear()
     os.kill(built[0].pid, signal.SIGKILL)
     assert cut.ended.wait(PATIENCE_S)
-    assert restarts == [0, 0], "they did not wait for the next process"
+    assert restarts == [1, 1] and len(built) == 1, "they did not wait for the next process"
+    may_build.set()
     for choice in (0, 1):
         assert cut.last(choice).error_code == "engine_restarting" and "status -9" in cut.last(choice).error
     wait_until(engine.is_alive)
@@ -314,7 +439,7 @@ def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(proc
 
 def test_many_requests_at_the_moment_of_death_all_end(processes):
     """None may hang, whichever side of the death it was sent on."""
-    engine, built = processes
+    engine, built, _ = processes
     sinks, refused = {}, 0
     for i in range(200):
         if i == 100:
@@ -335,7 +460,7 @@ def test_many_requests_at_the_moment_of_death_all_end(processes):
 
 
 def test_the_age_of_the_step_grows_while_the_process_hangs(processes):
-    engine, built = processes
+    engine, built, _ = processes
     sink = Collected()
     assert engine.stats().step_age_s == 0.0
     engine.submit(request("hangs", "slow " * 3, max_tokens=60), sink)
@@ -354,18 +479,18 @@ def test_an_engine_thread_that_dies_takes_its_process_along(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     told = []
     engine = ProcessEngine(
-        EngineConfig(), factory="tests.engine.test_supervision:Dying", on_death=lambda why: verdict(told, why)
+        EngineConfig(), factory="tests.engine.test_supervision:Dying", on_death=lambda *died: verdict(told, *died)
     )
     engine.start()
     sink = Collected()
     engine.submit(request("last", "abc"), sink)
     assert sink.ended.wait(PATIENCE_S)
-    assert told == ["the engine stopped: a bug"] and sink.last().error_code == "engine_restarting"
+    assert told == [("the engine stopped: a bug", ["last"])] and sink.last().error_code == "engine_restarting"
     engine.close()
 
 
-def verdict(told: list[str], why: str) -> EngineDeadError:
-    told.append(why)
+def verdict(told: list, why: str, requests: Sequence[GenerateRequest]) -> EngineDeadError:
+    told.append((why, [each.request_id for each in requests]))
     return EngineRestartingError("comes back")
 
 

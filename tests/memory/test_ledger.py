@@ -18,7 +18,6 @@ from adaserve_jax.memory.ledger import (
     Sizes,
     Workspace,
     check_fits,
-    extension_pages,
     refusal,
 )
 
@@ -36,8 +35,8 @@ def of(limit_mib: int, *, pages: int = 100, own_mib: int = 10_000, **changes: ob
 
 def test_parts_add_up_in_both_layouts() -> None:
     """The draft leaves 50 + 100 x 1 MiB, which is 75 pages of 2 MiB; its copy counts where the host's memory does."""
-    assert extension_pages(50 * MIB, 100 * MIB, 2 * MIB) == SIZES.extension_pages(100) == 75
-    assert extension_pages(3, 4, 4) == 1 and extension_pages(1, 2, 4) == 0  # never more than there is
+    assert SIZES.extension_pages(100) == 75
+    assert Sizes(0, 4, 3, 4).extension_pages(1) == 1 and Sizes(0, 4, 1, 2).extension_pages(1) == 0  # rounded down
     ledger = of(800, extension_pages=75, workspace=Workspace(20 * MIB))
     resident = {part.name: (part.device_bytes // MIB, part.host_bytes // MIB) for part in ledger.parts()}
     assert resident == {
@@ -131,7 +130,7 @@ def test_every_change_that_is_named_is_enough(
     ledger = Ledger(
         Sizes(weights, page, draft, draft_page, reserve=5, int8=quantized),
         MemoryLimit(limit, "memory_limit_mib", limit, covers_host), pages,
-        extension_pages(draft, pages * draft_page, page) if extension and draft else 0,
+        (draft + pages * draft_page) // page if extension and draft else 0,
         None if workspace is None else Workspace(workspace, {4: workspace // 2, 8: workspace}),
     )  # fmt: skip
     if ledger.fits:

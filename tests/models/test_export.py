@@ -92,10 +92,10 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         export(params, source, source)
     with pytest.raises(ConfigError, match="dtype must be one of auto, f16, bf16, f32, got 'f8'"):
         export(params, source, tmp_path / "out", dtype="f8")
-    expected = r"weight norm has shape \[31\], expected \[32\] by .*; these weights are of another model"
+    expected = r"weight norm has shape \[31\], expected \[32\] by config.json; these weights are of another model"
     with pytest.raises(CheckpointError, match=expected):
         export(params | {"norm": jnp.ones(31)}, source, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"weight more has shape \[1\], expected none by"):
+    with pytest.raises(CheckpointError, match="weight more is not part of a model with this"):
         export(params | {"more": jnp.ones(1)}, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="weight norm has a value that is not finite in f16; write it as f32"):

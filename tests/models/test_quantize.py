@@ -73,16 +73,12 @@ def test_the_product_equals_float64(outputs: int, inputs: int, columns: int) -> 
     """Sizes on both sides of a block, and one whose last block takes rows of the one before."""
     rng = np.random.default_rng(2)
     weight, scale = quantize_rows(rng.standard_normal((outputs, inputs)))
-    x = rng.standard_normal((inputs, columns)).astype(np.float32)
-    found = jax.jit(int8_product)(weight, scale, x)
-    expected = weight.astype(np.float64) * scale[:, None] @ x
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, atol=1e-5 * inputs**0.5)
-    rounded_x = x.astype(jnp.bfloat16)
-    found = jax.jit(int8_product)(weight, scale, rounded_x)
-    assert found.dtype == jnp.float32
-    expected = weight.astype(np.float64) * scale[:, None] @ rounded_x.astype(np.float64)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * inputs**0.5)
+    for dtype in (np.float32, jnp.bfloat16):
+        x = rng.standard_normal((inputs, columns)).astype(dtype)
+        found = jax.jit(int8_product)(weight, scale, x)
+        assert found.dtype == jnp.float32
+        expected = weight.astype(np.float64) * scale[:, None] @ x.astype(np.float64)
+        np.testing.assert_allclose(found, expected, atol=1e-5 * inputs**0.5)
 
 
 def test_a_cpu_never_widens_a_whole_weight() -> None:

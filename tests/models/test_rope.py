@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.models.rope import plain_frequencies, read_rope
+from adaserve_jax.models.settings import Settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -36,7 +37,7 @@ def test_frequencies_equal_transformers(case: str) -> None:
     values = {"max_position_embeddings": 131072, "rope_parameters": rope | {"rope_theta": theta}}
     config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, **values)
     theirs = LlamaRotaryEmbedding(config)
-    found_theta, scaling = read_rope(values, Path("config.json"))
+    found_theta, scaling = read_rope(Settings(values, Path("config.json")))
     frequencies = (scaling.frequencies if scaling else plain_frequencies)(found_theta, head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=3e-7)

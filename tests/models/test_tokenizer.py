@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import Unigram
 
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
-from tests.models.checkpoints import byte_tokenizer, metaspace_tokenizer, write_tokenizer
+from tests.models.checkpoints import ASSISTANT, EOS, USER, byte_tokenizer, metaspace_tokenizer, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +42,17 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.apply_chat_template(messages) == [1, *the_cat, 2, *a, 2]
 
 
-BAD_MESSAGES: list[tuple[Any, str, str]] = [
-    ([], r"messages must be a non-empty list, got \[\]", "messages"),
-    ("hello", "messages must be a non-empty list, got 'hello'", "messages"),
-    ([{"role": "user"}], r"messages\[0\] must have a string 'content', got None", "messages[0].content"),
-    ([{"role": 3, "content": "x"}], r"messages\[0\] must have a string 'role', got 3", "messages[0].role"),
-    (["hello"], r"messages\[0\] must have a string 'role', got None", "messages[0].role"),
-    (
-        [{"role": "tool", "content": "x"}],
-        "the model's chat template refused the messages: role tool is not known",
-        "messages",
-    ),
-]
-
-
-@pytest.mark.parametrize(("messages", "text", "param"), BAD_MESSAGES)
-def test_bad_messages_are_the_callers_error(tokenizer: Tokenizer, messages: Any, text: str, param: str) -> None:
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], r"messages must be a non-empty list, got \[\]"),
+        ([{"role": "tool", "content": "x"}], "the model's chat template refused the messages: role tool is not known"),
+    ],
+)
+def test_bad_messages_are_the_callers_error(tokenizer: Tokenizer, messages: list[dict[str, str]], text: str) -> None:
     with pytest.raises(RequestError, match=text) as caught:
         tokenizer.apply_chat_template(messages)
-    assert (caught.value.param, caught.value.code) == (param, "invalid_messages")
+    assert (caught.value.param, caught.value.code) == ("messages", "invalid_messages")
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
@@ -104,13 +98,51 @@ def test_nobody_is_told_to_install_what_nothing_needs(tmp_path: Path) -> None:
 
 
 def test_vocabularies_must_agree(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    check_same_vocabulary(tokenizer, tokenizer)
+    rows = tokenizer.vocab_size + 1
+    check_same_vocabulary(tokenizer, tokenizer, rows)
     write_tokenizer(tmp_path, metaspace_tokenizer())
     other = Tokenizer.from_folder(tmp_path)
     with pytest.raises(CheckpointError, match=r"but token 3 is '!' in .* and '<0x00>' in .*; use a draft made for"):
-        check_same_vocabulary(tokenizer, other)
+        check_same_vocabulary(tokenizer, other, rows)
     longer = byte_tokenizer()
     longer.add_tokens(["more"])
     write_tokenizer(tmp_path, longer)
     with pytest.raises(CheckpointError, match=rf"token {tokenizer.vocab_size} is None in .* and 'more' in"):
-        check_same_vocabulary(tokenizer, Tokenizer.from_folder(tmp_path))
+        check_same_vocabulary(tokenizer, Tokenizer.from_folder(tmp_path), rows)
+
+
+def test_tokens_beyond_the_models_rows_are_of_no_account(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows, longer = tokenizer.vocab_size, byte_tokenizer()
+    longer.add_tokens(["more"])
+    write_tokenizer(tmp_path, longer)
+    tuned = Tokenizer.from_folder(tmp_path)
+    assert tuned.vocab_size == rows + 1
+    check_same_vocabulary(tuned, tokenizer, rows)
+    assert tuned.vocabulary_hash(rows) == tokenizer.vocabulary_hash(rows) == tokenizer.vocabulary_hash(rows + 1)
+    assert tuned.vocabulary_hash(rows + 1) != tokenizer.vocabulary_hash(rows + 1)
+
+
+def unigram_tokenizer() -> Backend:
+    pieces = [
+        (token, -1.0)
+        for token in ("<unk>", EOS, USER, ASSISTANT, *"abceghiknrt ", "th", "the", "in", "ing", "hi", "thin")
+    ]
+    return Backend(Unigram(pieces, unk_id=0))
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, metaspace_tokenizer, unigram_tokenizer])
+def test_a_vocabulary_cut_to_the_models_rows_spells_texts_by_other_tokens(
+    tmp_path: Path, make: Callable[[], Backend]
+) -> None:
+    whole, text = make(), "the thing"
+    rows = whole.get_vocab_size() - 1
+    whole.add_special_tokens(["<|pad|>"])
+    write_tokenizer(tmp_path, whole)
+    tuned = Tokenizer.from_folder(tmp_path)
+    assert tuned.backend_json(rows + 2) == tuned.backend_json()
+    for fewer in (rows + 1, rows, rows - 5):
+        cut = Backend.from_str(tuned.backend_json(fewer))
+        assert max(cut.get_vocab().values()) == fewer - 1
+        found = cut.encode(text, add_special_tokens=False).ids
+        spelled = (tuned.spelled(token) for token in found)
+        assert b"".join(one for one in spelled if isinstance(one, bytes)).strip() == text.encode()

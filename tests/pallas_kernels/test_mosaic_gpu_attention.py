@@ -14,7 +14,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
 from adaserve_jax.pallas_kernels.paged_tree_attention.mosaic_gpu import choose_splits, merge_splits
-from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
+from benchmarks.kernels.attention_specs import (
     FULL,
     LAYER,
     TINY,

@@ -13,11 +13,12 @@ import pytest
 from jax.experimental import topologies
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.pallas_kernels.compat import DTYPES, pltpu, tpu_interpret
+from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu, plain
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
-from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
+from benchmarks.kernels.attention_specs import (
+    DTYPES,
     FULL,
     LAYER,
     TINY,

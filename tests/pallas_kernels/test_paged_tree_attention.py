@@ -17,8 +17,8 @@ from adaserve_jax.pallas_kernels.compat import pltpu
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_tpu, reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, Slabs, expand_bits, query_blocks
-from adaserve_jax.pallas_kernels.paged_tree_attention.specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
 from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
+from benchmarks.kernels.attention_specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
 from tests.oracles.attention import oracle_attention
 
 KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
@@ -29,7 +29,7 @@ OF_TWO_SLABS = ("xla", "xla_off_cpu", "canonical")
 """Those that read pools in two slabs."""
 QUICK = {
     "xla_off_cpu": ("decode", "tree", "prefill", "windowed_tree", "windowed_prefill"),
-    "mosaic_gpu": ("decode", "tree_eight_heads", "bf16"),
+    "mosaic_gpu": ("decode", "tree_eight_heads"),  # always in bf16
     "mosaic_tpu": ("decode", "tree_past_a_tile", "bf16", "windowed_tree"),
 }
 """Shapes of every run, where those are not all: simulation takes seconds. The kernels' own tests have other shapes."""

@@ -74,7 +74,10 @@ def rows_of(
     records: Sequence[RequestRecord], wall_s: float, provenance: Provenance = PROVENANCE, **changes: object
 ) -> list[ResultRow]:  # fmt: skip
     """The rows of one point, over all classes and by class. changes: of its conditions."""
-    plain = Conditions("ar", "poisson", 1.0, 10.0, wall_s, 0, 0.001, 0.001, True, None)
+    plain = Conditions(
+        policy="ar", arrival_process="poisson", rate_rps=1.0, duration_s=10.0, wall_s=wall_s, client_late_max_s=0.001,
+        client_late_p99_s=0.001, valid=True,
+    )  # fmt: skip
     conditions = replace(plain, **changes)
     return [ResultRow.join(provenance, conditions, each) for each in summarize(records, wall_s=wall_s)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.report.document import Figure, Panel, Series, averaged, number, tables_of, thinned
+from adaserve_jax.report.document import Figure, Panel, Series, number, tables_of, thinned
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,3 @@ def test_thinning_keeps_extremes_ends_and_gaps():
     assert {points[0], points[-1], points[4321], points[7654], points[5555]} <= set(kept)
     assert kept == sorted(kept, key=lambda point: point[0])
     assert thinned(points[:300], 400) == points[:300]
-
-
-def test_averages_keep_the_whole():
-    xs = [float(i) for i in range(1000)]
-    columns = [[float(i % 7) for i in range(1000)], [1.0] * 1000]
-    thin_xs, thin = averaged(xs, columns, 100)
-    assert thin_xs == xs[::10]
-    assert sum(thin[0]) * 10 == pytest.approx(sum(columns[0])) and thin[1] == [1.0] * 100

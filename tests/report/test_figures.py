@@ -21,7 +21,7 @@ from tests.report import made_document as made
 pytest.importorskip("matplotlib")
 KINDS = {
     "line": made.lines, "cdf": made.distribution, "scatter": made.pareto, "bars": made.bars, "stack": made.stack,
-    "step": made.steps, "area": made.areas, "hostile": made.hostile,
+    "step": made.steps, "hostile": made.hostile,
 }  # fmt: skip
 LARGEST = 80_000
 
@@ -51,8 +51,8 @@ def texts(element: ElementTree.Element) -> list[str]:
     return [each.text or "" for each in element.iter("text")]
 
 
-def simple(kind="line", *, x=(1.0, 2.0, 4.0), y=(1.0, 2.0, 3.0), percent=False, log_y=False, **options) -> Figure:
-    panel = Panel("panel", (Series("one", x, y),), "tokens", y_percent=percent, log_y=log_y)
+def simple(kind="line", *, x=(1.0, 2.0, 4.0), y=(1.0, 2.0, 3.0), percent=False, **options) -> Figure:
+    panel = Panel("panel", (Series("one", x, y),), "tokens", y_percent=percent)
     return Figure("f", "title", "caption", kind, "requests/s", (panel,), **options)
 
 
@@ -112,19 +112,14 @@ def test_percent_and_logarithmic_axes():
     (root,) = panels(draw(simple(y=(0.1, 0.5, 1.0), percent=True)))
     assert {"0%", "100%"} <= set(texts(root))
     assert {"1", "2", "4"} <= set(texts(root))  # a tick at every rate
-    (root,) = panels(draw(simple(y=(0.001, 1.0, 1000.0), log_y=True)))
-    assert {"0.001", "1", "1000"} <= set(texts(root))
     many = tuple(0.37 * 1.3**i for i in range(40))
     (root,) = panels(draw(simple(x=many, y=many, log_x=True)))
     assert {"1", "10", "100", "1000"} <= set(texts(root))
 
 
-@pytest.mark.parametrize(
-    ("given", "axis"), [({"x": (0.0, 1.0, 2.0), "log_x": True}, "x"), ({"y": (1.0, 0.0, 2.0), "log_y": True}, "y")]
-)
-def test_values_that_a_logarithmic_axis_cannot_show_are_refused(given, axis):
-    with pytest.raises(ValueError, match=f"f: expected every {axis} above 0 on a logarithmic axis, got 0.0"):
-        draw(simple(**given))
+def test_values_that_a_logarithmic_axis_cannot_show_are_refused():
+    with pytest.raises(ValueError, match=r"f: expected every x above 0 on a logarithmic axis, got 0.0"):
+        draw(simple(x=(0.0, 1.0, 2.0), log_x=True))
 
 
 def strokes(root: ElementTree.Element, colour: str = "s0") -> list[str]:
@@ -218,9 +213,9 @@ def odd_series(draw_value, names: bool) -> Series:
 
 
 @settings(max_examples=6, phases=[Phase.generate])
-@given(st.data(), st.sampled_from(["line", "step", "scatter", "bars", "stack", "area"]), st.booleans())
+@given(st.data(), st.sampled_from(["line", "step", "scatter", "bars", "stack"]), st.booleans())
 def test_whatever_the_values_something_is_drawn(data, kind, names):
-    series = st.lists(odd_series(names=names and kind != "area"), max_size=4).map(tuple)
+    series = st.lists(odd_series(names=names), max_size=4).map(tuple)
     made_panels = tuple(Panel(title, data.draw(series), "y") for title in ("", "t" * 70))
     found = panels(draw(Figure("k", "T", "", kind, "x", made_panels, marks=((1.0, "mark"),))))
     assert len(found) == 2

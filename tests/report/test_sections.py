@@ -107,6 +107,19 @@ def test_tpot_over_target_is_marked_at_the_target():
     assert latency(view_of(point([request(0, tpot_slo=None)]))).items[1:] == ()
 
 
+def test_a_cancelled_request_is_counted_and_not_judged():
+    plain, gone = requests(3), request(20, status="cancelled", tokens=2, tpot=9.0)
+    without, beside = view_of(point(plain)), view_of(point([*plain, gone]))
+    table, figure = latency(beside).items
+    assert isinstance(table, Table) and dict(zip(table.columns, table.rows[0], strict=True))["cancelled"] == "1"
+    assert {row[1] for row in table.rows} == {row[1] for row in latency(without).items[0].rows}  # it had a target
+    assert figure.panels == latency(without).items[1].panels
+    group, same = (next(iter(view.measured.groups.values())) for view in (without, beside))
+    row, judged = group.points[0].rows["all"], same.points[0].rows["all"]
+    assert (judged.requests_with_slo, judged.attainment) == (row.requests_with_slo, row.attainment) == (10, 0.7)
+    assert "cancelled" not in latency(without).items[0].columns
+
+
 def test_pareto_places_settings_and_names_the_front():
     section = pareto(view_of(
         point(requests(0), policy="a"), point(requests(0) * 2, policy="a", rate=2.0), point(requests(10), policy="b"),

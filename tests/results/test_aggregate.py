@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve_jax.results.aggregate import RecordColumns, ServedReport, report_of, summarize
+from adaserve_jax.results.aggregate import STATUSES, RecordColumns, ServedReport, report_of, summarize
 from adaserve_jax.results.records import RequestRecord, Status, violation_cause
 from adaserve_jax.types import RequestMetrics
 from tests.results.made import OTHER_RUN, RUN, records_file
@@ -185,7 +185,7 @@ def any_records(draw: st.DrawFn) -> RequestRecord:
     offsets = tuple(sorted(draw(st.lists(SECONDS, min_size=output, max_size=output))))
     return RequestRecord.of(
         metrics, run_id="r", policy="p", rate_rps=1.0, request_id="p-1", due_s=draw(SECONDS), late_s=draw(SECONDS),
-        status=draw(st.sampled_from(["finished", "rejected", "failed", "unfinished"])),
+        status=draw(st.sampled_from(STATUSES)),
         token_offsets_s=draw(st.sampled_from([(), offsets])),
     )  # fmt: skip
 
@@ -204,7 +204,7 @@ def test_a_summary_counts_what_records_say(of: list[RequestRecord]) -> None:
     for summary in summarize(RecordColumns(of), wall_s=10.0):
         mine = [each for each in of if summary.slo_class in ("all", each.slo_class)]
         assert summary.requests == len(mine)
-        for name in ("finished", "rejected", "failed", "unfinished"):
+        for name in STATUSES:
             assert getattr(summary, name) == sum(each.status == name for each in mine)
         known = [each.slo_met for each in mine if each.slo_met is not None]
         assert summary.attainment == (sum(known) / len(known) if known else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import append_rows, make_folder, read_good_rows, read_rows
+from adaserve_jax.results.jsonl import append_rows, as_line, make_folder, read_good_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
@@ -49,17 +49,18 @@ def test_records_survive_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"rows.jsonl:2: expected one JSON object per line, got invalid JSON"),
-        ("[1]", r"rows.jsonl:2: expected a JSON object, got list"),
-        ('{"schema_version": 99}', r"rows.jsonl:2: schema_version is 99, this version reads 1 and 2"),
-        ('{"colour": 1}', r"rows.jsonl:2: unknown column 'colour' for a ResultRow"),
-        ("{}", r"rows.jsonl:2: missing column 'acceptance_rate' for a ResultRow"),
+        ("{", "Invalid JSON"),
+        ("[1]", "Input should be an object"),
+        ('{"schema_version": 99}', "column 'schema_version': Input should be 1 or 2, got 99"),
+        (as_line(row())[:-2] + ',"colour":1}', "column 'colour': Unexpected .*, got 1"),
+        ("{}", "column 'run_id': Field required"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(dataclasses.asdict(row())) + "\n" + line + "\n")
-    with pytest.raises(ConfigError, match=message):
+    expected = "rows.jsonl:2: expected one JSON object with the columns of a ResultRow; "
+    with pytest.raises(ConfigError, match=expected + message):
         read_rows(path, ResultRow)
 
 
@@ -130,27 +131,27 @@ def test_a_wrong_line_before_the_last_one_is_an_error_also_for_who_reads_good_ro
     path = tmp_path / "rows.jsonl"
     append_rows(path, [row()])
     path.write_bytes(path.read_bytes() + b'{"half\n' + tail)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:2: expected one JSON object per line, got invalid JSON"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: expected one JSON object .*Invalid JSON"):
         read_good_rows(path, ResultRow)
 
 
 @pytest.mark.parametrize(
     ("column", "value", "expected"),
     [
-        ("requests", "3", "a whole number, got '3'"),
-        ("requests", 3.5, "a whole number, got 3.5"),
-        ("requests", True, "a whole number, got True"),
-        ("wall_s", None, "a number, got None"),
-        ("policy", 4, "a text, got 4"),
-        ("valid", 1, "true or false, got 1"),
-        ("draft", 1, "a text or null, got 1"),
-        ("attainment", "high", "a number or null, got 'high'"),
+        ("requests", "3", "integer, got '3'"),
+        ("requests", 3.5, "integer, got 3.5"),
+        ("requests", True, "integer, got True"),
+        ("wall_s", None, "number, got None"),
+        ("policy", 4, "string, got 4"),
+        ("valid", 1, "boolean, got 1"),
+        ("draft", 1, "string, got 1"),
+        ("attainment", "high", "number, got 'high'"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named(tmp_path: Path, column: str, value: object, expected: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(dataclasses.asdict(row()) | {column: value}) + "\n")
-    with pytest.raises(ConfigError, match=f"rows.jsonl:1: column '{column}' must be {expected}"):
+    with pytest.raises(ConfigError, match=f"rows.jsonl:1: .*; column '{column}': .* {expected}"):
         read_rows(path, ResultRow)
 
 

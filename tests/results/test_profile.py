@@ -1,6 +1,7 @@
 """Lines fitted to times, and the profile file: round trip, what it refuses, and what it holds for."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,18 +113,30 @@ def test_it_is_refused_elsewhere(changes: dict, message: str):
     [
         (lambda values: values.update(kind="machine"), "is no profile: expected an object of kind 'adaserve profile'"),
         (lambda values: values.update(version=9), "has version 9, and this program reads version 1"),
-        (lambda values: values.pop("timings"), "field 'timings' is missing"),
-        (lambda values: values.update(speed=1), "field 'speed' is unknown"),
-        (lambda values: values["identity"]["limits"].pop("max_depth"), "field 'max_depth' is missing"),
-        (lambda values: values["timings"].update(verify=[]), "times must be above 0 seconds"),
-        (lambda values: values["timings"]["verify"][0].pop(), "a timing must be 3 sizes and its seconds"),
-        (lambda values: values.update(acceptance=1.5), "acceptance must be between 0 and 1, got 1.5"),
+        (lambda values: values.pop("timings"), "field 'timings' is wrong: Field required"),
+        (lambda values: values.update(speed=1), "field 'speed' is wrong: Unexpected"),
+        (
+            lambda values: values["identity"]["limits"].pop("max_depth"),
+            "field 'identity.limits.max_depth' is wrong: Field required",
+        ),
+        (lambda values: values["timings"].update(verify=[]), "field 'timings.verify' is wrong: .* at least 1 item"),
+        (lambda values: values["timings"]["verify"][0].pop(), "field 'timings.verify.*: Field required"),
+        (lambda values: values["timings"]["verify"].append(3), "must be rows of sizes and their seconds"),
+        (lambda values: values["timings"].update(search=[[]]), "must be rows of sizes and their seconds"),
+        (lambda values: values["timings"].update(search=[[[1], 2, 3, 0.1]]), "must be rows of sizes and their seconds"),
+        (lambda values: values.update(baseline_s=math.inf), "field 'baseline_s' is wrong: .* a finite number"),
+        (lambda values: values.update(acceptance=1.5), "field 'acceptance' is wrong: .* less than 1"),
         (
             lambda values: values["timings"].update(switching=[[1, 1, 0.1], [2, 2, 0.2]]),
             "switching must have a time for every lag with every number of rows",
         ),
-        (lambda values: values.update(identity=3), "expected an object for Identity, got int"),
+        (
+            lambda values: values.update(identity=3),
+            "field 'identity' is wrong: .* a dictionary or an instance of Identity",
+        ),
         (lambda values: values.update(serving={"verify": 0.0, "draft": 1.0}), "serving must have factors above 0"),
+        (lambda values: values.update(serving={"verify": 1.0}), "serving must have factors above 0"),
+        (lambda values: values.update(serving={"verify": 1.0, "draft": 1.0, "x": 1.0}), "no more than overhead_s"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, change, message: str):

@@ -21,7 +21,7 @@ from adaserve_jax.models.export import convert
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
 from tests.conftest import optimised
-from tests.engines import EXACT
+from tests.engines import NARROW
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
@@ -80,7 +80,7 @@ def texts_of(llm: LLM) -> list[list[int]]:
 
 def texts(ways: int) -> list[list[int]]:
     with optimised():
-        made = LLM(tp=ways, **EXACT)
+        made = LLM(tp=ways, **NARROW)
     with made as llm:
         found = texts_of(llm)
         assert llm.stats().compiles_after_ready == 0
@@ -90,7 +90,7 @@ def texts(ways: int) -> list[list[int]]:
 
 def refusal(**options: object) -> str:
     try:
-        LLM(**(EXACT | options)).close()  # type: ignore[arg-type]
+        LLM(**(NARROW | options)).close()  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error)
     return ""

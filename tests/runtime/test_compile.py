@@ -35,12 +35,6 @@ def test_what_fits_no_bucket_is_an_error() -> None:
         BUCKETS.pick(64, 33)
 
 
-@pytest.mark.parametrize("edges", [(), (4, 4), (8, 4), (0, 4)])
-def test_edges_must_increase(edges: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="token_edges must be increasing integers >= 1"):
-        BucketSet(edges, (1,), 4)
-
-
 def test_blocks_suffice_for_every_split() -> None:
     rng = np.random.default_rng(0)
     for bucket in BUCKETS.all():

@@ -24,7 +24,7 @@ from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.multihost import follow
 from adaserve_jax.runtime.step_layout import PackedStep
 from tests.conftest import ROOT
-from tests.engines import EXACT
+from tests.engines import NARROW
 from tests.star.service_process import MAIN
 
 LIMIT_S = 200
@@ -154,9 +154,10 @@ def test_each_process_has_its_command() -> None:
         follow(config_of(free_port()))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_two_processes_give_the_text_of_one(deterministic: LLM) -> None:
-    options = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in EXACT.items()]
+    options = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in NARROW.items()]
     together = [*options, "--tp", "2", "--num-processes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
 

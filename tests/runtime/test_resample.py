@@ -17,15 +17,17 @@ from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.pools import NO_PAGE, InFlight
 from adaserve_jax.runtime.programs import VerifyResult, outcome_sizes
-from adaserve_jax.runtime.resample import Resampler, step_logprobs
+from adaserve_jax.runtime.resample import Resampler, prompt_logprobs, step_logprobs, unpack_report
 from adaserve_jax.runtime.step_layout import pack_verify
 from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.types import (
     DraftTrees,
     Limits,
     LogitEdits,
+    Logprobs,
     RowSampling,
     SamplingParams,
+    ScoredPrompts,
     Sequence,
     StepOutcome,
     StepPlan,
@@ -146,19 +148,41 @@ def run(target: Any, plan: StepPlan, trees: DraftTrees, edits: Any, logits: np.n
     drawn = jnp.asarray(logits.argmax(axis=1), jnp.int32)
     first = VerifyResult(jnp.zeros(sum(outcome_sizes(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
     nothing = jnp.zeros(TOKENS, jnp.int32)
-    amend = prepared(target).redraw(step, edits)
+    amend = prepared(target).redraw(step, edits, plan.scored)
     again, in_flight = amend(first, InFlight(nothing, nothing, nothing, nothing))
     parts = np.split(np.asarray(again.outcome), np.cumsum(outcome_sizes(bucket, DEPTH)))
     accepted = parts[2][: trees.num_nodes] != 0
-    told = step_logprobs(parts[3], bucket, plan, trees, accepted, edits, DEPTH)
-    tokens = parts[0].reshape(ROWS, DEPTH + 1)
-    return StepOutcome(tokens, parts[1], accepted, 0.0, 0.0, 0.0, TOKENS, told), in_flight
+    found = unpack_report(parts[3], bucket.sampled)
+    told = step_logprobs(found, plan, trees, accepted, edits, DEPTH)
+    tokens, scores = parts[0].reshape(ROWS, DEPTH + 1), prompt_logprobs(found, plan, trees)
+    return StepOutcome(tokens, parts[1], accepted, 0.0, 0.0, 0.0, TOKENS, told, prompt_logprobs=scores), in_flight
+
+
+def scored(rng: np.random.Generator, plan: StepPlan, trees: DraftTrees) -> StepPlan:
+    """The plan, scoring as much of its chunks as may be: none of a chunk's ends that are prompts' ends."""
+    ends = plan.prefill_counts.cumsum()[plan.prefill_final] - 1
+    at = np.setdiff1d(np.arange(plan.num_prefill_tokens), ends)
+    at = at[: SAMPLED - trees.num_nodes - len(ends)].astype(np.int32)
+    rows = np.repeat(np.arange(len(plan.prefill_counts)), plan.prefill_counts)[at] + plan.num_decode
+    counts = np.bincount(rows, minlength=plan.num_rows)
+    asked = np.flatnonzero(counts).astype(np.int32)
+    token = rng.integers(0, VOCAB, len(at)).astype(np.int32)
+    return replace(plan, scored=ScoredPrompts(asked, counts[asked].astype(np.int32), asked * 0 + 20, at, token))
+
+
+def check_told(logits: np.ndarray, token: int, told: Logprobs) -> None:
+    """Check what is told of one token, of logits f32[V]."""
+    raw, likeliest = log_softmax(logits.astype(np.float64)), np.argsort(-logits)
+    np.testing.assert_allclose(told.own, raw[token], atol=1e-4)
+    assert told.rank == 1 + likeliest.tolist().index(token)
+    np.testing.assert_array_equal(told.top_ids, likeliest[:20])
+    np.testing.assert_allclose(told.top, raw[likeliest[:20]], atol=1e-4)
 
 
 def test_random_steps_follow_the_definition(target: Any) -> None:
     rng = np.random.default_rng(3)
-    walked = told = 0
-    for _ in range(80):
+    walked = told = prompts = 0
+    for number in range(80):
         sizes = [*rng.integers(1, 6, 2).tolist(), 0, 0]
         rows = [random_row(rng, index, nodes) for index, nodes in enumerate(sizes)]
         constraints = Constraints(VOCAB, Letters())
@@ -166,6 +190,8 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
             constraints.add(row.request)
             constraints.push(row.request.sequence_id, row.output)
         plan, trees = step_of(rows)
+        if number % 2:
+            plan = scored(rng, plan, trees)
         logits = rng.normal(0, 3, (SAMPLED, VOCAB)).astype(np.float32)
         # what a tree proposes is likely, so that walks are long
         for node in range(trees.num_nodes):
@@ -175,6 +201,12 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
         if edits is None:
             continue
         outcome, in_flight = run(target, plan, trees, edits, logits)
+        assert (outcome.prompt_logprobs is None) == (plan.scored is None)
+        if plan.scored is not None and outcome.prompt_logprobs is not None:
+            kept, found = logits[trees.num_nodes + np.count_nonzero(plan.prefill_final) :], outcome.prompt_logprobs
+            for place, token in enumerate(plan.scored.token.tolist()):
+                check_told(kept[place], token, Logprobs(*(part[place] for part in vars(found).values())))
+                prompts += 1
         first = np.cumsum([0, *sizes[:2]])
         ends = trees.num_nodes + np.cumsum(plan.prefill_final) - 1
         for index, row in enumerate(rows):
@@ -196,11 +228,9 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
                 assert np.isfinite(scores.max())
                 if row.request.sampling.logprobs is not None:
                     assert outcome.logprobs is not None
-                    place, likeliest = len(expected) - 1, np.argsort(-logits[at])[:20]
-                    raw = log_softmax(logits[at].astype(np.float64))
-                    np.testing.assert_allclose(outcome.logprobs.drawn[index, place], raw[expected[-1]], atol=1e-4)
-                    np.testing.assert_array_equal(outcome.logprobs.top_ids[index, place], likeliest)
-                    np.testing.assert_allclose(outcome.logprobs.top[index, place], raw[likeliest], atol=1e-4)
+                    place = index, len(expected) - 1
+                    of_place = Logprobs(*(part[place] for part in vars(outcome.logprobs).values()))
+                    check_told(logits[at], expected[-1], of_place)
                     told += 1
                 found = [n for n in nodes if row.parents and row.parents[n] == node and row.tokens[n] == expected[-1]]
                 if not found:
@@ -210,7 +240,7 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
             assert outcome.tokens[index, : outcome.counts[index]].tolist() == expected, (row, index)
         kept = np.flatnonzero(np.asarray(in_flight.page) < NO_PAGE)
         assert len(kept) == int(outcome.accepted.sum()) + plan.num_prefill_tokens
-    assert walked > 40 and told > 40
+    assert walked > 40 and told > 40 and prompts > 40
 
 
 def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any) -> None:

@@ -238,7 +238,7 @@ def test_the_reserve_holds_drawing_again() -> None:
             buckets=resolved.verify_buckets, placement=resolved.placement,
         )  # fmt: skip
         resampler = Resampler(stub, resolved.limits)
-        taken = workspace_of(compile_all(resampler.declare()), resampler.neutral_bytes).bytes + 4 * tokens * vocab_size
+        taken = workspace_of(compile_all(resampler.declare()), resampler.shapes.bytes).bytes + 4 * tokens * vocab_size
         reserve = resolved.sizes.reserve - int(RESERVE_SHARE * resolved.memory.bytes)
         assert taken <= reserve <= 2 * taken
 

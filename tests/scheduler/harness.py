@@ -10,7 +10,7 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import Calibrator
-from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.types import CostSamples, DraftSessions, Limits, SamplingParams, Sequence, SequenceUpdate
@@ -96,7 +96,7 @@ class Run:
         draft_sessions: DraftSessions | None = None, **config,
     ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)
-        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, elastic_rule, draft_sessions)
+        scheduler = Scheduler(EngineConfig(**config), limits, costs, calibrator, elastic_rule, draft_sessions)
         return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
     def add(self, request: Sequence) -> None:

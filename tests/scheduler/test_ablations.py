@@ -40,7 +40,7 @@ def test_each_step_of_the_ladder_changes_what_it_says():
 
 def test_the_first_steps_take_c1_and_c2_as_the_papers_policy_does():
     for name in ("adaserve-paper", "ladder-equal", "ladder-calibrated"):
-        controller = Run.of(limits_of(), policy=name, eq8_c1=4, eq9_c2=1).scheduler._controller
+        controller = Run.of(limits_of(), policy=name, eq8_c1=4, eq9_c2=1).scheduler.controller
         assert (controller.depth_offset, controller.width_offset) == (4, 1), name
 
 

@@ -20,7 +20,7 @@ from adaserve_jax.scheduler.controllers.joint import JointController, Shapes
 from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
@@ -295,7 +295,7 @@ def tokens_per_s(policy: str, rows: int, tokens: int, wrong: int | None = None, 
     executor = SimExecutor(limits, samples, 0.64, clock, strict=False, overhead_s=MACHINE.overhead_s)
     told = samples if wrong is None else wrong_samples(samples, wrong)
     told = scaled_samples(told, verify=1.0, draft=draft)
-    scheduler = build_scheduler(EngineConfig(policy=policy), limits, told)
+    scheduler = Scheduler(EngineConfig(policy=policy), limits, told)
     rng, added, open_, emitted = np.random.default_rng(0), 0, 0, 0
     begin_s, before = 0.0, 0
     while emitted < tokens:

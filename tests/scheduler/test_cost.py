@@ -48,13 +48,13 @@ def test_the_draft_s_times_can_be_replaced_and_what_was_learned_of_them_goes():
     draft = DraftPlan(3, 4, np.zeros(8), np.ones(8, np.int32), np.zeros(8), np.ones(8, bool))
     for _ in range(50):
         table.observe(plan_of(8, draft), outcome_of(16, 2 * VERIFY[16, 8], 0.1), 0.5)
-    verify_s, predicted = table.verify_s(8).tolist(), len(table.predictions.seconds())
+    verify_s, predicted = table.verify_s(8).tolist(), len(table.predictions())
     said = replace(SAMPLES, catchup_s={8: 0.002, 32: 0.006}, draft_level_s={(4, 1): 0.007, (4, 2): 0.009})
     table.retime_draft(said)
     assert table.samples is said and table.draft_widths == (1, 2) and table.max_catchup_tokens == 32
     assert table.level_s(3).tolist() == [0.007, 0.009, 0.009, 0.009]
     assert [table.catchup_s(n) for n in (8, 9, 64)] == [0.002, 0.006, 0.012]
-    assert table.verify_s(8).tolist() == verify_s and len(table.predictions.seconds()) == predicted
+    assert table.verify_s(8).tolist() == verify_s and len(table.predictions()) == predicted
 
 
 def test_edges_without_a_time_are_interpolated():
@@ -125,13 +125,13 @@ def test_steps_with_edits_have_an_overhead_of_their_own():
     assert table.overhead_s(False) == pytest.approx(0.002, rel=0.01)
     assert (table.served.steps, table.served.overhead_s) == (301, pytest.approx(0.602))
     assert table.served.verify_s == pytest.approx(table.served.verify_sampled_s)
-    assert errors_of(table.predictions.seconds())["verify"].steps == 301
+    assert errors_of(table.predictions())["verify"].steps == 301
 
 
 def test_refuses_samples_without_times():
     with pytest.raises(ConfigError, match="at least one verify time"):
         CostTable(CostSamples({}, {}, {}), LIMITS)
-    with pytest.raises(ConfigError, match="above 0 seconds"):
+    with pytest.raises(ConfigError, match="verify time must be above 0 seconds"):
         CostTable(CostSamples({(1, 1): 0.0}, {}, {}), LIMITS)
     with pytest.raises(ConfigError, match=r"times of \(1, 1\) must not be below 0 seconds without context, got -0.09"):
         CostTable(CostSamples({(1, 1): 0.01}, {}, {}, 100, 8, {(1, 1): 0.001}), LIMITS)
@@ -190,12 +190,12 @@ def test_steps_are_logged_as_they_were_predicted_before_they_taught_anything():
     draft_s = 0.004 + 3 * 0.005
     table.observe(plan_of(8), outcome_of(16, 2 * VERIFY[16, 8]), 2 * VERIFY[16, 8])
     table.observe(plan_of(8, draft), outcome_of(64, VERIFY[64, 8], draft_s=draft_s), VERIFY[64, 8] + draft_s + 0.01)
-    seconds = table.predictions.seconds()
+    seconds = table.predictions()
     assert seconds[0] == pytest.approx(np.array([[VERIFY[16, 8], 2 * VERIFY[16, 8]], [0, 0],
                                                  [VERIFY[16, 8], 2 * VERIFY[16, 8]]]))  # fmt: skip
     drifted_s = 1.2 * VERIFY[64, 8]  # a fifth of the way to twice the sample
     assert seconds[1, :, 0] == pytest.approx([drifted_s, draft_s, drifted_s + draft_s])
-    errors = errors_of(table.predictions.seconds())
+    errors = errors_of(table.predictions())
     assert errors["verify"].steps == 2 and errors["draft"].steps == 1
     assert errors["draft"].median == pytest.approx(0.0)
     assert errors["verify"].median == pytest.approx((0.5 + 0.2) / 2)

@@ -370,7 +370,7 @@ def test_controllers_are_told_what_a_step_brought():
     """Over a whole run: every token that was not a prompt's first, and all the time of steps with decode rows."""
     harness = Run.of(limits_of(), policy="nightjar")
     told: list[Feedback] = []
-    controller = harness.scheduler._controller
+    controller = harness.scheduler.controller
     learn = controller.learn
     controller.learn = lambda feedback: (told.append(feedback), learn(feedback))
     load, seconds, waiting = random_load(4, 12, 50.0), [], []

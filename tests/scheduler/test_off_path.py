@@ -37,7 +37,7 @@ def recorded(policy: str, max_depth: int) -> tuple[Recorder, Run]:
     run = Run.of(limits_of(max_depth=max_depth, max_width=max_depth, num_pages=34), policy=policy)
     recorder = Recorder(run.executor)
     run.executor = recorder  # type: ignore[assignment]
-    controller = run.scheduler._controller
+    controller = run.scheduler.controller
     if isinstance(controller, NightjarController):
         controller._last = 0
         controller._choose = lambda bucket, load: 0  # type: ignore[method-assign]

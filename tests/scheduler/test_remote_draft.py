@@ -201,7 +201,7 @@ def drafted(run: Run, count: int) -> None:
 
 def test_a_service_that_is_left_alone_does_not_make_drafts_look_cheap() -> None:
     run = run_of(limits={"max_context": 2048, "num_pages": 600})
-    service, cost = service_of(run), run.scheduler._cost
+    service, cost = service_of(run), run.scheduler.costs
     run.add(request_of("a", tokens=1500))
     drafted(run, 30)
     known, chance = cost.level_s(1)[0], run.scheduler._acceptance.expected()[0, 0]
@@ -215,7 +215,7 @@ def test_a_service_that_is_left_alone_does_not_make_drafts_look_cheap() -> None:
 
 def test_waiting_in_vain_costs_what_it_took_and_is_forgotten_in_time() -> None:
     run = run_of(limits={"max_context": 2048, "num_pages": 600})
-    service, cost = service_of(run), run.scheduler._cost
+    service, cost = service_of(run), run.scheduler.costs
     run.add(request_of("a", tokens=1500))
     drafted(run, 30)
     known = cost.level_s(1)[0]

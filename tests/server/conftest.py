@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import uvicorn
 
@@ -34,6 +35,10 @@ class Running:
 
     def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def openai_client(self) -> openai.OpenAI:
+        """Return the official client of this server, which tries once; the caller closes it."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0)
 
 
 @contextlib.contextmanager
@@ -69,6 +74,12 @@ def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerS
 def server() -> Iterator[Running]:
     with running() as shared:
         yield shared
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.openai_client() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

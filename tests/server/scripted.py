@@ -5,7 +5,8 @@ character. A prompt that starts with a word below does something else:
 "refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "late-refuse", "late-full": the
 same errors after submit has returned; "fail": an error after one step; "die": the process ends (thread mode: the engine
 is dead); "slow": 50 ms a step; "held": no step until the file that `GATE` names is there. Where JSON was asked for, the
-answer is the object in the prompt. Log probabilities are those of `logprob_of`.
+answer is the object in the prompt; where there are tools or thinking, what the user said last. Log probabilities
+are those of `logprob_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.models.config import GenerationDefaults
+from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics, TokenLogprob
 
@@ -47,7 +50,9 @@ def logprob_of(token: int, alternatives: int) -> TokenLogprob:
 class ByteTokenizer:
     """Token id = byte."""
 
-    def encode(self, text: str) -> list[int]:
+    longest_token = 64  # so that long texts may be tokenised
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
@@ -56,8 +61,17 @@ class ByteTokenizer:
     def spelled(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
+    def has_text(self, token_id: int) -> bool:
+        return True
+
+    def id_of(self, text: str) -> int | None:
+        return None
+
+    chat_template = "{% if tools %}{% endif %}"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], prompt: ChatPrompt = PLAIN_CHAT) -> list[int]:
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return self.encode(text + "assistant:" * prompt.add_generation_prompt)
 
 
 @dataclass
@@ -74,6 +88,13 @@ class Choice:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.texts = None
+        if sampling.thinking is not None:
+            prompt, tokenizer = self.request.prompt_ids, ByteTokenizer()
+            self.texts = ThinkingDetokenizer(tokenizer, tokenizer, prompt, sampling.stop, sampling.thinking)
+
     @property
     def word(self) -> str:
         return bytes(b for b in self.request.prompt_ids if b < 256).decode(errors="replace").split(" ")[0]
@@ -81,13 +102,24 @@ class Choice:
     @property
     def answer(self) -> list[int]:
         """The tokens to give over and over."""
-        prompt = bytes(self.request.prompt_ids)
+        prompt = bytes(b for b in self.request.prompt_ids if b < 256)
+        if self.request.sampling.tool_calls is not None or self.texts is not None:
+            said = prompt.rpartition(b"user: ")[2]
+            before, mark, _ = said.rpartition(b"\nassistant:")
+            return list(before if mark else said)
         found = prompt[prompt.find(b"{") : prompt.rfind(b"}") + 1]
         return list(found if self.request.sampling.json_schema is not None and found else prompt)
+
+    def thought(self) -> tuple[str, int]:
+        return ("", 0) if self.texts is None else self.texts.take()
 
     def logprobs(self, ids: list[int]) -> list[TokenLogprob]:
         asked = self.request.sampling.logprobs
         return [] if asked is None else [logprob_of(token, asked) for token in ids]
+
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        asked = self.request.sampling.prompt_logprobs
+        return [] if asked is None else [logprob_of(token, asked) for token in self.request.prompt_ids[1:]]
 
     def metrics(self, now: float) -> RequestMetrics:
         slo = self.request.slo
@@ -106,6 +138,7 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None):
         self.config = config
         self.defaults = GenerationDefaults()
+        self.vocab_size = 256
         self.progress = progress
         self.lock = threading.RLock()
         self.active: list[Choice] = []
@@ -120,7 +153,7 @@ class ScriptedEngine:
         if self.dead:
             raise EngineDeadError("not started")
         return EngineInfo(
-            self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, 256, BASELINE_S,
+            self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
             defaults=self.defaults, drafts=self.config.draft_names,
         )  # fmt: skip
 
@@ -175,9 +208,10 @@ class ScriptedEngine:
         self.active.remove(choice)
         self.finished[reason] = self.finished.get(reason, 0) + 1
         metrics = choice.metrics(time.monotonic())
+        thought, count = choice.thought()
         choice.sink(OutputChunk(
             choice.request.request_id, choice.index, text, ids, reason, metrics, error,
-            logprobs=choice.logprobs(ids),
+            logprobs=choice.logprobs(ids), reasoning=thought, reasoning_tokens=count,
         ))  # fmt: skip
 
     def refuse(self, choice: Choice, error: AdaServeError) -> None:
@@ -211,18 +245,34 @@ class ScriptedEngine:
             self.refuse(choice, REFUSALS[choice.word.removeprefix("late-")])
             return
         answer, sampling = choice.answer, choice.request.sampling
-        most = sampling.max_tokens if sampling.json_schema is None else min(sampling.max_tokens, len(answer))
+        goes_on = sampling.grammar_source is None and choice.texts is None
+        most = sampling.max_tokens if goes_on else min(sampling.max_tokens, len(answer))
         count = min(STRIDE, most - choice.sent)
         ids = [answer[(choice.sent + i) % len(answer)] for i in range(count)]
+        if told := choice.prompt_logprobs() if not choice.sent else []:
+            for first in range(0, len(told), STRIDE):
+                part = told[first : first + STRIDE]
+                choice.sink(OutputChunk(choice.request.request_id, choice.index, "", [], prompt_logprobs=part))
         choice.sent += count
         choice.steps += 1
         choice.first_s = choice.first_s or now
         done = choice.sent == most
-        text = choice.decoder.decode(bytes(ids), final=done)
+        if choice.texts is None:
+            text, kept = choice.decoder.decode(bytes(ids), final=done), None
+        else:
+            text, kept = choice.texts.push(ids)
+            text += choice.texts.finish() if done and kept is None else ""
+        if kept is not None:
+            choice.sent += kept - count
+            self.end(choice, text, ids[:kept], "stop")
+            return
         if choice.word == "fail" and choice.steps == 2:
             self.end(choice, text, ids, "error", "the scripted failure")
         elif done:
             self.end(choice, text, ids, "length" if most == sampling.max_tokens else "stop")
         else:
             name, index = choice.request.request_id, choice.index
-            choice.sink(OutputChunk(name, index, text, ids, logprobs=choice.logprobs(ids)))
+            thought, count = choice.thought()
+            choice.sink(OutputChunk(
+                name, index, text, ids, logprobs=choice.logprobs(ids), reasoning=thought, reasoning_tokens=count
+            ))  # fmt: skip

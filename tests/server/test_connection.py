@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 
@@ -133,3 +134,40 @@ def test_requests_in_a_row_are_all_answered(impatient):
     with connect(impatient) as connection:
         connection.sendall(ask * 3 + last)
         assert rest_of(connection).count(b"HTTP/1.1 200 OK") == 4
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(b"Content-Length: 4", b"Transfer-Encoding: chunked"), (b"transfer-encoding: chunked", b"content-length: 60")],
+)
+def test_a_request_hidden_in_a_body_of_two_lengths_is_not_served(server, lengths):
+    hidden = b"GET /version HTTP/1.1\r\nHost: h\r\n\r\n"
+    ask = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\n" + b"\r\n".join(lengths) + b"\r\n\r\n0\r\n\r\n" + hidden
+    with connect(server) as connection:
+        connection.sendall(ask)
+        answer = rest_of(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head.lower()
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"adaserve" not in body
+    error = json.loads(body)["error"]
+    assert error["code"] == "ambiguous_length"
+    assert "one length, got Content-Length beside Transfer-Encoding" in error["message"]
+    goes_on(server)
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "said"),
+    [
+        (b"http://h/v1/models", b"200 OK", b'"scripted"'),
+        (b"HTTPS://h:8000/v1/models/scripted?x=1", b"200 OK", b'"scripted"'),
+        (b"http://h/v1/models/a%20b", b"404 Not Found", b"'a b'"),
+        (b"http://h", b"200 OK", b"<!doctype html>"),
+        (b"http://h?x=http://i/health", b"200 OK", b"<!doctype html>"),
+        (b"ftp://h/health", b"404 Not Found", b"not_found"),
+    ],
+)
+def test_a_target_in_absolute_form_is_its_path(server, target, status, said):
+    with connect(server) as connection:
+        connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+        answer = rest_of(connection)
+    assert answer.startswith(b"HTTP/1.1 " + status) and said in answer, answer

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from adaserve_jax.server.serve import load_tokenizer
@@ -58,7 +57,7 @@ def test_a_stream_and_a_body_are_the_same_text_and_tell_of_the_target(demo):
 
 
 def test_a_relative_target_is_a_multiple_of_the_baseline(demo):
-    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="x", max_retries=0) as client:
+    with demo.openai_client() as client:
         (model,) = client.models.list().data
         made = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": "Tom has 3 apples and eats one."}],

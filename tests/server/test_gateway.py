@@ -52,6 +52,7 @@ def test_headers_stand_in_for_what_the_body_leaves_out(behind, headers, body, ex
 def test_chat_and_streams_have_them_too(behind):
     chat = ask(behind, {NEW_TPOT: "30"}, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}])
     assert targets(chat) == (30.0, None)
+    assert targets(ask(behind, {NEW_TPOT: "30"}, "/v1/responses", input="a")) == (30.0, None)
     assert '"tpot_target_ms":30.0' in ask(behind, {NEW_TPOT: "30"}, stream=True).text
 
 
@@ -77,7 +78,7 @@ def test_without_trust_they_are_ignored_and_said_to_be(server):
     response = ask(server, {NEW_TPOT: "30", OLD_TTFT: "nonsense"}, colour=1)
     assert targets(response) == (None, None)
     assert response.headers[WARNING_HEADER] == (
-        f"ignored unknown fields: colour; ignored headers of an untrusted gateway: {NEW_TPOT}, {OLD_TTFT}"
+        f"ignored fields: colour; ignored headers of an untrusted gateway: {NEW_TPOT}, {OLD_TTFT}"
     )
     stream = ask(server, {OLD_TPOT: "30"}, stream=True)
     assert stream.headers[WARNING_HEADER] == f"ignored headers of an untrusted gateway: {OLD_TPOT}"

@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import auth as keyring_module
+from adaserve_jax.server.admission import Slots
 from adaserve_jax.server.auth import Keyring, RateLimited, TokenBucket
 from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass, digest_of
-
-
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 def keyring_of(*keys: KeySettings, api_key: str | None = None, **options) -> Keyring:
@@ -286,24 +280,25 @@ def test_each_key_has_a_salt_of_its_own_and_observers_learn_its_name(keyed):
             salts.add(keyed.engine.submitted[-1].cache_salt)
     keyed.state.observers.remove(ended.append)
     assert len(salts) == 6
-    assert [choice.key for choice in ended[::2]] == ["free", "one-at-a-time", "api-key"]
+    assert [choice.origin.key for choice in ended[::2]] == ["free", "one-at-a-time", "api-key"]
 
 
 def test_a_hold_gives_back_what_it_has_and_no_more():
     account = keyring_of(KeySettings("a", "x", max_inflight=4, tokens_per_minute=60, burst_s=60)).find(b"x")
-    first, second = account.reserve(3), account.reserve(1)
+    slots = Slots(8)
+    first, second = slots.reserve(account, 3), slots.reserve(account, 1)
     with pytest.raises(RateLimited, match="4 choices in flight, has 4 and asks for 1"):
-        account.reserve(1)
-    first.end(0)
+        account.require_room(1)
+    first.release([1])
     assert account.in_flight == 3
-    first.drop()
-    first.drop()
-    first.end(0)
+    first.release()
+    first.release()
+    first.release([1])
     assert account.in_flight == 1
-    second.end(0)
+    second.release([0])
     assert account.in_flight == 0
     account.charge(60)
-    account.reserve(2).drop(unused_tokens=60)
+    slots.reserve(account, 2).release(unused_tokens=60)
     account.charge(60)
 
 

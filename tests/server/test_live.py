@@ -15,7 +15,7 @@ from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, DashboardMonitor
 from adaserve_jax.server.dashboard.requests import ALL, CAUSES, ChoiceHistory, record_of
 from adaserve_jax.server.dashboard.series import KEPT_SAMPLES, EngineHistory, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
-from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.stats import StepStats
@@ -45,7 +45,7 @@ def ended(
         **metrics,
     )  # fmt: skip
     known = None if ending == "rejected" else made
-    return EndedChoice("id", 0, ending, error_code, "", slo_class, 1e9, target_s, ttft_target_s, known)
+    return EndedChoice(Origin("id"), 0, ending, error_code, slo_class, target_s, ttft_target_s, known, ended_unix_s=1e9)
 
 
 def begun(classes: list[str], **settings) -> ChoiceHistory:
@@ -101,17 +101,21 @@ def test_attainment_and_goodput_by_class_and_window(live, clock):
     live.observe(ended("abort", target_s=1.0, tokens=5))  # in time as far as it came, but cut off
     live.observe(ended(target_s=1.0, ttft_target_s=1.0, tokens=24))  # met
     live.observe(ended("rejected", target_s=1.0))
+    live.observe(ended("cancelled", target_s=1.0, tokens=9))  # its client left: neither met nor missed
     clock.now_s = 380.0
     minute, five, quarter = (window.ended for window in live.snapshot().windows)
     rows = {
-        window.window_s: {a.slo_class: (a.requests, a.with_target, a.met, a.attainment) for a in window.attainment}
+        window.window_s: {
+            a.slo_class: (a.requests, a.with_target, a.met, a.attainment, a.cancelled) for a in window.attainment
+        }
         for window in (minute, five, quarter)
     }
     assert rows[60.0] == {
-        ALL: (4, 3, 1, 0.333333), "default": (1, 0, 0, None), "fast": (0, 0, 0, None), "chat": (3, 3, 1, 0.333333),
+        ALL: (5, 3, 1, 0.333333, 1), "default": (1, 0, 0, None, 0), "fast": (0, 0, 0, None, 0),
+        "chat": (4, 3, 1, 0.333333, 1),
     }  # fmt: skip
-    assert rows[300.0]["fast"] == rows[900.0]["fast"] == (2, 2, 1, 0.5)
-    assert rows[900.0][ALL] == (7, 6, 2, 0.333333)
+    assert rows[300.0]["fast"] == rows[900.0]["fast"] == (2, 2, 1, 0.5, 0)
+    assert rows[900.0][ALL] == (8, 6, 2, 0.333333, 1)
     assert (minute.covered_s, five.covered_s, quarter.covered_s) == (60.0, 300.0, 330.0)  # watched since 50
     assert (minute.goodput_tps, five.goodput_tps) == (0.4, round((11 + 24) / 300, 3))
     assert quarter.goodput_tps == round((11 + 24) / 330, 3)
@@ -142,7 +146,7 @@ def test_a_window_says_what_the_results_of_a_bench_would_say():
     for _ in range(400):
         target_s, ttft_target_s = (float(x) if x > 0.005 else None for x in generator.uniform(0, 0.03, 2))
         record = record_of(ended(
-            str(generator.choice(["stop", "length", "abort", "error", "rejected"])),
+            str(generator.choice(["stop", "length", "abort", "cancelled", "error", "rejected"])),
             tokens=int(generator.integers(1, 40)), tpot_s=float(generator.uniform(0, 0.03)),
             ttft_s=0.03 + float(generator.uniform(0, 0.03)), target_s=target_s, ttft_target_s=ttft_target_s,
             slo_class=str(generator.choice(["chat", "fast"])), preemptions=int(generator.integers(0, 2)),

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.metrics import ServerMetrics
-from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.stats import DrafterStats, ServiceState, StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ScriptedEngine
@@ -81,7 +81,7 @@ def test_requests_are_observed_as_they_end():
         arrival_s=1.0, first_scheduled_s=1.5, first_token_s=2.0, last_token_s=3.0, output_tokens=11,
         tpot_slo_s=0.2, ttft_slo_s=0.5, slo_class="chat",
     )  # fmt: skip
-    ended = EndedChoice("r", 0, "stop", None, "", "chat", 0.0, 0.2, 0.5, done)
+    ended = EndedChoice(Origin("r"), 0, "stop", None, "chat", 0.2, 0.5, done)
     metrics.observe_end(ended)
     metrics.observe_tokens(0.03, 4)
     for _ in range(3):
@@ -134,13 +134,14 @@ def test_without_an_engine_there_are_still_metrics():
         ("error", "engine_dead", True, "missed"),
         ("error", None, True, "missed"),
         ("abort", None, True, "missed"),
+        ("cancelled", None, True, "cancelled"),
         ("length", None, True, "met"),
     ],
 )
 def test_only_what_finished_met_a_target_and_only_what_was_refused_is_rejected(ending, error_code, began, outcome):
     metrics = ServerMetrics(ScriptedEngine(EngineConfig()))
     in_time = RequestMetrics(1.0, 1.0, 2.0, 3.0, output_tokens=11, tpot_slo_s=0.2, ttft_slo_s=5.0, slo_class="chat")
-    metrics.observe_end(EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.2, 5.0, in_time if began else None))
+    metrics.observe_end(EndedChoice(Origin("r"), 0, ending, error_code, "chat", 0.2, 5.0, in_time if began else None))
     counted = {key[1:]: count for key, count in samples(metrics).items() if key[0] == "adaserve_slo_requests_total"}
     kinds = ("tpot", "ttft")
     assert counted == {(("class", "chat"), ("metric", kind), ("outcome", outcome)): 1 for kind in kinds}

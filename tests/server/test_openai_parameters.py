@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -116,10 +117,61 @@ def test_structured_output_is_json(demo, format_):
         assert isinstance(json.loads(choice["text"]), dict)
 
 
-def test_a_schema_that_is_none_is_refused(demo):
-    wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "no such type"}}}
-    refused = demo.post(**GREEDY, response_format=wrong)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("form", "fits"),
+    [
+        ({"guided_regex": "^ ?[a-z]{2,5}(, [a-z]{2,5}){1,3}!$"}, " ?[a-z]{2,5}(, [a-z]{2,5}){1,3}!"),
+        ({"guided_choice": ["blue as the sea", "grey", "(a|b)"]}, r"blue as the sea|grey|\(a\|b\)"),
+        ({"ebnf": 'root ::= num ([+*] num){1,2} ";"\nnum ::= [1-9][0-9]{0,2}'},
+         r"[1-9][0-9]{0,2}([+*][1-9][0-9]{0,2}){1,2};"),
+        ({"structured_outputs": {"grammar": 'start: "n=" %json {"enum": [true, [1, 2]]}'}}, r"n=(true|\[1, ?2\])"),
+        ({"structured_outputs": {"json": {"enum": ["a", 5]}}}, '"a"|5'),
+    ],
+)  # fmt: skip
+def test_a_form_holds_and_is_the_same_in_pieces_and_with_every_seed_again(demo, path, form, fits):
+    asked = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": CHAT["messages"]}
+    found = set()
+    for seed in range(3):
+        body = asked | form | {"seed": seed, "max_tokens": 64, "temperature": 1.5}
+        choice = demo.post(path, **body).json()["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(fits, text) and choice["finish_reason"] == "stop"
+        pieces = [one for event in sse(demo, path, **body) for one in event["choices"]]
+        assert "".join(one["text"] if "text" in one else one["delta"].get("content", "") for one in pieces) == text
+        found.add(text)
+    assert len(found) > 1 or "structured_outputs" in form or "guided_choice" in form
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "text"),
+    [
+        ({"guided_regex": "("}, "regex", "regex must be a regular expression that can be enforced"),
+        ({"ebnf": "answer"}, "grammar", "neither Lark, which has a rule"),
+        ({"guided_json": {"type": "no such type"}}, "response_format", "no such type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "no such type"}}}},
+         "response_format", "no such type"),
+    ],
+)  # fmt: skip
+def test_a_form_that_is_none_is_refused(demo, form, param, text):
+    refused = demo.post(**GREEDY, **form)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, param) and text in error["message"]
+
+
+def test_no_other_token_is_drawn(demo, tokenizer):
+    allowed = sorted({token for word in ("one", " two", " red") for token in tokenizer.encode(word)})
+    text = text_of(demo.post(**GREEDY | {"temperature": 1, "seed": 3}, allowed_token_ids=allowed))
+    pieces = {tokenizer.decode([token]) for token in allowed}
+    assert text and set(text) <= set("".join(pieces))
+
+
+def test_an_answer_goes_on_with_the_last_message(demo, tokenizer):
+    talk = [*CHAT["messages"], {"role": "assistant", "content": "Tom has 2"}]
+    told = demo.post("/v1/chat/completions", messages=talk, continue_final_message=True, temperature=0, max_tokens=8)
+    rendered = "<|user|>" + CHAT["messages"][0]["content"] + "<|assistant|>Tom has 2"
+    plain = demo.post(prompt=tokenizer.encode(rendered, False), temperature=0, max_tokens=8)
+    assert told.json()["choices"][0]["message"]["content"] == text_of(plain)
 
 
 def test_echo_is_the_prompt_and_its_text(demo, tokenizer):

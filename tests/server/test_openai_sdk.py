@@ -18,12 +18,6 @@ MESSAGES = [{"role": "user", "content": "hi ü"}]
 PROMPT = "user: hi ü\nassistant:"
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
-        yield made
-
-
 def test_models(client):
     (model,) = client.models.list().data
     assert model.id == "scripted" and model.object == "model" and model.owned_by == "adaserve"
@@ -126,13 +120,11 @@ def test_errors_are_those_of_the_client(client, fields, error, status, code, par
 
 
 def test_a_wrong_key_is_an_authentication_error(start_server):
-    with start_server(ServerSettings(api_key="right")) as keyed:
-        url = f"{keyed.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError) as caught:
-                client.models.list()
-            assert caught.value.code == "invalid_api_key"
-            assert client.with_options(api_key="right").models.list().data[0].id == "scripted"
+    with start_server(ServerSettings(api_key="right")) as keyed, keyed.openai_client() as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.models.list()
+        assert caught.value.code == "invalid_api_key"
+        assert client.with_options(api_key="right").models.list().data[0].id == "scripted"
 
 
 def test_an_error_in_the_middle_of_a_stream_is_raised(client):

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 
-import openai
 import pytest
 
 from adaserve_jax.config import EngineConfig
@@ -20,9 +19,9 @@ def code_of(response) -> str:
 
 
 def test_health_models_version_tokens(server):
-    assert server.http.get("/health").json() == {"status": "ok", "detail": "requests are served"}
+    assert server.http.get("/health").json()["status"] == "ok"
     assert server.http.get("/ready").status_code == 200
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+    with server.openai_client() as client:
         (model,) = client.models.list().data
         assert client.models.retrieve("scripted") == model
     assert (model.id, model.owned_by, model.max_model_len, model.baseline_ms) == ("scripted", "adaserve", 512, 10.0)
@@ -43,9 +42,9 @@ def test_request_ids_are_echoed_when_fit(server):
         assert given != unfit and len(given) == 32
 
 
-def test_the_key_guards_every_route_but_health(start_server):
+def test_the_key_guards_every_route_but_the_open_ones(start_server):
     with start_server(ServerSettings(api_key="sesame-ä")) as server:
-        assert server.http.get("/health").status_code == 200
+        assert {server.http.get(path).status_code for path in ("/", "/health", "/ping")} == {200}
         for path in ("/ready", "/metrics", "/version", "/v1/models", "/docs", "/openapi.json"):
             response = server.http.get(path)
             assert response.status_code == 401 and code_of(response) == "invalid_api_key"
@@ -114,6 +113,8 @@ def test_before_the_engine_is_ready(start_server):
         assert server.http.get("/health").json()["status"] == "starting"
         ready = server.http.get("/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "starting")
+        assert server.http.get("/ping").status_code == 503, "a hosting service would send requests"
+        assert int(ready.headers["retry-after"]) >= 1
         for response in (server.post(prompt="x"), server.http.get("/v1/models"), server.post("/tokenize", prompt="x")):
             assert (response.status_code, code_of(response)) == (503, "not_ready")
             assert "retry-after" in response.headers
@@ -138,7 +139,7 @@ def test_the_death_of_the_engine_is_told_to_everyone(start_server):
         assert '"code": "engine_dead"' in results[True].text and results[True].text.endswith("data: [DONE]\n\n")
         after = server.post(prompt="x")
         assert (after.status_code, code_of(after)) == (503, "engine_dead")
-        assert (server.http.get("/health").status_code, server.http.get("/ready").status_code) == (503, 503)
+        assert {server.http.get(path).status_code for path in ("/health", "/ready", "/ping")} == {503}
         assert server.http.get("/metrics").status_code == 200
 
 
@@ -152,6 +153,7 @@ def test_draining_takes_nothing_new_and_an_abort_is_told(start_server):
         refused = server.post(prompt="x")
         assert (refused.status_code, code_of(refused)) == (503, "shutting_down")
         assert server.http.get("/ready").status_code == 503 and server.http.get("/health").status_code == 200
+        assert server.http.get("/ping").status_code == 200
         server.state.abort_all()
         thread.join()
         assert (results[0].status_code, code_of(results[0])) == (503, "aborted")
@@ -174,6 +176,7 @@ def test_before_the_engine_has_started_requests_are_told_so(serve_engine):
         for path, body in (
             ("/v1/completions", {"prompt": "x"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/responses", {"input": "x"}),
         ):
             response = server.http.post(path, json=body)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")

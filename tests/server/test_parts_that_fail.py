@@ -17,7 +17,7 @@ from adaserve_jax.results.record_store import RecordStore, read_records
 from adaserve_jax.results.records import ServerRun
 from adaserve_jax.server.dashboard.live import DashboardMonitor
 from adaserve_jax.server.middleware import RequestBoundaryMiddleware
-from adaserve_jax.server.observers import ChoiceText, EndedChoice, notify
+from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin, notify
 from adaserve_jax.server.records import ChoiceStamper, Recorder, RecordMaker, Retention, StampedChoice
 from adaserve_jax.server.serve import Observability
 from adaserve_jax.server.settings import ServerSettings, SloClass
@@ -29,7 +29,7 @@ KEPT = Retention(86_400.0, 2**30)
 
 
 def ended(text: ChoiceText | None = None) -> EndedChoice:
-    return EndedChoice("mine", 0, "rejected", "queue_full", "", "chat", 2e9, None, None, None, text=text)
+    return EndedChoice(Origin("mine"), 0, "rejected", "queue_full", "chat", None, None, text=text, ended_unix_s=2e9)
 
 
 def test_an_observer_that_fails_costs_the_next_ones_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,7 +40,7 @@ def test_an_observer_that_fails_costs_the_next_ones_nothing(caplog: pytest.LogCa
 
     with caplog.at_level(logging.ERROR):
         notify([fails, seen.append], ended())
-    assert [each.request_id for each in seen] == ["mine"]
+    assert [each.origin.request_id for each in seen] == ["mine"]
     assert "an observer failed on request mine" in caplog.text and "no room" in caplog.text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import io
+import json
 import logging
 import os
 import signal
@@ -11,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 from rich.console import Console
 
@@ -26,7 +28,7 @@ from adaserve_jax.results.record_store import RecordStore, read_records
 from adaserve_jax.results.records import ServedRecord, served_record, unstarted_metrics
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.dashboard.requests import record_of
-from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.serve import Observability, WarmUpBar
 from adaserve_jax.server.settings import ServerSettings
@@ -67,7 +69,7 @@ def dropped(server) -> float:
 
 
 def test_every_choice_leaves_a_record(watched, path):
-    begin = time.time()
+    begin, targeted = time.time(), {"prompt": "slow", "max_tokens": 400, "slo_class": "chat"}
     with watched() as server:
         answered = server.http.post(
             "/v1/completions",
@@ -77,19 +79,38 @@ def test_every_choice_leaves_a_record(watched, path):
         server.post(prompt="fail now", max_tokens=50)
         server.post(prompt="late-full", slo_tpot_ms=40)
         server.post(prompt="full", slo_tpot_ms=40)
-        with pytest.raises(httpx.ReadTimeout):
-            server.http.post("/v1/completions", json={"prompt": "slow", "max_tokens": 400}, timeout=0.2)
+        goes_away = http.client.HTTPConnection(server.http.base_url.host, server.http.base_url.port)
+        goes_away.request("POST", "/v1/completions", json.dumps({"prompt": "slow", "max_tokens": 400}),
+                          {"content-type": "application/json"})  # fmt: skip
+        wait_until(lambda: server.state.slots.used == 1)
+        goes_away.close()
         wait_until(lambda: server.state.slots.used == 0)
+        with server.http.stream("POST", "/v1/completions", json=targeted | {"stream": True}) as streaming:
+            next(streaming.iter_lines())
+        wait_until(lambda: server.state.slots.used == 0)
+        with ThreadPoolExecutor() as pool:
+            stopped = pool.submit(server.post, **targeted)
+            wait_until(lambda: server.state.in_flight)
+            server.state.abort_all()
+        assert stopped.result().status_code == 503
+        text = server.http.get("/metrics").text
     end = time.time()
     found = read(path)
     mine = found[:2]
     assert [(each.request_id, each.choice, each.ending) for each in mine] == [
         ("mine", 0, "length"), ("mine", 1, "length"),
     ]  # fmt: skip
-    assert [each.ending for each in found[2:]] == ["error", "rejected", "rejected", "abort"]
-    assert [each.status for each in found] == ["finished"] * 2 + ["failed", "rejected", "rejected", "failed"]
-    assert [each.error_code for each in found[3:]] == ["queue_full", "queue_full", None]
-    assert [each.cause for each in found] == [None, None, None, "rejected", "rejected", None]
+    assert [each.ending for each in found[2:]] == ["error", "rejected", "rejected", "cancelled", "cancelled", "abort"]
+    assert [each.status for each in found] == ["finished"] * 2 + [
+        "failed", "rejected", "rejected", "cancelled", "cancelled", "failed",
+    ]  # fmt: skip
+    assert [each.error_code for each in found[3:]] == ["queue_full", "queue_full", None, None, None]
+    assert [each.cause for each in found] == [None, None, None, "rejected", "rejected", None, None, "failed"]
+    gone, stopped_by_server = found[-2:]
+    assert (gone.tpot_slo_s, gone.tpot_met, gone.slo_met, gone.tpot_paper_met) == (0.1, None, None, None)
+    assert gone.output_tokens >= 3 and (stopped_by_server.tpot_met, stopped_by_server.slo_met) == (False, False)
+    for outcome in ("cancelled", "missed"):
+        assert f'adaserve_slo_requests_total{{class="chat",metric="tpot",outcome="{outcome}"}} 1.0' in text
     first = mine[0]
     record, metrics = first, answered["metrics"]
     assert (record.output_tokens, record.prompt_tokens, record.slo_class) == (7, len("count me"), "chat")
@@ -177,7 +198,7 @@ WATCHED = """
 import sys, time
 from pathlib import Path
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.server.serve import Observability
@@ -188,7 +209,7 @@ state = ServerState(engine, ServerSettings())
 Observability(ServerSettings(records=sys.argv[1])).attach(state)
 for number in range(1_000_000):
     now = time.time()
-    state.ended(EndedChoice(f"{number}", 0, "stop", None, "", "chat", now, None, None, None))
+    state.ended(EndedChoice(Origin(f"{number}"), 0, "stop", None, "chat", None, None, ended_unix_s=now))
     print(f"{number} {now}", flush=True)
     time.sleep(0.002)
 """
@@ -228,7 +249,7 @@ def test_a_wrong_file_is_refused_before_the_port_opens(path, monkeypatch):
 
 def test_a_server_records_until_its_end(path, monkeypatch):
     async def ends_one(server, *_) -> None:
-        server.state.ended(EndedChoice("last", 0, "stop", None, "", "chat", time.time(), None, None, None))
+        server.state.ended(EndedChoice(Origin("last"), 0, "stop", None, "chat", None, None))
 
     engine = ScriptedEngine(EngineConfig())
     engine.start()
@@ -267,7 +288,7 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
     with start_server() as server:
         recorder = Recorder(server.state, RecordStore.open(path), KEPT, every_s=0.01)
         arrival_unix_s, metrics = time.time() - 1.0, RequestMetrics(arrival_s=time.monotonic() - 1.0, output_tokens=0)
-        ended = EndedChoice("r", 0, "stop", None, "team", "chat", time.time(), None, None, metrics)
+        ended = EndedChoice(Origin("r", "team"), 0, "stop", None, "chat", None, None, metrics)
         recorder.observe(ended)
         server.engine.config = replace(server.engine.config, draft="other/draft")
         recorder.observe(ended)
@@ -294,12 +315,13 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
         ("rejected", "slo_infeasible", "rejected"),
         ("error", None, "failed"),
         ("abort", None, "failed"),
+        ("cancelled", None, "cancelled"),
         ("stop", None, "finished"),
     ],
 )
 def test_records_and_dashboard_say_the_same_of_an_ending(ending, error_code, status):
-    """An engine's loss is no refusal, and whoever goes away cuts off its own choice only."""
-    ended = EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.1, None, None)
+    """An engine's loss is no refusal, and a client that goes away is no failure."""
+    ended = EndedChoice(Origin("r"), 0, ending, error_code, "chat", 0.1, None, ended_unix_s=0.0)
     metrics = unstarted_metrics(0.1, None, "chat", error_code)
     kept = served_record(
         metrics, run=made()[0].run, request_id="r", choice=0, key="", ending=ending, error_code=error_code,

@@ -36,7 +36,7 @@ def test_keys_come_and_go_and_those_that_stay_keep_what_they_used(caplog):
     account.begin_request()
     reload_keys(state, lambda: replace(SETTINGS, keys=(OLD, NEW)))
     assert names(state) == ["old", "new"] and state.keyring.find(b"one") is account
-    held = account.reserve(2)
+    held = state.slots.reserve(account, 2)
     changed = replace(OLD, requests_per_minute=12.0, burst_s=10, max_inflight=2, name="renamed", operator=True)
     reload_keys(state, lambda: replace(SETTINGS, keys=(changed, NEW)))
     assert state.keyring.find(b"one") is account and account.name == "renamed" and account.is_operator
@@ -44,9 +44,9 @@ def test_keys_come_and_go_and_those_that_stay_keep_what_they_used(caplog):
     with pytest.raises(RateLimited, match="12 requests per minute"):
         account.begin_request()
     with pytest.raises(RateLimited, match="2 choices in flight, has 2 and asks for 1"):
-        account.reserve(1)
-    held.drop()
-    account.reserve(2)
+        account.require_room(1)
+    held.release()
+    account.require_room(2)
     reload_keys(state, lambda: replace(SETTINGS, keys=(NEW,)))
     assert names(state) == [None, "new"]
     assert caplog.messages == [f"the server has {count} API keys now" for count in (2, 2, 1)]

@@ -79,7 +79,9 @@ def site(**settings):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        engine = SupervisedEngine(build, max_restarts=chosen.max_restarts, window_s=chosen.restart_window)
+        engine = SupervisedEngine(
+            build, max_restarts=chosen.max_restarts, window_s=chosen.restart_window, backoff_s=chosen.restart_backoff
+        )
         engine.start()
         try:
             with serving(engine, ByteTokenizer(), chosen) as server:
@@ -111,7 +113,7 @@ def check_told(answers: list, code: str) -> None:
 
 
 def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
-    with site() as place, ThreadPoolExecutor(4) as pool:
+    with site(max_restarts=1) as place, ThreadPoolExecutor(4) as pool:
         server = place.server
         assert server.post(prompt="before", max_tokens=9).status_code == 200
         wait_until(lambda: place.metric("adaserve_steps_total") > 0)
@@ -121,6 +123,10 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
         place.kill()
         check_told(answers, "engine_restarting")
         assert place.status("/health") == (200, "restarting") and place.status("/ready") == (503, "restarting")
+        health = server.http.get("/health").json()
+        assert (health["restarts"], health["last_crash"]) == (1, "the engine process ended with status -9")
+        assert "(the engine process ended with status -9) and is started again" in health["detail"]
+        assert place.metric("adaserve_engine_restarts_total") == 1, "it counts while the engine starts"
         refused = server.post(prompt="x")
         assert (refused.status_code, code_of(refused)) == (503, "engine_restarting")
         assert int(refused.headers["retry-after"]) >= 1
@@ -134,11 +140,29 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
         after = place.counters()
         assert {k for k in before if not before[k] <= during[k] <= after[k]} == set()
         assert server.state.slots.used == 0 and not server.state.in_flight
+        place.kill()  # after a finished request: it comes back
+        wait_until(lambda: place.metric("adaserve_engine_restarts_total") == 2)
+        wait_until(lambda: place.status("/ready") == (200, "ok"))
+        health = server.http.get("/health").json()
+        assert (health["restarts"], health["detail"]) == (2, "requests are served") and health["last_crash_unix_s"] > 0
         place.kill()
         wait_until(lambda: place.status("/health") == (503, "dead"))
         assert place.status("/ready") == (503, "dead") and code_of(server.post(prompt="x")) == "engine_dead"
         dead = place.counters()
         assert {k for k in after if not after[k] <= dead[k]} == set()
+
+
+def test_a_request_that_crashes_the_engine_each_time_is_set_aside():
+    with site(restart_backoff=0.0) as place:
+        for _ in range(2):
+            told = place.server.post(prompt="die now")
+            assert (told.status_code, code_of(told)) == (503, "engine_restarting")
+            wait_until(lambda: place.status("/ready") == (200, "ok"))
+        refused = place.server.post(prompt="die now")
+        assert (refused.status_code, code_of(refused)) == (400, "crashes_engine")
+        assert "running each of the last 2 times that the engine crashed" in refused.text
+        assert place.server.post(prompt="live now", max_tokens=4).json()["choices"][0]["text"] == "live"
+        assert place.status("/health") == (200, "ok") and place.server.state.slots.used == 0
 
 
 def test_a_hanging_engine_is_reported_and_recovers():

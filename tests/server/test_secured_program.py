@@ -30,7 +30,7 @@ main()
 FILE = """
 [engine]
 target = "scripted"
-policy = "process"
+policy = "ar"
 
 [server]
 port = {port}

@@ -20,8 +20,9 @@ from adaserve_jax.server import streaming
 from adaserve_jax.server.connection import DIRECT_BODY
 from adaserve_jax.server.formatting import CompletionFormatter
 from adaserve_jax.server.generation import Generation
+from adaserve_jax.server.schema import StreamOptions
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.streaming import EventStream, EventWriter, UsageOptions
+from adaserve_jax.server.streaming import EventStream, EventWriter
 from adaserve_jax.types import RequestMetrics, SamplingParams
 from tests.server.conftest import Running, serving
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
@@ -195,9 +196,9 @@ class Unhurried:
         state.mailbox.post = lambda loop, call, *arguments: call(*arguments)
         state.client.submit = lambda request, sink: setattr(self, "sink", sink)
         request = GenerateRequest("r", [1], SamplingParams(n=2))
-        self.generation = Generation(state, [request], MagicMock(), MagicMock())
+        self.generation = Generation(state, [request], MagicMock())
         self.generation.start()
-        self.stream = EventStream(EventWriter(self.generation, CompletionFormatter("m"), UsageOptions()), {})
+        self.stream = EventStream(EventWriter(self.generation, CompletionFormatter("m"), StreamOptions()), {})
         self.sent: list[str] = []
         self.go_on = asyncio.Event()
         self.go_on.set()

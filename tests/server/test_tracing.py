@@ -196,7 +196,7 @@ def test_a_collector_gets_spans_over_http(start_server, suffix):
     assert span.name == "text_completion scripted" and len(span.events) == 5
 
 
-def test_a_dead_collector_costs_a_counter(start_server, caplog, capsys):
+def test_a_dead_collector_costs_a_counter(start_server, caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

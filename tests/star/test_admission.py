@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.messages import Refused, Welcome
-from adaserve_jax.star.service.admission import (
-    MIN_SAMPLES,
-    TargetAdmission,
+from adaserve_jax.star.service.admission import MIN_SAMPLES, TargetAdmission, interpolated, max_targets_batched
+from benchmarks.starsd.closed_forms import (
     accepted_tokens,
     emitted_tokens,
     full_targets,
-    interpolated,
     max_targets,
-    max_targets_batched,
     return_s,
     steady_state,
 )

@@ -49,7 +49,7 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
         assert httpx.get(f"{found[3]}/health").json()["status"] == "ok"
         tokenizer, table = Tokenizer.from_folder(folder), read_chances(Path(folder).parent / "calibration.json")
         text = np.array(tokenizer.encode("def add(a, b):\n    return a +"), np.int32)
-        hello = Hello("t", tokenizer.vocabulary_hash, cells_hash(table))
+        hello = Hello("t", tokenizer.vocabulary_hash(2048), cells_hash(table))
         target = Target(int(found[1]))
         target.send(hello)
         target.receive()

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, SessionSampling, Tree, WireError
 from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.wire import read_service_frame, service_frame
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan
 from tests.star import toys
@@ -83,8 +84,10 @@ class Weather:
             spoiled[self._drawn.integers(len(spoiled))] = self._drawn.choice([-5, -1, 0, 1, 3, 10**9])
             if not np.array_equal(spoiled, parts[name]):  # by luck it may make as much sense as before
                 spoiled = np.full_like(spoiled, 7 if name == "log_q" else -7)
-            return replace(tree, **{name: spoiled})
-        return replace(tree, **{name: spoiled[:-1]}) if len(spoiled) else tree
+        else:
+            spoiled = spoiled[:-1]
+        (received,) = read_service_frame(service_frame([replace(tree, **{name: spoiled})]))
+        return received
 
     def _spoil_lossy(self, frame: Frame) -> list[tuple[float, Frame]]:
         kept = [message for message in frame if self._maybe(0.6)]

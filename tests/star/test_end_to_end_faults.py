@@ -112,19 +112,18 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[World]:
+def parts(deterministic: LLM) -> Iterator[World]:
     with contextlib.ExitStack() as held:
         service = ServiceProcess()
         held.callback(service.close)
         accepted = 0
-        with LLM(**EXACT) as local:
-            expected: dict[str, Texts] = {}
-            for policy in ("ar", SPECULATES):
-                local.set_policy(policy)
-                outputs = local.generate(PROMPTS, SAMPLING)
-                expected[policy] = [output.token_ids for output in outputs]
-                accepted = sum(output.metrics.accepted_tokens for output in outputs)
-                assert (accepted > 0) == (policy != "ar")
+        expected: dict[str, Texts] = {}
+        for policy in ("ar", SPECULATES):
+            deterministic.set_policy(policy)
+            outputs = deterministic.generate(PROMPTS, SAMPLING)
+            expected[policy] = [output.token_ids for output in outputs]
+            accepted = sum(output.metrics.accepted_tokens for output in outputs)
+            assert (accepted > 0) == (policy != "ar")
         assert expected["ar"] == expected[SPECULATES]
         service.wait()
         back = ByteProxy(service.address)

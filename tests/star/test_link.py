@@ -31,9 +31,10 @@ def test_a_breaker_opens_after_bad_rounds_in_a_row_only() -> None:
 
 
 def test_a_trial_decides() -> None:
-    breaker = CircuitBreaker(lambda: 0.0, bad_rounds=1)
+    breaker = CircuitBreaker(lambda: 0.0)
     now, waits = 0.0, []
-    breaker.bad(now)
+    for _ in range(BAD_ROUNDS):
+        breaker.bad(now)
     for _ in range(8):
         began = now
         while not breaker.allows(now):
@@ -46,5 +47,6 @@ def test_a_trial_decides() -> None:
     assert breaker.allows(now)
     breaker.good()
     assert breaker.state == "closed"
-    breaker.bad(now)
+    for _ in range(BAD_ROUNDS):
+        breaker.bad(now)
     assert not breaker.allows(now + FIRST_TRIAL_S - 1e-6) and breaker.allows(now + FIRST_TRIAL_S)

@@ -29,7 +29,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def test_tokens_are_known_by_their_place(tokens: Path):
-    known = BearerTokens.from_file(str(tokens))
+    known = BearerTokens(str(tokens))
     assert known.identify(f"Bearer {FIRST}") == "token-1"
     assert known.identify(f"bearer  {SECOND} ") == "token-2"
     for wrong in (
@@ -59,10 +59,10 @@ def test_files_without_good_tokens_are_refused_without_telling_them(tmp_path: Pa
     path = tmp_path / "tokens"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
-        BearerTokens.from_file(str(path))
+        BearerTokens(str(path))
     assert message in str(raised.value) and "secret" not in str(raised.value) and "geheim" not in str(raised.value)
     with pytest.raises(ConfigError, match="token_file must be a file that can be read"):
-        BearerTokens.from_file(str(tmp_path / "absent"))
+        BearerTokens(str(tmp_path / "absent"))
 
 
 def test_only_who_has_a_token_gets_in(tokens: Path):

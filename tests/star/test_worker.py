@@ -12,6 +12,7 @@ from adaserve_jax.star.messages import Load, Refused, Tree
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.stats import BusyMeter
 from adaserve_jax.star.service.worker import Worker
+from tests.clock import Clock
 from tests.star.streams import HANG_S
 from tests.star.toys import ToyDevice, ToyPages, close, draft, hello, limits, opened
 
@@ -45,13 +46,6 @@ class Stream:
             return list(self.sent)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_busy_share_is_of_the_last_seconds():
     meter = BusyMeter(2.0, 10.0)
     assert meter.share(10.0) == 0.0
@@ -70,11 +64,11 @@ class Timed(ToyDevice):
     meanwhile = None
 
     def run(self, batch):
-        self.clock.now += 0.125
+        self.clock.now_s += 0.125
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
-        self.clock.now += 0.125
+        self.clock.now_s += 0.125
         return super().run(batch)
 
 
@@ -124,7 +118,7 @@ def test_the_load_is_told_every_quarter_second_at_most():
     worker.receive(stream, [hello("a")])
     stream.wait(1)
     for frames, later_s in enumerate((0.1, 0.1, 0.1), 2):
-        clock.now += later_s
+        clock.now_s += later_s
         worker.receive(stream, [draft(1, 1, 1, 0, [1])])
         stream.wait(frames)
     assert [type(each).__name__ for each in stream.sent] == ["Welcome", "Load", "Resync", "Resync", "Resync", "Load"]
@@ -139,7 +133,7 @@ def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
     stream = Stream()
     for frame in ([hello("a"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])], [close(2)] * 3, [close(2)], []):
         worker.receive(stream, frame)
-    clock.now += 1.0  # so that the turn takes a snapshot
+    clock.now_s += 1.0  # so that the turn takes a snapshot
     worker.turn()
     seen = worker.snapshot.worker
     assert seen.frames == 2 and seen.searches == 1, "six messages: a frame is taken whole"

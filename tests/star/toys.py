@@ -29,7 +29,6 @@ def limits(**changes) -> DraftLimits:
         "draft_version": "v1",
         "vocabulary_hash": "voc",
         "cells_hash": "cells",
-        "vocabulary_size": VOCABULARY,
         "max_depth": 4,
         "max_width": 3,
         "max_context": 64,

@@ -1,0 +1,305 @@
+"""A text that may call tools is free until a call begins, and from there on nothing but calls that fit the schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.tool_formats import FORMATS, detect
+from adaserve_jax.engine.core import OutputTracker
+from adaserve_jax.errors import RequestError
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import SamplingParams, ToolCalls
+from adaserve_jax.types import Sequence, SequenceUpdate
+from tests.constraints.grammar_texts import EOS, V, Writer, ids_of
+
+pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo", 'a "b" }{']}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SHELL = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "minLength": 1, "maxLength": 8}},
+    "required": ["command"],
+    "additionalProperties": False,
+}
+TOOLS = (("get_weather", json.dumps(WEATHER)), ("shell", json.dumps(SHELL)), ("shell_2", json.dumps(SHELL)))
+MARKS = {"<tool_call>": False, "</tool_call>": False, "<|python_tag|>": True, "[TOOL_CALLS]": True, "[ARGS]": True}
+"""Marks that a model of its own has as tokens, and whether they are hidden from texts."""
+FRAMES = {
+    "hermes": r"(?:<tool_call>\n\{{\"name\": \"{name}\", \"arguments\": {arguments}\}}\n</tool_call>\n?)",
+    "llama3_json": r"(?:(?:<\|python_tag\|>)?\{{\"name\": \"{name}\", \"parameters\": {arguments}\}}(?:; )?)",
+    "mistral": r"(?:(?:\[TOOL_CALLS\] ?\[|, )\{{\"name\": \"{name}\", \"arguments\": {arguments}\}}\]?)",
+    "mistral_v11": r"(?:\[TOOL_CALLS\]{name}\[ARGS\]{arguments})",
+}
+"""One call of each format, told once more."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, and grammars of its ids."""
+
+    tokenizer: Tokenizer
+    grammars: Grammars
+    vocab_size: int
+
+    def writer(self, calls: ToolCalls) -> Writer:
+        return Writer(self.grammars, calls, vocab_size=self.vocab_size)
+
+
+@pytest.fixture(scope="module", params=["spelled", "tokens"])
+def vocabulary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
+    """The embedded pair's vocabulary, as it is and with the marks as tokens of their own and ids without a token."""
+    folder = resolve_folder("demo", "target")
+    if request.param == "spelled":
+        tokenizer = Tokenizer.from_folder(folder)
+        return Vocabulary(tokenizer, Grammars(tokenizer.backend_json(), V, (EOS,)), V)
+    tokenizer = with_marks(folder, tmp_path_factory.mktemp("marks"))
+    size = V + len(MARKS) + 29
+    return Vocabulary(tokenizer, Grammars(tokenizer.backend_json(), size, (EOS,)), size)
+
+
+def with_marks(folder: Path, to: Path) -> Tokenizer:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, to)
+    data = json.loads((to / "tokenizer.json").read_text())
+    like = data["added_tokens"][0]
+    for place, (text, special) in enumerate(MARKS.items()):
+        data["added_tokens"].append({**like, "id": V + place, "content": text, "special": special})
+    (to / "tokenizer.json").write_text(json.dumps(data))
+    return Tokenizer.from_folder(to)
+
+
+def written(vocabulary: Vocabulary, writer: Writer, rng: np.random.Generator) -> str:
+    """A text of random allowed tokens, which goes on for 60 of them if it may and then ends as soon as it may."""
+    ids: list[int] = []
+    for _ in range(400):
+        allowed = writer.allowed()
+        wanted = allowed - {EOS} if len(ids) < 60 else allowed & {EOS}
+        token = int(rng.choice(sorted(wanted or allowed)))
+        complete = writer.grammars.advance(writer.name, [token])
+        if token != EOS:
+            ids.append(token)
+        if complete:
+            return vocabulary.tokenizer.showing(list(MARKS)).decode(ids)
+    pytest.fail(f"no end: {vocabulary.tokenizer.decode(ids)}")
+
+
+def calls_in(text: str, form: str) -> list[tuple[str, Any]]:
+    """Read the calls of a text that is nothing else, by a regular expression of one call."""
+    call = FRAMES[form].format(name=r"(\w+)", arguments=r"(\{.*?\})(?=\}|\n|\[TOOL|$)")
+    found = list(re.finditer(call, text, re.DOTALL))
+    assert "".join(one[0] for one in found) == text
+    return [(one[1], json.loads(one[2])) for one in found]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_required_calls_are_whatever_the_tokens_calls_that_fit(vocabulary: Vocabulary, form: str):
+    rng, names, most = np.random.default_rng(5), set(), 0
+    for parallel in (False, True) * 12:
+        writer = vocabulary.writer(ToolCalls(form, TOOLS, required=True, parallel=parallel))
+        text = written(vocabulary, writer, rng)
+        if "}{" in text:  # the expression of one call is not made for it
+            assert '"a \\"b\\" }{"' in text
+            continue
+        calls = calls_in(text, form)
+        assert len(calls) == 1 or parallel
+        most = max(most, len(calls))
+        for name, arguments in calls:
+            names.add(name)
+            if name == "get_weather":
+                assert arguments["city"] in ("Rome", "Oslo") and arguments.get("days", 0) <= 9
+            else:
+                assert list(arguments) == ["command"] and 1 <= len(arguments["command"]) <= 8
+    assert names == {"get_weather", "shell", "shell_2"} and most > 1
+
+
+BEFORE = 'I look. {"a": 1} <tool_cal [TOOL é '
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("before", ["", BEFORE])
+def test_text_is_free_until_a_call_begins_and_then_no_longer(vocabulary: Vocabulary, form: str, before: str):
+    fixed = FORMATS[form]
+    spelled = vocabulary.vocab_size == V
+    if fixed.bare and (spelled or not before):
+        if before:
+            pytest.skip("without a token for its mark a bare call stands at the beginning only")
+        whole = fixed.write([("shell", '{"command": "ls"}')]).removeprefix(fixed.mark)
+    else:
+        whole = before + fixed.write([("shell", '{"command": "ls"}'), ("get_weather", '{"city": "Oslo"}')])
+    writer, text = vocabulary.writer(ToolCalls(form, TOOLS)), ""
+    everything = set(range(vocabulary.vocab_size))
+    free = []
+    for token in vocabulary.tokenizer.encode(whole):
+        allowed = writer.allowed()
+        assert token in allowed, (text, whole)
+        free.append(allowed == everything)
+        assert not vocabulary.grammars.advance(writer.name, [token]) or token == vocabulary.tokenizer.encode("]")[0]
+        text += vocabulary.tokenizer.showing(list(MARKS)).decode([token])
+    opened = len(vocabulary.tokenizer.encode(before + fixed.mark)) if not fixed.bare or before else 0
+    words = len(vocabulary.tokenizer.encode(before))
+    assert sum(free[:words]) >= words - 2, "all but inside a character, and where a mark is spelled"
+    assert not any(free[opened:])
+    assert EOS in writer.allowed()
+
+
+def test_tokens_that_are_no_text_may_come_in_free_text(vocabulary: Vocabulary):
+    """Bytes that no character begins with, hidden tokens, ids without a token: as without tools."""
+    writer = vocabulary.writer(ToolCalls("hermes", TOOLS))
+    everything = set(range(vocabulary.vocab_size))
+    (continuation,) = [i for i in range(V) if vocabulary.tokenizer.spelled(i) == b"\xa9"]
+    strange = [continuation, 190, 1, continuation, vocabulary.vocab_size - 1, 2]
+    for token in (*strange, *vocabulary.tokenizer.encode("so <tool")):
+        assert writer.allowed() == everything
+        assert not vocabulary.grammars.advance(writer.name, [token])
+    masks = writer.masks([5, *strange], [-1, 0, 1, 2, 3, 4, 5])
+    assert [ids_of(mask) == everything for mask in masks] == [True] * 7
+    for token in vocabulary.tokenizer.encode("<tool_call>"):
+        vocabulary.grammars.advance(writer.name, [token])
+    assert [vocabulary.tokenizer.decode([token]) for token in writer.allowed()] == ["\n"]
+
+
+CORRUPTED = {
+    "a second tag instead of the call": ("<tool_call>\n", "<<tool_code>"),
+    "the tag of another format": ("<tool_call>\n", "<function=shell>"),
+    "a name with its argument inside": ('<tool_call>\n{"name": "', 'runshell command=\\"ls\\"'),
+    "an unknown tool": ('<tool_call>\n{"name": "', "get_whether"),
+    "arguments that are empty": ('<tool_call>\n{"name": "shell", "arguments": {', "}"),
+    "a key with its value inside": ('<tool_call>\n{"name": "shell", "arguments": {"', 'command=ls": ""'),
+    "a key twice": ('<tool_call>\n{"name": "shell", "arguments": {"command": "ls"', ', "command": "x"'),
+    "a value of the wrong type": ('<tool_call>\n{"name": "shell", "arguments": {"command": ', "[1]"),
+    "an end inside the arguments": ('<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}', "</tool_call>"),
+    "text behind the call": ('<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>', " and"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPTED)
+def test_what_speculation_corrupted_elsewhere_cannot_be_written(vocabulary: Vocabulary, case: str):
+    """The texts of vLLM's issues 40875 and 56077, proposed by a draft in a tree or drawn by the target."""
+    before, wrong = CORRUPTED[case]
+    writer = vocabulary.writer(ToolCalls("hermes", TOOLS))
+    for token in vocabulary.tokenizer.encode(before):
+        assert token in writer.allowed()
+        vocabulary.grammars.advance(writer.name, [token])
+    tokens = vocabulary.tokenizer.encode(wrong)
+    masks = writer.masks([5, *tokens], [-1, *range(len(tokens))])
+    refused = [token not in ids_of(mask) for token, mask in zip(tokens, masks, strict=False)]
+    assert any(refused), wrong
+    assert EOS not in ids_of(masks[0]) or case == "text behind the call"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_trees_around_the_beginning_of_a_call_get_the_masks_of_texts(vocabulary: Vocabulary, form: str):
+    calls = ToolCalls(form, TOOLS)
+    chain = vocabulary.tokenizer.encode("hé " + FORMATS[form].write([("shell", '{"command": "ls"}')]))
+    rng = np.random.default_rng(2)
+    tokens, parents = [5, *chain], [-1, *range(len(chain))]
+    for _ in range(20):  # branches off the chain, of any tokens
+        parents.append(int(rng.integers(len(tokens))))
+        tokens.append(int(rng.integers(vocabulary.vocab_size)))
+    writer = vocabulary.writer(calls)
+    masks = writer.masks(tokens, parents)
+    everything = set(range(vocabulary.vocab_size))
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        fresh, reached = Writer(vocabulary.grammars, calls, name="fresh", vocab_size=vocabulary.vocab_size), True
+        for token in path:
+            reached = reached and token in fresh.allowed()
+            if reached:
+                vocabulary.grammars.advance(fresh.name, [token])
+        assert ids_of(masks[node]) == (fresh.allowed() if reached else everything), path
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_that_calls_nothing_fits_its_schema(vocabulary: Vocabulary, form: str):
+    calls = ToolCalls(form, TOOLS, answer=json.dumps({"const": {"ok": True}}))
+    for text in ('{"ok":true}', FORMATS[form].write([("shell", '{"command":"x"}')])):
+        writer = vocabulary.writer(calls)
+        for token in vocabulary.tokenizer.encode(text):
+            assert token in writer.allowed(), text
+            vocabulary.grammars.advance(writer.name, [token])
+        assert EOS in writer.allowed()
+    assert vocabulary.tokenizer.encode("So")[0] not in vocabulary.writer(calls).allowed()
+
+
+def test_the_format_is_that_of_the_chat_template():
+    assert detect("{% for t in tools %}<tool_call>\n</tool_call>{% endfor %}").name == "hermes"
+    assert detect("'<|python_tag|>' + tool_call.name").name == "llama3_json"
+    assert detect("""Respond in the format {"name": function name, "parameters": arguments}""").name == "llama3_json"
+    assert detect("{{ '[TOOL_CALLS][' }}").name == "mistral"
+    assert detect("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}").name == "mistral_v11"
+    assert detect("{{ message.content }}").name == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ((), "tools must be 1 to 128 functions with different names"),
+        ((("f", "{}"), ("f", "{}")), "tools must be 1 to 128 functions with different names"),
+        ((('a"b', "{}"),), "tools must be named by 1 to 64 of A-Za-z0-9_.-"),
+        ((("f", " " * 300_000),), "tools must be of at most 262144 characters of parameters together, got 300000"),
+    ],
+)
+def test_tools_that_cannot_be(tools: tuple[tuple[str, str], ...], message: str):
+    with pytest.raises(RequestError) as caught:
+        ToolCalls("hermes", tools)
+    assert str(caught.value).startswith(message) and caught.value.param == "tools"
+
+
+def test_a_schema_beside_tools_belongs_into_them():
+    with pytest.raises(RequestError, match="tool_calls must be left out where json_schema is given"):
+        SamplingParams(json_schema="{}", tool_calls=ToolCalls("hermes", TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (ToolCalls("xml", TOOLS), "format must be one of hermes, llama3_json, mistral, mistral_v11, got 'xml'"),
+        (
+            ToolCalls("hermes", (*TOOLS, ("bad", "[]"))),
+            "tools must hold parameters that can be enforced: bad: ",
+        ),
+        (ToolCalls("hermes", (*TOOLS, ("no", '{"not": {}}'))), "tools must hold parameters that can be enforced: no: "),
+        (ToolCalls("hermes", TOOLS, answer='{"not": {}}'), "tools must hold parameters that can be enforced: "),
+    ],
+)
+def test_tools_that_no_grammar_can_hold(vocabulary: Vocabulary, calls: ToolCalls, message: str):
+    with pytest.raises(RequestError) as caught:
+        vocabulary.grammars.prepare(calls, "tool_calls").result()
+    assert message in str(caught.value) and (caught.value.param, caught.value.code) == ("tools", "invalid_schema")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_hidden_marks_are_shown_in_texts_with_tools_only(vocabulary: Vocabulary, form: str):
+    text = FORMATS[form].write([("shell", '{"command": "é"}')])
+    ids = vocabulary.tokenizer.encode("é " + text)
+    shown = []
+    for calls in (ToolCalls(form, TOOLS), None):
+        tracker = OutputTracker(vocabulary.tokenizer)
+        sampling = SamplingParams(tool_calls=calls)
+        tracker.add("r", Sequence("r/0", np.asarray([5], np.int32), sampling, seed=0, arrival_s=0.0))
+        for token in ids:
+            assert tracker.stop_check("r/0", [token]) is None
+        shown.append(tracker.chunk(SequenceUpdate("r/0", tuple(ids), "stop")).text)
+    hidden = [mark for mark in FORMATS[form].marks if MARKS[mark] and vocabulary.vocab_size > V]
+    without = "é " + text
+    for mark in hidden:
+        without = without.replace(mark, "")
+    assert shown == ["é " + text, without]

@@ -1,0 +1,175 @@
+"""How a chat becomes a prompt, over HTTP with a real tokenizer: the model's template and a client's, bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import QueueFullError
+from adaserve_jax.models.chat_prompt import ChatPrompt, TemplateProcesses
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.server.settings import ServerSettings
+from tests.models.checkpoints import byte_tokenizer, write_tokenizer
+from tests.server.scripted import ScriptedEngine
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Tom  has"}, {"role": "assistant", "content": " 3 "}]
+TEMPLATE = (
+    "{{ bos_token }}{%- for m in messages %}\n    [{{ m.role }}]{{ m['content'] }}{% if m.role == 'x' %}{% break %}"
+    "{% endif %}\n{%- endfor %}{{ kind | default('') | tojson }}{{ documents | default([], true) | length }}"
+    "{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    around = byte_tokenizer()
+    end = "<|endoftext|>"
+    around.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, around.token_to_id(end))])
+    write_tokenizer(folder, around, TEMPLATE)
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine(EngineConfig(target="models/scripted"))
+    engine.vocab_size = 512  # that of the tokenizer, or more
+    engine.start()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def served(engine: ScriptedEngine, tokenizer: Tokenizer, serve_engine) -> Iterator[Any]:
+    with serve_engine(engine, tokenizer, ServerSettings(trust_request_chat_template=True)) as server:
+        yield server
+
+
+def prompt_of(served: Any, tokenizer: Tokenizer, **fields: Any) -> str:
+    answer = served.post(CHAT, messages=MESSAGES, max_tokens=1, **fields)
+    assert answer.status_code == 200, answer.text
+    assert "x-adaserve-warning" not in answer.headers
+    ids = served.engine.submitted[-1].prompt_ids
+    return b"".join(s if isinstance(s := tokenizer.spelled(i), bytes) else s.encode() for i in ids).decode()
+
+
+def error_of(served: Any, **fields: Any) -> dict[str, Any]:
+    refused = served.post(CHAT, messages=MESSAGES, max_tokens=1, **fields)
+    assert refused.status_code == 400, refused.text
+    return refused.json()["error"]
+
+
+TALK = "[user]Tom  has    [assistant] 3 "
+
+
+@pytest.mark.parametrize("sent", [{}, {"chat_template": TEMPLATE}], ids=["the model's", "the client's"])
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, '""0[assistant]'),
+        ({"add_generation_prompt": False}, '""0'),
+        ({"continue_final_message": True}, None),
+        ({"continue_final_message": True, "add_generation_prompt": False}, None),
+        ({"continue_final_message": False, "add_generation_prompt": True}, '""0[assistant]'),
+        ({"chat_template_kwargs": {"kind": "<ü>"}}, '"<ü>"0[assistant]'),
+        ({"chat_template_kwargs": {"kind": [1, None]}}, "[1, null]0[assistant]"),
+        ({"documents": [{"title": "a", "text": "b"}]}, '""1[assistant]'),
+        ({"reasoning_effort": "low"}, '""0low[assistant]'),
+    ],
+)
+def test_a_template_gets_what_the_request_says(served, tokenizer: Tokenizer, fields, end, sent):
+    """Both ways of rendering agree, to the last space."""
+    prompt = prompt_of(served, tokenizer, **fields, **sent)
+    assert prompt.endswith(TALK + end if end is not None else TALK), prompt
+
+
+def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer):
+    """One that knows tools gets them as they are; for any other they stand in a message. Cut and open ends stay."""
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    told = prompt_of(served, tokenizer, **tools, continue_final_message=True)
+    assert told.endswith(TALK) and '[system]You can call these functions:\n{"parameters"' in told
+    assert prompt_of(served, tokenizer, **tools, continue_final_message=True, chat_template=TEMPLATE) == told
+    shown = prompt_of(served, tokenizer, **tools, chat_template="{{ tools | tojson }}" + TEMPLATE)
+    assert shown.startswith('[{"type": "function", "function": {') and shown.endswith(TALK + '""0[assistant]')
+    assert '"name": "f"' in shown and "You can call" not in shown
+    assert prompt_of(served, tokenizer, **tools, truncate_prompt_tokens=20) == shown[-20:]
+
+
+def test_special_tokens_are_those_of_the_template_unless_they_are_asked_for(served, tokenizer: Tokenizer):
+    text = prompt_of(served, tokenizer)
+    for wanted in (True, False):
+        assert prompt_of(served, tokenizer, add_special_tokens=wanted) == "<|endoftext|>" * wanted + text
+        assert served.engine.submitted[-1].prompt_ids == tokenizer.encode(text, wanted)
+    for wanted in (True, False):
+        served.post(prompt="Tom", max_tokens=1, add_special_tokens=wanted)
+        assert served.engine.submitted[-1].prompt_ids == tokenizer.encode("Tom", wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt",
+         "must be false or left out where continue_final_message is true"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs",
+         "chat_template_kwargs must hold variables of the template, got 'chat_template'"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "got 'tokenize'"),
+        ({"chat_template_kwargs": {"a b": True}}, "chat_template_kwargs", "got 'a b'"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "valid dictionary"),
+        ({"documents": ["x"]}, "documents", "valid dictionary"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt", "valid boolean"),
+        ({"chat_template": "{% if %}"}, "chat_template",
+         "chat_template must be a Jinja template that renders these messages: Expected an expression"),
+        ({"chat_template": "x" * 65_537}, "chat_template", "at most 65536 characters, got 65537"),
+        ({"chat_template": "{{ raise_exception('no tools') }}"}, "chat_template", "no tools"),
+        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "chat_template", "access to attribute '__class__'"),
+        ({"chat_template": "{{ cycler.__init__.__globals__ }}"}, "chat_template", "unsafe"),
+        ({"chat_template": "{% include '/etc/hostname' %}"}, "chat_template", "no loader"),
+        ({"chat_template": "{{ 'x' * 10 ** 10 }}"}, "chat_template", "MemoryError"),
+        ({"chat_template": "{{ '%0999999999d' | format(1) }}"}, "chat_template", "MemoryError"),
+        ({"chat_template": "{{ 'x' * 5 * 10 ** 6 }}"}, "chat_template", "its text is longer than 4194304 characters"),
+        ({"chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"},
+         "chat_template", "it takes more than 2 s or 512 MiB"),
+        ({"chat_template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "chat_template", "recursion depth"),
+        ({"chat_template": "{{ messages[0].role }}", "continue_final_message": True}, "chat_template",
+         "it does not show the final message as it is, which continue_final_message needs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_refused(served, fields, param, text):
+    error = error_of(served, **fields)
+    assert error["param"] == param and text in error["message"], error
+
+
+def test_variables_that_break_the_models_template_are_the_callers_error(engine, serve_engine, tmp_path: Path):
+    write_tokenizer(tmp_path, byte_tokenizer(), "{{ messages[0].content }}{{ kind + 1 if kind else '' }}")
+    with serve_engine(engine, Tokenizer.from_folder(tmp_path), ServerSettings()) as server:
+        assert server.post(CHAT, messages=MESSAGES, max_tokens=1).status_code == 200
+        error = error_of(server, chat_template_kwargs={"kind": "a"})
+        assert (error["param"], error["code"]) == ("messages", "invalid_messages")
+        error = error_of(server, continue_final_message=True)
+        assert error["code"] == "invalid_messages"
+
+
+def test_a_client_may_send_no_template_unless_the_server_trusts_it(server):
+    error = server.post(CHAT, messages=MESSAGES, chat_template="{{ messages }}").json()["error"]
+    assert (error["param"], error["code"]) == ("chat_template", "unsupported_parameter")
+    assert "this server runs without --trust-request-chat-template" in error["message"]
+
+
+def test_so_many_templates_are_rendered_at_once():
+    none = TemplateProcesses(at_once=0, wait_s=0)
+    with pytest.raises(QueueFullError, match="too many chat templates are being rendered; retry later"):
+        none.render(ChatPrompt(template="x"), MESSAGES, {})
+
+
+def test_a_client_can_bring_the_template_that_a_model_lacks(engine, serve_engine, tmp_path: Path):
+    write_tokenizer(tmp_path, byte_tokenizer(), None)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with serve_engine(engine, tokenizer, ServerSettings(trust_request_chat_template=True)) as server:
+        assert error_of(server)["code"] == "no_chat_template"
+        assert prompt_of(server, tokenizer, chat_template="Q: {{ messages[0].content }}") == "Q: Tom  has"

@@ -1,0 +1,219 @@
+"""Tools by the official client, on the embedded pair: calls that fit their schemas, streamed and whole, in every
+format, the same text under every policy, and conversations that go on with results."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from adaserve_jax.constraints.tool_formats import FORMATS
+from adaserve_jax.server.serve import load_tokenizer
+from adaserve_jax.server.settings import ServerSettings
+from tests.conftest import ROOT
+from tests.server.chat_client import streamed
+from tests.server.conftest import Running
+
+pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
+
+CITIES = ["Rome", "Oslo", 'the "old" {town}\\']
+WEATHER = {"type": "object", "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "maximum": 9}}}
+SAY = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2, "maxLength": 12}}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+TOOLS = [
+    tool("get_weather", description="Of a city", parameters={**WEATHER, "required": ["city"]}, strict=True),
+    tool("say", parameters={**SAY, "required": ["text"]}),
+    tool("now"),
+]
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+FIXED = {"model": "demo", "messages": ASKED, "tools": TOOLS, "max_tokens": 160, "temperature": 0.9}
+POLICIES = ("ar", "spec:3", "adaserve", "specinfer")
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def served(request: pytest.FixtureRequest, demo_engine, serve_engine) -> Iterator[Running]:
+    settings = ServerSettings(tool_call_parser=request.param)
+    with serve_engine(demo_engine, load_tokenizer("demo"), settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def demo(demo_engine, serve_engine) -> Iterator[Running]:
+    with serve_engine(demo_engine, load_tokenizer("demo"), ServerSettings()) as server:
+        yield server
+
+
+def check_call(call: Any) -> tuple[str, dict[str, Any]]:
+    """Check a call of TOOLS; return its name and arguments."""
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_weather":
+        assert arguments["city"] in CITIES and arguments.keys() <= {"city", "days"} and arguments.get("days", 0) <= 9
+    elif call.function.name == "say":
+        assert arguments.keys() == {"text"} and 2 <= len(arguments["text"]) <= 12
+    else:
+        assert (call.function.name, arguments) == ("now", {})
+    return call.function.name, arguments
+
+
+def test_required_calls_streamed_and_whole_under_every_policy(served: Running, demo_engine):
+    """The same seed gives the same calls, whichever draft tokens were proposed and accepted."""
+    form, accepted = FORMATS[served.state.settings.tool_call_parser], 0
+    with served.openai_client() as client:
+        found = []
+        for policy in POLICIES:
+            demo_engine.set_policy(policy)
+            one = {**FIXED, "seed": 1, "tool_choice": "required", "parallel_tool_calls": False}
+            made = client.chat.completions.create(**one)
+            (choice,) = made.choices
+            accepted += made.metrics["speculative"]["accepted_tokens"]
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            (call,) = choice.message.tool_calls
+            assert len(call.id) == (form.id_chars or len("call_") + 24)
+            content, calls, reason = streamed(client, **one)
+            assert (content, reason) == ("", "tool_calls")
+            assert [each[1:] for each in calls.values()] == [(call.function.name, call.function.arguments)]
+            found.append((check_call(call), call.function.arguments))
+        assert found == found[:1] * len(POLICIES)
+    demo_engine.set_policy("adaserve")
+    assert accepted > 0
+
+
+def test_a_named_tool_is_called_and_no_other(served: Running):
+    with served.openai_client() as client:
+        chosen = {"type": "function", "function": {"name": "say"}}
+        made = client.chat.completions.create(**FIXED, seed=5, n=3, tool_choice=chosen, logprobs=True)
+    for choice in made.choices:
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and check_call(call)[0] == "say"
+        assert call.function.arguments in "".join(one.token for one in choice.logprobs.content)
+
+
+def bias_for(text: str) -> dict[str, float]:
+    """Biases with which the model writes this text next, whatever it wanted."""
+    (token,) = set(load_tokenizer("demo").spell(text))
+    return {str(token): 100.0}
+
+
+def test_the_model_may_call_several_in_parallel(demo: Running):
+    """A bias on the line break behind each call makes the model go on; max_tokens ends it inside one."""
+    with demo.openai_client() as client:
+        fields = {**FIXED, "seed": 3, "tool_choice": "required", "max_tokens": 200, "logit_bias": bias_for("\n")}
+        (choice,) = client.chat.completions.create(**fields).choices
+        _, calls, reason = streamed(client, **fields)
+    assert choice.finish_reason == reason == "length" and len(calls) > 2
+    assert [check_call(call) for call in choice.message.tool_calls[:-1]]
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+        one[1:] for one in calls.values()
+    ]
+    assert len({call.id for call in choice.message.tool_calls}) == len(calls)
+
+
+def test_a_text_that_calls_nothing_is_the_text_without_a_grammar(demo: Running):
+    with demo.openai_client() as client:
+        free = client.chat.completions.create(**{**FIXED, "seed": 8, "max_tokens": 60}).choices[0]
+        told = client.chat.completions.create(**{**FIXED, "seed": 8, "max_tokens": 60}, tool_choice="auto").choices[0]
+        prompt = client.post("/../tokenize", body={"messages": ASKED, "tools": TOOLS}, cast_to=object)
+        plain = client.completions.create(
+            model="demo", prompt=prompt["tokens"], max_tokens=60, temperature=0.9, seed=8
+        ).choices[0]
+    assert free.message.content == told.message.content == plain.text and free.message.tool_calls is None
+    assert free.finish_reason == plain.finish_reason == "length"
+
+
+def test_a_conversation_goes_on_with_the_results(demo: Running):
+    with demo.openai_client() as client:
+        one = {**FIXED, "seed": 4, "tool_choice": "required", "parallel_tool_calls": False}
+        message = client.chat.completions.create(**one).choices[0].message
+        (call,) = message.tool_calls
+        turns = [*ASKED, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        made = client.chat.completions.create(**{**FIXED, "messages": turns}, tool_choice="none")
+        assert made.choices[0].message.content and made.choices[0].message.tool_calls is None
+        sent = [{k: v for k, v in message.to_dict().items() if v is not None}]
+        ids = demo.post("/tokenize", messages=[*ASKED, *sent, turns[-1]]).json()["tokens"]
+    text = load_tokenizer("demo").decode(ids)
+    arguments = json.dumps(json.loads(call.function.arguments))
+    assert f'<tool_call>\n{{"name": "{call.function.name}", "arguments": {arguments}}}\n</tool_call>' in text
+    assert "<tool_response>\nsunny\n</tool_response>" in text
+
+
+def test_tools_are_told_to_a_model_whose_template_knows_none(demo: Running):
+    decode = load_tokenizer("demo").decode
+    alone = decode(demo.post("/tokenize", messages=ASKED, tools=TOOLS).json()["tokens"])
+    system = [{"role": "system", "content": "Be brief."}, *ASKED]
+    behind = decode(demo.post("/tokenize", messages=system, tools=TOOLS).json()["tokens"])
+    assert '"name": "get_weather", "description": "Of a city"' in alone and "strict" not in alone
+    assert alone.index("You can call these functions") < alone.index(ASKED[0]["content"])
+    assert behind.startswith("Be brief.\n\nYou can call these functions")
+
+
+def test_an_answer_is_calls_or_fits_its_response_format(demo: Running):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    with demo.openai_client() as client:
+        for seed in range(2):
+            fields = {**FIXED, "seed": seed, "parallel_tool_calls": False}
+            (choice,) = client.chat.completions.create(**fields, response_format=wanted).choices
+            if choice.message.tool_calls:
+                assert [check_call(call) for call in choice.message.tool_calls]
+            else:
+                assert json.loads(choice.message.content)["ok"] in (True, False)
+            fields["tool_choice"] = "required"
+            (choice,) = client.chat.completions.create(**fields, response_format=wanted).choices
+            assert choice.message.tool_calls
+
+
+ARRAY = [tool("f", parameters={"type": "array"})]
+CALLED = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]
+REFUSED = [
+    ({"tools": None, "tool_choice": "required"}, "tool_choice", "tool_choice must be none, auto or left out unless"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "tool_choice must name one of the tools get_weather, say, now, got 'f'",
+    ),
+    ({"tool_choice": "any"}, "tool_choice", "tool_choice must be"),
+    ({"tools": ARRAY}, "tools", "tools[0].function.parameters must describe an object, got one of type 'array'"),
+    ({"tools": [tool("a b")]}, "tools", "tools must be named by 1 to 64 of A-Za-z0-9_.-"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be"),
+    (
+        {"messages": [*ASKED, {"role": "assistant", "tool_calls": CALLED}]},
+        "messages",
+        "messages[1].tool_calls[0].function.arguments must be the JSON of an object, got '[1]'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": CALLED}]},
+        "messages",
+        "messages[0].tool_calls must be left out unless the role is assistant, got user",
+    ),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "1"}]},
+        "messages",
+        "messages[0].content must be given unless the role is assistant, got null",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
+def test_what_is_refused(demo: Running, fields: dict[str, Any], param: str, message: str):
+    answer = demo.post("/v1/chat/completions", **{**FIXED, **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["message"].startswith(message), error
+    assert error["param"] == param
+
+
+def test_the_example_runs_a_conversation(demo: Running, monkeypatch: pytest.MonkeyPatch, capsys):
+    script = str(ROOT / "examples" / "tool_client.py")
+    monkeypatch.setattr("sys.argv", [script, "--base-url", f"{demo.url}/v1"])
+    runpy.run_path(script, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("call of get_weather: {") and lines[1].startswith(("result: sunny", "result: snow"))
+    assert len("".join(lines[2:])) > 10
