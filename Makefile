@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV := .venv-clients
 STAMP := $(VENV)/.installed
 # Bytecode is kept, whatever the environment says: every process that tests start needs it.
 KEEP := PYTHONDONTWRITEBYTECODE=
@@ -10,7 +11,7 @@ ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
+.PHONY: help serve test test-slow test-clients coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -35,6 +36,13 @@ $(STAMP).test: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[server,star,cluster,dev,docs,torch]'
 	@touch $@ $(STAMP).serve
 
+$(CLIENTS_VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing clients of the server into $(CLIENTS_VENV) (some minutes the first time)"
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/bin/pip install --quiet 'pip>=25.1'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/bin/pip install --quiet --group clients
+	@touch $@
+
 serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
 	@$(BIN)/adaserve serve $(ARGS)
 
@@ -42,7 +50,10 @@ test: $(STAMP).test ## run the suite (some minutes)
 	@$(KEEP) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
-	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "not clients" $(ARGS)
+
+test-clients: $(STAMP).test $(CLIENTS_VENV)/.installed ## run real clients and fuzzing against the embedded pair (some minutes)
+	@$(KEEP) CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
 	@$(BIN)/coverage erase
@@ -96,4 +107,4 @@ site: $(STAMP).docs ## build the documentation as pages that open from a disk: s
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 clean: ## remove what was installed, built and cached here
-	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
