@@ -115,8 +115,9 @@ class FakeServer:
         asyncio.run_coroutine_threadsafe(self._close_all(), self._loop).result(10)
 
     async def _stop(self) -> None:
-        self._server.close()
+        self._loop.remove_reader(self._listener)  # asyncio loses a connection that it accepts while its server closes
         await self._turns()  # what was accepted just now is being served, and so known to be open
+        self._server.close()
         await self._close_all()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
