@@ -218,7 +218,7 @@ def percentiles(values: Sequence[float] | np.ndarray) -> Percentiles:
 
 def _fluidity(rows: np.ndarray) -> float | None:
     """Return the share of tokens after each first one that came by first token + i * target."""
-    paced = rows[~np.isnan(rows["tpot_slo_s"])]
+    paced = rows[~np.isnan(rows["tpot_slo_s"]) & np.isnan(rows["thinking_tpot_slo_s"])]
     total = int(paced["gaps"].sum())
     return _ratio(total - int(paced["late_tokens"].sum()), total)
 

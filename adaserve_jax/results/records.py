@@ -142,8 +142,9 @@ class RequestRecord:
 
     @property
     def late_tokens(self) -> int:
-        """Number of tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
-        if self.tpot_slo_s is None:
+        """Number of tokens after the first that came later than first token + i * target; 0 without one TPOT target
+        of all tokens."""
+        if self.tpot_slo_s is None or self.thinking_tpot_slo_s is not None:
             return 0
         return sum(offset > i * self.tpot_slo_s for i, offset in enumerate(self.token_offsets_s) if i)
 

@@ -3,6 +3,7 @@ token from the times of the tokens and the places of the marks."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,7 +58,7 @@ def told(request: Sequence, text: list[int], times: list[float]) -> tuple[float 
     """TPOT of thinking and answer, and whether all targets are met, from the gaps of each."""
     places = Places.of(request, text)
     last = -1 if places.opening >= len(text) else min(places.closing, len(text) - 1)
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     thought, answered = gaps[: max(last, 0)], gaps[max(last, 0) :]
     means = [sum(part) / len(part) if part else None for part in (thought, answered)]
     targets = (request.thinking_tpot_slo_s, request.tpot_slo_s)
