@@ -220,6 +220,26 @@ def test_what_was_given_up_stays_so_behind_the_mark() -> None:
     assert metrics.thinking_tokens == 11 and metrics.thinking_tpot_slo_s == 0.05
 
 
+def test_a_target_out_of_reach_leaves_that_of_the_answer() -> None:
+    """While it thinks nothing is due; behind the mark the answer is on its own pace from there."""
+    run = run_of(policy="adaserve")
+    request = request_of("q", tokens=40)
+    closing = expected_text(request, 256)[0][15]
+    sampling = SamplingParams(max_tokens=40, thinking=Thinking(1001, closing, started=True))
+    run.add(replace(request, sampling=sampling, tpot_slo_s=5.0, thinking_tpot_slo_s=1e-4))
+    times: list[float] = []
+    while run.scheduler.has_work:
+        made_s = run.clock.now()
+        plan, _ = run.step()
+        if times and plan is not None and plan.draft is not None and plan.draft.due_s is not None:
+            answered = len(times) - 16
+            expected = times[15] + (answered + 1) * 5.0 - made_s if answered >= 0 else np.inf
+            assert plan.draft.due_s.tolist() == [pytest.approx(expected)]
+        times += [run.clock.now()] * (len(run.text.get("q", [])) - len(times))
+    metrics = run.last["q"].metrics
+    assert (metrics.slo_feasible, metrics.thinking_tpot_met, metrics.tpot_met) == (False, False, False)
+
+
 @pytest.mark.parametrize(
     ("tpot_s", "thinking_s", "feasible"),
     [(None, 0.0145, True), (None, 0.0143, False), (0.0145, 0.0143, False), (0.0143, 0.0145, False), (0.02, 0.02, True)],
