@@ -29,15 +29,20 @@ class SLO:
 
     tpot_ms: milliseconds per output token after the first. ttft_ms: milliseconds to the first token. relative: TPOT
     target as a multiple of the measured baseline latency (one token, no speculation, one request alone); resolved at
-    admission. Raises RequestError(code="invalid_slo") unless finite and > 0.
+    admission. thinking_tpot_ms: milliseconds per token while the output thinks, up to its closing mark; the TPOT target
+    is then that of the tokens behind the mark. Raises RequestError(code="invalid_slo") unless finite and > 0.
     """
 
     tpot_ms: float | None = None
     ttft_ms: float | None = None
     relative: float | None = None
+    thinking_tpot_ms: float | None = None
 
     def __post_init__(self) -> None:
-        for name, param in (("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative")):
+        for name, param in (
+            ("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative"),
+            ("thinking_tpot_ms", "slo_thinking_tpot_ms"),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
                 require(is_finite(value) and value > 0, param, "a finite number above 0", value, "invalid_slo")
@@ -49,6 +54,11 @@ class SLO:
         if self.relative is not None:
             return self.relative * baseline_s
         return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+    @property
+    def thinking_tpot_s(self) -> float | None:
+        """Seconds per token while the output thinks."""
+        return None if self.thinking_tpot_ms is None else self.thinking_tpot_ms / 1e3
 
     @property
     def ttft_s(self) -> float | None:
@@ -76,7 +86,8 @@ class Sequence:
     """One choice of one user request, as the scheduler receives it; immutable.
 
     prompt_ids: i32[tokens], not empty. seed: always drawn by now. choice: index among the n choices of the request.
-    tpot_slo_s, ttft_slo_s: targets in seconds, or None. priority: lower is sooner. arrival_s: on the engine's clock.
+    tpot_slo_s, ttft_slo_s: targets in seconds, or None. thinking_tpot_slo_s: TPOT target of the thinking; tpot_slo_s is
+    then that of the answer alone. priority: lower is sooner. arrival_s: on the engine's clock.
     stop_token_ids: with the model's EOS ids unless `ignore_eos`. cache_salt: sequences share cached KV pages only
     within one salt. draft: index of the draft model that speculates for it.
     """
@@ -94,11 +105,20 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     draft: int = 0
+    thinking_tpot_slo_s: float | None = None
+
+
+TpotParts = tuple[tuple[float | None, float | None], ...]
+"""TPOT target and measured TPOT, in seconds, of each part of an output that may have a target of its own."""
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Timings and counts of one choice, defined in docs/metrics.md. Times are on the engine's monotonic clock."""
+    """Timings and counts of one choice, defined in docs/metrics.md. Times are on the engine's monotonic clock.
+
+    thinking_tokens: output tokens up to the closing mark, all of them if the text ended before it, 0 if it did not
+    think. thinking_last_s: when the last of them came. Both are known of choices with a thinking target only.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -119,6 +139,9 @@ class RequestMetrics:
     """True if one request alone on an empty machine could meet every target, judged at admission; None without a
     target.
     """
+    thinking_tpot_slo_s: float | None = None
+    thinking_tokens: int = 0
+    thinking_last_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
@@ -138,13 +161,48 @@ class RequestMetrics:
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
-    def tpot_met(self) -> bool | None:
-        """True if the TPOT target is met; one output token counts as met, none as not met. None without a target."""
-        if self.tpot_slo_s is None:
+    def thinking_tpot_s(self) -> float | None:
+        """(last token of the thinking - first token) / (T - 1) for T >= 2 tokens up to the closing mark, else None."""
+        if self.thinking_tokens < 2 or self.first_token_s is None or self.thinking_last_s is None:
             return None
-        if self.output_tokens == 0:
-            return False
-        return self.tpot_s is None or self.tpot_s <= self.tpot_slo_s
+        return (self.thinking_last_s - self.first_token_s) / (self.thinking_tokens - 1)
+
+    @property
+    def answer_tpot_s(self) -> float | None:
+        """(last token - closing mark) / tokens behind the mark, if there are any. Of a text that did not think it is
+        `tpot_s`; None without a thinking target.
+        """
+        if self.thinking_tpot_slo_s is None or self.thinking_tokens == 0:
+            return None if self.thinking_tpot_slo_s is None else self.tpot_s
+        answer_tokens = self.output_tokens - self.thinking_tokens
+        if answer_tokens < 1 or self.thinking_last_s is None or self.last_token_s is None:
+            return None
+        return (self.last_token_s - self.thinking_last_s) / answer_tokens
+
+    @property
+    def tpot_parts(self) -> TpotParts:
+        """Thinking and answer with a thinking target, else one part of all tokens."""
+        if self.thinking_tpot_slo_s is None:
+            return ((self.tpot_slo_s, self.tpot_s),)
+        return (self.thinking_tpot_slo_s, self.thinking_tpot_s), (self.tpot_slo_s, self.answer_tpot_s)
+
+    @property
+    def thinking_tpot_met(self) -> bool | None:
+        """True if the thinking target is met, by the rule of `tpot_met`. None without such a target."""
+        return None if self.thinking_tpot_slo_s is None else self._met(self.tpot_parts[:1])
+
+    @property
+    def tpot_met(self) -> bool | None:
+        """True if every part with a TPOT target met it; a part without a time per token counts as met, an output
+        without tokens as not met. None without a target.
+        """
+        return self._met(self.tpot_parts)
+
+    def _met(self, parts: TpotParts) -> bool | None:
+        targeted = [(target_s, tpot_s) for target_s, tpot_s in parts if target_s is not None]
+        if not targeted:
+            return None
+        return self.output_tokens > 0 and all(tpot_s is None or tpot_s <= target_s for target_s, tpot_s in targeted)
 
     @property
     def ttft_met(self) -> bool | None:

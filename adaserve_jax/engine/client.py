@@ -285,6 +285,13 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     check_ids(request.prompt_ids, info.vocab_size)
     _check_salt(request.cache_salt)
     _check_draft_tag(request.draft_tag, info)
+    thinking_ms = request.slo.thinking_tpot_ms
+    if thinking_ms is not None and request.sampling.thinking is None:
+        raise RequestError(
+            f"slo_thinking_tpot_ms must be absent from a request whose thinking has no marks, got {thinking_ms:g}",
+            param="slo_thinking_tpot_ms",
+            code="unsupported_parameter",
+        )
     prompt_tokens = len(request.prompt_ids)
     check_prompt(prompt_tokens, info.max_context)
     output_tokens = min(request.sampling.max_tokens, info.max_context - prompt_tokens)

@@ -154,7 +154,7 @@ class EngineCore:
         slo = request.slo
         metrics = RequestMetrics(
             arrival_s, prompt_tokens=len(request.prompt_ids), tpot_slo_s=slo.tpot_s(self._baseline_s),
-            ttft_slo_s=slo.ttft_s, slo_class=request.slo_class,
+            ttft_slo_s=slo.ttft_s, slo_class=request.slo_class, thinking_tpot_slo_s=slo.thinking_tpot_s,
         )  # fmt: skip
         choices = range(request.sampling.n)
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
@@ -282,6 +282,7 @@ class EngineCore:
                 choice=choice,
                 tpot_slo_s=request.slo.tpot_s(self._baseline_s),
                 ttft_slo_s=request.slo.ttft_s,
+                thinking_tpot_slo_s=request.slo.thinking_tpot_s,
                 priority=request.priority,
                 slo_class=request.slo_class,
                 cache_salt=request.cache_salt,

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from adaserve_jax.results.bootstrap import Counted, Ratio, percentile
-from adaserve_jax.results.records import RequestRecord, Status, arrival_order
+from adaserve_jax.results.records import RequestRecord, Status, arrival_order, slowest_part
 from adaserve_jax.results.schema import ALL_CLASSES
 
 WITH_TARGET, WITHOUT_TARGET = "with a target", "without a target"
@@ -24,8 +24,8 @@ MIN_REQUESTS = 10
 """Fewest requests that have an interval: resamples of a handful are too alike to tell anything from chance."""
 Unit = Literal["share", "tokens/s", "s", "tokens"]
 _SAME_NAME = (
-    "due_s", "slo_met", "tpot_met", "ttft_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s",
-    "ttft_slo_s", "verify_steps", "drafted_tokens", "accepted_tokens",
+    "due_s", "slo_met", "tpot_met", "ttft_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "ttft_slo_s",
+     "verify_steps", "drafted_tokens", "accepted_tokens",
 )  # fmt: skip
 """Columns that have the name of the record's field."""
 
@@ -37,7 +37,8 @@ class MeasureColumns:
     A measure of thousands of requests is then a product of arrays. sizes: number of records of each repeat, one after
     the other. wall_s: wall time of the repeat divided among its records, so that the sum over any repeats is their wall
     time. tpot_over: TPOT / target of requests with a target, 0 for a single token and infinite for requests that did
-    not finish, NaN for those that their client cancelled. ttft_over: likewise.
+    not finish, NaN for those that their client cancelled. ttft_over: likewise. Where the thinking has a target of its
+    own, tpot_slo_s and tpot_over are those of thinking or answer, whichever took longer for its target.
     """
 
     sizes: tuple[int, ...]
@@ -67,13 +68,15 @@ class MeasureColumns:
         records = [record for each, _ in repeats for record in sorted(each, key=arrival_order)]
         walls = [wall_s / len(each) for each, wall_s in repeats for _ in each]
         statuses: list[Status] = [record.status for record in records]
+        parts = [slowest_part(record.tpot_parts) for record in records]
         return cls(
             sizes=tuple(len(each) for each, _ in repeats),
             slo_class=np.array([record.slo_class for record in records], dtype=np.str_),
             wall_s=_numbers(walls),
             finished=_numbers(status == "finished" for status in statuses),
             cancelled=_numbers(status == "cancelled" for status in statuses),
-            tpot_over=_over(statuses, [(r.tpot_s, r.tpot_slo_s) for r in records], one_token=0.0),
+            tpot_slo_s=_numbers(target_s for target_s, _ in parts),
+            tpot_over=_over(statuses, [(tpot_s, target_s) for target_s, tpot_s in parts], one_token=0.0),
             ttft_over=_over(statuses, [(r.ttft_s, r.ttft_slo_s) for r in records], one_token=np.inf),
             **{name: _numbers(getattr(record, name) for record in records) for name in _SAME_NAME},
         )

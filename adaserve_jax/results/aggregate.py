@@ -15,12 +15,23 @@ from typing import Any, get_args
 import numpy as np
 
 from adaserve_jax.results.record_store import FileExtent, read_records
-from adaserve_jax.results.records import Cause, RequestRecord, ServedRecord, ServerRun, Status, violation_cause
+from adaserve_jax.results.records import (
+    Cause,
+    RequestRecord,
+    ServedRecord,
+    ServerRun,
+    Status,
+    slowest_part,
+    violation_cause,
+)
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-TIMES = ("due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s")
+TIMES = (
+    "due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s",
+    "thinking_tpot_s", "answer_tpot_s", "thinking_tpot_slo_s",
+)  # fmt: skip
 """Columns of f64, NaN where a record has None."""
 COUNTS = ("prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions")
 OUTCOMES = ("tpot_met", "ttft_met", "slo_met", "slo_feasible", "tpot_paper_met")
@@ -30,7 +41,7 @@ ROW = np.dtype(
     [("slo_class", "i4"), ("status", "i1"), ("late_tokens", "i4"), ("gaps", "i4")]
     + [(name, "f8") for name in TIMES] + [(name, "i8") for name in COUNTS] + [(name, "i1") for name in OUTCOMES]
 )  # fmt: skip
-"""About 130 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
+"""About 150 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
 index of STATUSES. gaps: number of tokens after the first whose times are known."""
 Percentiles = tuple[float | None, float | None, float | None]
 """50th, 90th and 99th percentile."""
@@ -207,7 +218,7 @@ def percentiles(values: Sequence[float] | np.ndarray) -> Percentiles:
 
 def _fluidity(rows: np.ndarray) -> float | None:
     """Return the share of tokens after each first one that came by first token + i * target."""
-    paced = rows[~np.isnan(rows["tpot_slo_s"])]
+    paced = rows[~np.isnan(rows["tpot_slo_s"]) & np.isnan(rows["thinking_tpot_slo_s"])]
     total = int(paced["gaps"].sum())
     return _ratio(total - int(paced["late_tokens"].sum()), total)
 
@@ -284,7 +295,7 @@ def _class_report(summary: Summary, records: Sequence[ServedRecord]) -> ClassRep
     errors = Counter(record.error_code for record in records if record.error_code is not None)
     return ClassReport(
         summary=summary,
-        tpot=_targets([(r.tpot_slo_s, r.tpot_s) for r in records]),
+        tpot=_targets([slowest_part(r.tpot_parts) for r in records]),
         ttft=_targets([(r.ttft_slo_s, r.ttft_s) for r in records]),
         cached_tokens=sum(record.cached_tokens for record in records),
         aborted=sum(record.ending == "abort" for record in records),

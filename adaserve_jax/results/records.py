@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
-from adaserve_jax.types import RequestMetrics
+from adaserve_jax.types import RequestMetrics, TpotParts
 
 Status = Literal["finished", "rejected", "failed", "unfinished", "cancelled"]
 Cause = Literal[
@@ -31,7 +31,8 @@ LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
 
 _COPIED = (
     "slo_class", "prompt_tokens", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s", "ttft_slo_s",
-    "slo_feasible", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions",
+    "slo_feasible", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions", "thinking_tpot_s",
+    "answer_tpot_s", "thinking_tpot_slo_s",
 )  # fmt: skip
 """Fields of a record with the value that the engine's metrics have under the same name."""
 
@@ -47,6 +48,7 @@ class RequestRecord:
     unfinished (cut off by the end of the run), cancelled (its client closed the connection).
     due_s: when the request was due, since the start of the run; at a server, its arrival in Unix time.
     late_s: how much later than due_s the client submitted it.
+    tpot_slo_s: target of all tokens, or of the answer alone where thinking_tpot_slo_s is given.
     token_offsets_s: time of each output token since the first; tokens of one step share their time.
     point: name of the measured point, the same as in results.jsonl.
     """
@@ -80,6 +82,9 @@ class RequestRecord:
     token_offsets_s: tuple[float, ...]
     replica: int = 0
     point: str = field(default="", kw_only=True)
+    thinking_tpot_s: float | None = field(default=None, kw_only=True)
+    answer_tpot_s: float | None = field(default=None, kw_only=True)
+    thinking_tpot_slo_s: float | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(
@@ -101,7 +106,7 @@ class RequestRecord:
         """Build the record of a request from the metrics that the engine gave."""
         paper_s = tpot_paper_s(metrics)
         paper_met = None
-        if metrics.tpot_slo_s is not None:
+        if metrics.tpot_slo_s is not None and metrics.thinking_tpot_slo_s is None:  # the papers know one target
             paper_met = paper_s is not None and paper_s <= metrics.tpot_slo_s
         return RequestRecord(
             run_id=run_id,
@@ -129,9 +134,17 @@ class RequestRecord:
         return None if self.ttft_s is None else self.ttft_s + (self.tpot_s or 0.0) * (self.output_tokens - 1)
 
     @property
+    def tpot_parts(self) -> TpotParts:
+        """TPOT targets and measured TPOTs, as `RequestMetrics.tpot_parts`."""
+        if self.thinking_tpot_slo_s is None:
+            return ((self.tpot_slo_s, self.tpot_s),)
+        return (self.thinking_tpot_slo_s, self.thinking_tpot_s), (self.tpot_slo_s, self.answer_tpot_s)
+
+    @property
     def late_tokens(self) -> int:
-        """Number of tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
-        if self.tpot_slo_s is None:
+        """Number of tokens after the first that came later than first token + i * target; 0 without one TPOT target
+        of all tokens."""
+        if self.tpot_slo_s is None or self.thinking_tpot_slo_s is not None:
             return 0
         return sum(offset > i * self.tpot_slo_s for i, offset in enumerate(self.token_offsets_s) if i)
 
@@ -227,13 +240,15 @@ def served_record(
 
 
 def unstarted_metrics(
-    tpot_slo_s: float | None, ttft_slo_s: float | None, slo_class: str, error_code: str | None
-) -> RequestMetrics:
+    tpot_slo_s: float | None, ttft_slo_s: float | None, slo_class: str, error_code: str | None,
+    thinking_tpot_slo_s: float | None = None,
+) -> RequestMetrics:  # fmt: skip
     """Return metrics of a choice that the engine never began: its targets, and whether they were infeasible."""
     feasible = False if error_code == SLO_INFEASIBLE else None
     return RequestMetrics(
-        arrival_s=0.0, tpot_slo_s=tpot_slo_s, ttft_slo_s=ttft_slo_s, slo_class=slo_class, slo_feasible=feasible
-    )
+        arrival_s=0.0, tpot_slo_s=tpot_slo_s, ttft_slo_s=ttft_slo_s, slo_class=slo_class, slo_feasible=feasible,
+        thinking_tpot_slo_s=thinking_tpot_slo_s,
+    )  # fmt: skip
 
 
 def status_of(ending: str, error_code: str | None) -> Status:
@@ -252,6 +267,12 @@ def tpot_paper_s(metrics: RequestMetrics) -> float | None:
     if metrics.output_tokens == 0 or metrics.first_token_s is None or metrics.last_token_s is None:
         return None
     return (metrics.last_token_s - metrics.first_token_s) / metrics.output_tokens
+
+
+def slowest_part(parts: TpotParts) -> tuple[float | None, float | None]:
+    """Return target and measured TPOT of the part that took longest for its target; of the last without targets."""
+    targeted = [(target_s, tpot_s) for target_s, tpot_s in parts if target_s is not None]
+    return max(targeted, key=lambda part: -1.0 if part[1] is None else part[1] / part[0], default=parts[-1])
 
 
 def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause | None:
@@ -273,8 +294,8 @@ def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause |
 
 def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
     """Return why TPOT was missed: low acceptance when the run's mean acceptance would have met the target with the
-    tokens drafted here."""
-    target_s, tpot_s = record.tpot_slo_s or 0.0, record.tpot_s or 0.0
+    tokens drafted here. Steps of a missed part count as having emitted as much as all steps did."""
+    target_s, tpot_s = (value or 0.0 for value in slowest_part(record.tpot_parts))
     if record.preemptions:
         return "preemption"
     if record.verify_steps and record.drafted_tokens:

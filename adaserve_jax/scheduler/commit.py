@@ -131,6 +131,7 @@ def apply_outcome(
     if batch.prefixes is not None:
         batch.prefixes.enter_full_pages(computed)
     started = table.stamp(slots, now)
+    table.read_marks(slots, token_ids, kept, now)
     stats.prompt_tokens += int(table.prompt_len[started].sum())
     stats.generation_tokens += int(kept.sum())
     numbers = table.number[slots]

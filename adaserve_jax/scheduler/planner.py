@@ -45,24 +45,25 @@ PACE_RATE = 0.1
 class Pace:
     """Progress of the decode rows against their TPOT targets.
 
-    first_token_s, tpot_slo_s: f64[R]; tpot_slo_s is inf without a target. num_decoded: i64[R], output tokens after the
-    first. horizon: i64[R], tokens within which a row shall be on its target.
+    start_s, tpot_slo_s: f64[R]; tpot_slo_s is inf without a target. start_s: time of the token from which the target
+    counts, the first or the closing mark of the thinking. num_decoded: i64[R], output tokens after that. horizon:
+    i64[R], tokens within which a row shall be on its target.
     """
 
-    first_token_s: np.ndarray
+    start_s: np.ndarray
     tpot_slo_s: np.ndarray
     num_decoded: np.ndarray
     horizon: np.ndarray
 
     def need_rate(self, now: float) -> np.ndarray:
         """Return f64[R], tokens per second that put each row on its target, as of `now`."""
-        return need_rate(now - self.first_token_s, self.tpot_slo_s, self.num_decoded, self.horizon)
+        return need_rate(now - self.start_s, self.tpot_slo_s, self.num_decoded, self.horizon)
 
     def due_s(self, now: float) -> np.ndarray:
         """Return f64[R], seconds from `now` until each row's next token is due; 0 if it is late, inf without a
         target.
         """
-        return np.maximum(self.first_token_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
+        return np.maximum(self.start_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +177,7 @@ class Planner:
                 known = [*needed.tolist(), *starting]
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
-            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.sequence.tpot_slo_s)
+            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.tpot_slo_s)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft = self._draft.can_draft
             if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
@@ -198,12 +199,12 @@ class Planner:
         table = self._batch.table
         num_tokens = table.num_tokens[decode]
         remaining = table.max_total[decode] - num_tokens
-        first_token_s = table.first_token_s[decode]
-        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
+        start_s = table.pace_start_s[decode]
+        start_s[start_s != start_s] = now  # no token yet: NaN
         pace = Pace(
-            first_token_s=first_token_s,
+            start_s=start_s,
             tpot_slo_s=table.tpot_slo_s[decode],
-            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
+            num_decoded=np.maximum(num_tokens - table.pace_tokens[decode], 0),
             horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
@@ -417,5 +418,5 @@ class SlackTracker:
             return 0.0
         token_s = self._step_s / self._tokens
         target_s = TARGET_SHARE * pace.tpot_slo_s
-        slack = row_slack_s(now - pace.first_token_s, target_s, pace.num_decoded, pace.horizon, token_s)
+        slack = row_slack_s(now - pace.start_s, target_s, pace.num_decoded, pace.horizon, token_s)
         return max(SLACK_SHARE * float(slack.min()), 0.0)

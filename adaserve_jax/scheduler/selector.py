@@ -107,7 +107,7 @@ class Selector:
         tokens = plan.tree_token_cap + plan.num_prefill_tokens
         load = self._cost.context_load(plan.ctx_len)
         step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width, load)
-        wanted = need(now - pace.first_token_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
+        wanted = need(now - pace.start_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
 
 

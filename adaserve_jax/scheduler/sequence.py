@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from adaserve_jax.sampling import ANSWERING
 from adaserve_jax.types import Limits, RequestMetrics, RowSampling, Sequence
 
 NO_SLOT = -1
@@ -20,12 +21,13 @@ NO_SLOT = -1
     VERIFY_STEPS,
     DRAFTED_TOKENS,
     ACCEPTED_TOKENS,
+    PACE_TOKENS,
     NUM_COUNTS,
-) = range(10)
+) = range(11)
 """Indices into the counts of a sequence; the last is their number."""
 COMPUTED = slice(NUM_COMPUTED, DRAFT_COMPUTED + 1)
 """The counts of tokens that the target and the draft have computed."""
-FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, NUM_TIMES = range(4)
+FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, PACE_START_S, NUM_TIMES = range(5)
 """Indices into the times of a sequence, which are NaN until they happen; the last is their number."""
 
 
@@ -65,11 +67,16 @@ class SequenceState:
     once. slot and num_pages are valid only then. page_keys holds the keys of its full pages that the prefix cache asked
     for so far. cached_tokens counts the prompt tokens found there when it was first scheduled. num_scored counts the
     positions of the prompt after which its next token has been scored; all of them if the request does not ask.
+
+    The TPOT target in force counts time from PACE_START_S, and tokens behind the first PACE_TOKENS (prompt included):
+    from the first token, and from the closing mark once a sequence with a thinking target has ended its thinking.
+    text_state tells how far such a sequence is (`sampling.Thinking`); it is ANSWERING for all others. thinking_tokens
+    counts its output up to the closing mark, and is 0 until that comes.
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "num_scored", "page_keys", "preemptions", "rank", "sequence", "slot", "times",
-        "token_ids", "_asked", "_feasible",
+        "cached_tokens", "counts", "num_scored", "page_keys", "preemptions", "rank", "sequence", "slot",
+        "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -103,8 +110,11 @@ class SequenceState:
         self.token_ids = np.asarray(sequence.prompt_ids, np.int32)
         prompt_len = len(self.token_ids)
         self.num_scored = prompt_len - 1 if sequence.sampling.prompt_logprobs is None else 0
-        self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0], np.int64)
+        self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0, prompt_len + 1], np.int64)
         self.times = np.full(NUM_TIMES, np.nan)
+        thinking = None if self._asked.thinking_tpot_slo_s is None else sequence.sampling.thinking
+        self.text_state = ANSWERING if thinking is None else thinking.state
+        self.thinking_tokens = 0
 
     @property
     def number(self) -> int:
@@ -132,7 +142,12 @@ class SequenceState:
     @property
     def is_untargeted(self) -> bool:
         """True if the sequence came without a TPOT target; a target that is out of reach counts as one."""
-        return self._asked.tpot_slo_s is None
+        return self._asked.tpot_slo_s is None and self._asked.thinking_tpot_slo_s is None
+
+    @property
+    def tpot_slo_s(self) -> float | None:
+        """Return the TPOT target of the part of the output that the next token belongs to, as it is scheduled."""
+        return self.sequence.thinking_tpot_slo_s if self.text_state >= 0 else self.sequence.tpot_slo_s
 
     @property
     def is_running(self) -> bool:
@@ -144,10 +159,29 @@ class SequenceState:
         self.draft_computed = 0
         self.preemptions += 1
 
+    def read_marks(self, token_ids: list[int], now: float) -> None:
+        """Follow the text through its newest tokens, which came at `now`; at the closing mark the pace begins anew."""
+        thinking = self.sequence.sampling.thinking
+        assert thinking is not None
+        for place, token in enumerate(token_ids):
+            before, self.text_state = self.text_state, thinking.after(self.text_state, token)
+            if self.text_state == ANSWERING:
+                if before >= 0:
+                    num_tokens = self.num_tokens - len(token_ids) + place + 1
+                    self.thinking_tokens = num_tokens - self.prompt_len
+                    self.counts[PACE_TOKENS] = num_tokens
+                    self.times[PACE_START_S] = now
+                return
+
     def metrics(self) -> RequestMetrics:
         """Return timings and counts so far, with the targets that the sequence came with."""
         asked, counts = self._asked, self.counts.tolist()
-        first_scheduled_s, first_token_s, last_token_s = (None if math.isnan(t) else t for t in self.times.tolist())
+        first_scheduled_s, first_token_s, last_token_s, pace_start_s = (
+            None if math.isnan(t) else t for t in self.times.tolist()
+        )
+        thinking_tokens, thinking_last_s = self.thinking_tokens, pace_start_s if self.thinking_tokens else None
+        if self.text_state >= 0:
+            thinking_tokens, thinking_last_s = self.num_output, last_token_s
         return RequestMetrics(
             arrival_s=asked.arrival_s,
             first_scheduled_s=first_scheduled_s,
@@ -164,6 +198,9 @@ class SequenceState:
             ttft_slo_s=asked.ttft_slo_s,
             slo_class=asked.slo_class,
             slo_feasible=self._feasible,
+            thinking_tpot_slo_s=asked.thinking_tpot_slo_s,
+            thinking_tokens=thinking_tokens,
+            thinking_last_s=thinking_last_s,
         )
 
 
@@ -184,10 +221,10 @@ class SlotTable:
         self.counts = np.zeros((NUM_COUNTS, size), np.int64)
         (
             self.num_tokens, self.num_computed, self.draft_computed, self.num_pages, self.prompt_len, self.max_total,
-            self.verify_steps, self.drafted_tokens, self.accepted_tokens,
+            self.verify_steps, self.drafted_tokens, self.accepted_tokens, self.pace_tokens,
         ) = self.counts  # fmt: skip
         self.times = np.full((NUM_TIMES, size), np.nan)
-        self.first_scheduled_s, self.first_token_s, self.last_token_s = self.times
+        self.first_scheduled_s, self.first_token_s, self.last_token_s, self.pace_start_s = self.times
         self.token_ids = np.empty((size, 0), np.int32)
         self._most_emitted = limits.max_depth + 1
         self.states: list[SequenceState | None] = [None] * size
@@ -198,7 +235,9 @@ class SlotTable:
         self.top_p = np.ones(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
         self.tpot_slo_s = np.full(size, np.inf)
-        """Seconds per token that the scheduler aims at; inf without a target or after it was dropped."""
+        """Seconds per token that the scheduler aims at now; inf without a target or after it was dropped."""
+        self._before_answer: set[int] = set()
+        """Slots with a thinking target whose texts have not begun to answer."""
         self._ttft_due_s = np.full(size, np.inf)
         self.has_stop_ids = np.zeros(size, bool)
         self.draft = np.zeros(size, np.int32)
@@ -222,11 +261,11 @@ class SlotTable:
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
-        self.tpot_slo_s[slot] = np.inf if sequence.tpot_slo_s is None else sequence.tpot_slo_s
         ttft_slo_s = sequence.ttft_slo_s if self._gives_up else None
         self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else sequence.arrival_s + ttft_slo_s
-        if state.first_token_s is not None:
-            self._give_up_late(np.array([slot]), state.first_token_s)
+        self._aim(state)
+        if state.text_state != ANSWERING:
+            self._before_answer.add(slot)
         self.has_stop_ids[slot] = bool(sequence.stop_token_ids)
         self.draft[slot] = sequence.draft
         self.number[slot] = state.number
@@ -259,6 +298,7 @@ class SlotTable:
         state.counts, state.times = state.counts.copy(), state.times.copy()
         state.slot = NO_SLOT
         self.states[slot] = None
+        self._before_answer.discard(slot)
         self._free.append(slot)
 
     def gather(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -282,9 +322,29 @@ class SlotTable:
         first_token_s = self.first_token_s[slots]
         started = slots[first_token_s != first_token_s]
         if len(started):
-            self.first_token_s[started] = now
+            self.first_token_s[started] = self.pace_start_s[started] = now
             self._give_up_late(started, now)
         return started
+
+    def read_marks(self, slots: np.ndarray, token_ids: np.ndarray, kept: np.ndarray, now: float) -> None:
+        """Follow texts that have a thinking target, up to their answers, through the tokens that `stamp` recorded.
+
+        token_ids: i32[R, D], the first kept[i] (i64[R]) are new and counted.
+        """
+        if not self._before_answer:
+            return
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self._before_answer and (state := self.states[slot]) is not None:
+                state.read_marks(token_ids[row, : kept[row]].tolist(), now)
+                self._aim(state)
+                if state.text_state == ANSWERING:
+                    self._before_answer.discard(slot)
+
+    def _aim(self, state: SequenceState) -> None:
+        """Set the TPOT target of a sequence's slot to the one in force."""
+        self.tpot_slo_s[state.slot] = np.inf if state.tpot_slo_s is None else state.tpot_slo_s
+        if state.first_token_s is not None:
+            self._give_up_late(np.array([state.slot]), state.first_token_s)
 
     def misses_ttft(self, slot: int, now: float) -> bool:
         """Return whether a sequence without tokens has passed its TTFT target and therefore loses its TPOT target."""

@@ -62,18 +62,21 @@ def need_rate(
 class FeasibilityVerdict:
     """Judgement of one sequence's targets.
 
-    judged: the sequence carries a target. least_tpot_s, least_ttft_s: the estimate that an infeasible target is below,
-    in seconds; None if that target is feasible or absent.
+    judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
+    infeasible target is below, in seconds; None if that target is feasible or absent.
     """
 
     judged: bool
     least_tpot_s: float | None = None
     least_ttft_s: float | None = None
+    least_thinking_tpot_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
         """True if every target is feasible; None without a target."""
-        return self.least_tpot_s is None and self.least_ttft_s is None if self.judged else None
+        if not self.judged:
+            return None
+        return self.least_tpot_s is None and self.least_ttft_s is None and self.least_thinking_tpot_s is None
 
     def without_infeasible(self, request: Sequence) -> Sequence:
         """Return `sequence` without the targets that are out of reach."""
@@ -83,6 +86,7 @@ class FeasibilityVerdict:
             request,
             tpot_slo_s=request.tpot_slo_s if self.least_tpot_s is None else None,
             ttft_slo_s=request.ttft_slo_s if self.least_ttft_s is None else None,
+            thinking_tpot_slo_s=request.thinking_tpot_slo_s if self.least_thinking_tpot_s is None else None,
         )
 
     def refusal(self, request: Sequence) -> RequestError:
@@ -90,6 +94,7 @@ class FeasibilityVerdict:
         targets = (
             ("slo_tpot_ms", request.tpot_slo_s, self.least_tpot_s),
             ("slo_ttft_ms", request.ttft_slo_s, self.least_ttft_s),
+            ("slo_thinking_tpot_ms", request.thinking_tpot_slo_s, self.least_thinking_tpot_s),
         )
         wrong = [(name, asked, least) for name, asked, least in targets if asked is not None and least is not None]
         said = " and ".join(
@@ -127,13 +132,19 @@ class Feasibility:
 
     def judge(self, request: Sequence) -> FeasibilityVerdict:
         """Return the verdict on a sequence. Without a second output token there is no time per token to miss."""
-        tpot_s, ttft_s = request.tpot_slo_s, request.ttft_slo_s
-        if tpot_s is None and ttft_s is None:
+        tpot_s, ttft_s, thinking_s = request.tpot_slo_s, request.ttft_slo_s, request.thinking_tpot_slo_s
+        if tpot_s is None and ttft_s is None and thinking_s is None:
             return FeasibilityVerdict(judged=False)
-        least_tpot_s = None if tpot_s is None or request.sampling.max_tokens == 1 else self.least_tpot_s()
+        is_paced = (tpot_s is not None or thinking_s is not None) and request.sampling.max_tokens > 1
+        least_tpot_s = self.least_tpot_s() if is_paced else None
         scored = request.sampling.prompt_logprobs is not None
         least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(request.prompt_ids), scored=scored)
-        return FeasibilityVerdict(True, _if_below(tpot_s, least_tpot_s), _if_below(ttft_s, least_ttft_s))
+        return FeasibilityVerdict(
+            True,
+            _if_below(tpot_s, least_tpot_s),
+            _if_below(ttft_s, least_ttft_s),
+            _if_below(thinking_s, least_tpot_s),
+        )
 
     def least_tpot_s(self) -> float:
         """Return the seconds per token of one sequence alone."""

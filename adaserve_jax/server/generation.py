@@ -213,8 +213,9 @@ class Generation:
         if chunk.finish_reason == "abort" and self._cancelled:
             ending = "cancelled"
         return EndedChoice(
-            self.origin, index, ending, chunk.error_code, request.slo_class, tpot_s, request.slo.ttft_s, metrics, text
-        )
+            self.origin, index, ending, chunk.error_code, request.slo_class, tpot_s, request.slo.ttft_s, metrics, text,
+            thinking_tpot_slo_s=request.slo.thinking_tpot_s,
+        )  # fmt: skip
 
     def _failure(self, chunk: OutputChunk) -> ApiError:
         if chunk.finish_reason == "abort":
@@ -254,6 +255,9 @@ def response_metrics(choices: list[RequestMetrics]) -> ResponseMetrics:
             tpot_target_ms=_slowest_ms(c.tpot_slo_s for c in choices),
             ttft_target_ms=_slowest_ms(c.ttft_slo_s for c in choices),
             tpot_ms=_slowest_ms(c.tpot_s for c in choices),
+            thinking_tpot_target_ms=_slowest_ms(c.thinking_tpot_slo_s for c in choices),
+            thinking_tpot_ms=_slowest_ms(c.thinking_tpot_s for c in choices),
+            answer_tpot_ms=_slowest_ms(c.answer_tpot_s for c in choices),
             met=all(met) if met else None,
             feasible=all(feasible) if feasible else None,
         ),

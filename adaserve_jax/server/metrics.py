@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.results.records import judged, status_of
+from adaserve_jax.results.records import judged, slowest_part, status_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.stats import DrafterStats, MetricSpec, ServiceState, StepStats, metrics_of
 
@@ -38,7 +38,8 @@ class ServerMetrics:
         self.registry.register(EngineCollector(client))
         self._slo = Counter(
             "adaserve_slo_requests",
-            "Choices with a target, by class, metric (tpot, ttft) and outcome (met, missed, rejected, cancelled).",
+            "Choices with a target, by class, metric (tpot, thinking_tpot, ttft) and outcome (met, missed, rejected, "
+            "cancelled).",
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
@@ -84,15 +85,19 @@ class ServerMetrics:
     def observe_end(self, choice: EndedChoice) -> None:
         """Count a choice that ended; one that did not finish met no target, and a cancelled one is not judged."""
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
-        met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None else (False, False)
-        for kind, target_s, kept in zip(("tpot", "ttft"), (choice.tpot_slo_s, choice.ttft_slo_s), met, strict=True):
-            if target_s is not None:
+        measured = choice.measured
+        outcomes = (
+            ("tpot", measured.tpot_met), ("thinking_tpot", measured.thinking_tpot_met), ("ttft", measured.ttft_met)
+        )  # fmt: skip
+        for kind, kept in outcomes:
+            if kept is not None:
                 outcome = status if status in ("rejected", "cancelled") else "met" if judged(kept, status) else "missed"
                 self._slo.labels(choice.slo_class, kind, outcome).inc()
         if metrics is None:
             return
-        if metrics.tpot_slo_s and metrics.tpot_s is not None:
-            self._over.observe(metrics.tpot_s / metrics.tpot_slo_s)
+        target_s, tpot_s = slowest_part(metrics.tpot_parts)
+        if target_s and tpot_s is not None:
+            self._over.observe(tpot_s / target_s)
         spans = (
             (self._queue, metrics.arrival_s, metrics.first_scheduled_s),
             (self._ttft, metrics.arrival_s, metrics.first_token_s),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from adaserve_jax.results.records import unstarted_metrics
 from adaserve_jax.types import RequestMetrics
 
 Ending = Literal["stop", "length", "abort", "cancelled", "error", "rejected"]
@@ -45,8 +46,8 @@ class Origin:
 class EndedChoice:
     """One choice that has ended.
 
-    index: of the choice in the response. tpot_slo_s, ttft_slo_s: targets in force, also when the engine never began
-    the choice; metrics is None then. text: None unless the server records texts.
+    index: of the choice in the response. tpot_slo_s, ttft_slo_s, thinking_tpot_slo_s: targets in force, also when the
+    engine never began the choice; metrics is None then. text: None unless the server records texts.
     """
 
     origin: Origin
@@ -59,6 +60,16 @@ class EndedChoice:
     metrics: RequestMetrics | None = None
     text: ChoiceText | None = None
     ended_unix_s: float = field(default_factory=time.time)
+    thinking_tpot_slo_s: float | None = None
+
+    @property
+    def measured(self) -> RequestMetrics:
+        """Metrics of the choice; of one that the engine never began, its targets."""
+        if self.metrics is not None:
+            return self.metrics
+        return unstarted_metrics(
+            self.tpot_slo_s, self.ttft_slo_s, self.slo_class, self.error_code, self.thinking_tpot_slo_s
+        )
 
 
 Observer = Callable[[EndedChoice], None]

@@ -237,14 +237,20 @@ def targets_of(
     classes: Mapping[str, SloClass],
     baseline_s: float,
     limits: KeySettings | None = None,
+    *,
+    thinks: bool = False,
 ) -> RequestTargets:
     """Return the request's own targets, else its class's, within the limits of server and key.
 
-    baseline_s: seconds that `slo_relative` multiplies. limits: those of the request's API key. Raises
-    RequestError(code="invalid_slo").
+    baseline_s: seconds that `slo_relative` multiplies. limits: those of the request's API key. thinks: the output may
+    think, so that a target of thinking applies; `reasoning.with_thinking` refuses one of the request's own where it
+    does not. Raises RequestError(code="invalid_slo").
     """
     default = _class_of(body, settings, classes, limits)
-    own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative)
+    thinking_ms = body.slo_thinking_tpot_ms if isinstance(body, ChatBody) and thinks else None
+    own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative, thinking_ms)
+    if thinks and thinking_ms is None:
+        thinking_ms = default.thinking_tpot_ms
     tpot_ms, relative, ttft_ms = own.tpot_ms, own.relative, own.ttft_ms
     if tpot_ms is None and relative is None:
         tpot_ms = default.tpot_ms
@@ -256,7 +262,8 @@ def targets_of(
         low, ttft_low = max(low, limits.min_slo_tpot_ms), max(ttft_low, limits.min_slo_ttft_ms)
     if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
         tpot_ms, relative = relative * baseline_s * 1e3, None
-    slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms), relative)
+    ttft_ms = _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms)
+    slo = SLO(_clamp(tpot_ms, low, high), ttft_ms, relative, _clamp(thinking_ms, low, high))
     priority = default.priority if body.priority is None else body.priority
     if limits is not None and limits.min_priority is not None:
         priority = max(priority, limits.min_priority)

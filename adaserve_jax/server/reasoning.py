@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from adaserve_jax.constraints.reasoning_formats import ReasoningMarks
 from adaserve_jax.server.conversation import content_of
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.schema import ChatBody
@@ -12,20 +13,29 @@ from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import SamplingParams
 
 
+def marks_in(state: ServerState) -> ReasoningMarks | None:
+    """Return the marks between which the served model thinks; None: it has none in its vocabulary."""
+    marks = state.marks
+    if marks is None or max(marks.tokens.opening, marks.tokens.closing) >= state.info.vocab_size:
+        return None
+    return marks
+
+
 def with_thinking(
     sampling: SamplingParams, body: ChatBody, prompt_ids: Sequence[int], state: ServerState
 ) -> SamplingParams:
     """Return sampling parameters with the marks between which the answer to a prompt thinks, if the model has any, and
-    the limit of it. Raises RequestError and ApiError."""
+    the limit of it. Raises RequestError, and ApiError: the request asks for what needs marks, and there are none."""
     name, most = _limit(body)
-    marks = state.marks
-    if marks is None or max(marks.tokens.opening, marks.tokens.closing) >= state.info.vocab_size:
-        if most is not None:
-            raise invalid(
-                f"{name} must be left out, got {most}: this model has no marks of thinking that the server knows; see "
-                "--reasoning-parser",
-                name, "unsupported_parameter",
-            )  # fmt: skip
+    marks = marks_in(state)
+    if marks is None:
+        for field, value in ((name, most), ("slo_thinking_tpot_ms", body.slo_thinking_tpot_ms)):
+            if value is not None:
+                raise invalid(
+                    f"{field} must be left out, got {value}: this model has no marks of thinking that the server "
+                    "knows; see --reasoning-parser",
+                    field, "unsupported_parameter",
+                )  # fmt: skip
         return sampling
     last = len(body.messages) - 1
     continued = content_of(body.messages[last], last) if body.continue_final_message else None

@@ -19,7 +19,7 @@ import adaserve_jax
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.results.record_store import RecordStore
-from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
+from adaserve_jax.results.records import ServedRecord, ServerRun, served_record
 from adaserve_jax.server.observers import ChoiceText, EndedChoice
 from adaserve_jax.server.state import ServerState
 
@@ -99,12 +99,8 @@ class RecordMaker:
 
     def make(self, stamped: StampedChoice) -> ServedRecord:
         """Return the record, with the acceptance rate of all choices so far."""
-        ended, metrics = stamped.ended, stamped.ended.metrics
-        if metrics is None:
-            arrival_unix_s = ended.ended_unix_s
-            metrics = unstarted_metrics(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
-        else:
-            arrival_unix_s = metrics.arrival_s + stamped.clock_s
+        ended, metrics = stamped.ended, stamped.ended.measured
+        arrival_unix_s = ended.ended_unix_s if ended.metrics is None else metrics.arrival_s + stamped.clock_s
         self._drafted += metrics.drafted_tokens
         self._accepted += metrics.accepted_tokens
         prompt, output = self._texts(ended.text)

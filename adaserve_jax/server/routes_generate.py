@@ -40,7 +40,7 @@ from adaserve_jax.server.parse import (
     with_header_targets,
 )
 from adaserve_jax.server.prompt_logprobs import PromptReport, is_prompt_only
-from adaserve_jax.server.reasoning import with_thinking
+from adaserve_jax.server.reasoning import marks_in, with_thinking
 from adaserve_jax.server.responses_input import as_chat
 from adaserve_jax.server.responses_output import ResponseEventWriter, ResponsesFormatter
 from adaserve_jax.server.responses_schema import ResponseObject, ResponsesBody
@@ -180,7 +180,8 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     sampling = sampling_of(body, state.sampling_defaults)
     if isinstance(body, ChatBody):
         sampling = with_tool_calls(sampling, body, tool_format(state))
-    targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits)
+    thinks = isinstance(body, ChatBody) and marks_in(state) is not None
+    targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits, thinks=thinks)
     salt, learn = account.salt(body.cache_salt), account.may_learn and body.learn is not False
     draft_tag = check_draft_tag(body, state.info.drafts)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]

@@ -51,7 +51,10 @@ def _card(state: ServerState) -> ModelCard:
         draft=info.draft,
         drafts=list(info.drafts),
         baseline_ms=info.baseline_s * 1e3,
-        slo_classes={name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms) for name, slo in state.classes.items()},
+        slo_classes={
+            name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms, thinking_tpot_ms=slo.thinking_tpot_ms)
+            for name, slo in state.classes.items()
+        },
     )
 
 

@@ -201,6 +201,7 @@ class OtherFields(RequestModel):
     logprob_token_ids: Any = unsupported("null", why="log probabilities are those of the likeliest tokens")
     thinking_token_budget: Any = unsupported("-1", -1, why="only chats have thinking")
     max_thinking_tokens: Any = unsupported("-1", -1, why="only chats have thinking")
+    slo_thinking_tpot_ms: Any = unsupported("null", why="only chats have thinking")
     request_id: Any = ignored("send the header x-request-id")
     rid: Any = ignored("send the header x-request-id")
     session_id: Any = ignored("every request stands alone")
@@ -343,6 +344,9 @@ class ThinkingFields(RequestModel):
         None, description="Tokens after which the model must answer, where it thinks; -1: no limit, the default."
     )
     thinking_token_budget: ThinkingLimit | None = Field(None, description="Another name of max_thinking_tokens.")
+    slo_thinking_tpot_ms: Target | None = Field(
+        None, description="Target: milliseconds per token of the thinking; slo_tpot_ms is then that of the answer."
+    )
     include_reasoning: bool | None = Field(
         None, description="false: leave what the model thinks out of the answer; its tokens count; default true."
     )
@@ -425,6 +429,18 @@ class SloMetrics(ResponseModel):
     tpot_target_ms: float | None = Field(description="Target in force, after class, baseline and the server's limits.")
     ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
     tpot_ms: float | None = Field(description="Measured (last token - first token) / (tokens - 1).")
+    thinking_tpot_target_ms: float | None = Field(
+        default=None, description="Target in force while the model thinks; tpot_target_ms is that of the answer.",
+        exclude_if=_none,
+    )  # fmt: skip
+    thinking_tpot_ms: float | None = Field(
+        default=None, description="Measured from the first token to the closing mark, where there is such a target.",
+        exclude_if=_none,
+    )  # fmt: skip
+    answer_tpot_ms: float | None = Field(
+        default=None, description="Measured from the closing mark on, where the thinking has a target of its own.",
+        exclude_if=_none,
+    )  # fmt: skip
     met: bool | None = Field(description="All targets were met; null: the request carried none.")
     feasible: bool | None = Field(
         description="False: a target was below what one request alone would get, so that it was served best-effort."
@@ -620,6 +636,10 @@ class ErrorBody(ResponseModel):
 class SloTargets(ResponseModel):
     tpot_ms: float | None = Field(description="Target, milliseconds per output token; null: none.")
     ttft_ms: float | None = Field(description="Target, milliseconds to the first token; null: none.")
+    thinking_tpot_ms: float | None = Field(
+        default=None, description="Target, milliseconds per token of the thinking; only if there is one.",
+        exclude_if=_none,
+    )  # fmt: skip
 
 
 class ModelCard(ResponseModel):

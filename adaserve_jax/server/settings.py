@@ -29,6 +29,10 @@ class SloClass(Settings):
     name: str = setting(..., "what `slo_class` of a request says; `default` is the class of requests that name none")
     tpot_ms: float | None = setting(None, "TPOT target, milliseconds per token; none: no such target", gt=0)
     ttft_ms: float | None = setting(None, "TTFT target, milliseconds; none: no such target", gt=0)
+    thinking_tpot_ms: float | None = setting(
+        None, "TPOT target of what a model thinks, milliseconds per token; tpot_ms is then that of the answer; none: "
+        "tpot_ms is that of both", gt=0,
+    )  # fmt: skip
     priority: int = setting(
         0, "of requests that bring none; lower is sooner",
         expected="an integer of less than 32 bits", gt=-MAX_PRIORITY, lt=MAX_PRIORITY,

@@ -8,7 +8,8 @@ import pytest
 
 from adaserve_jax.engine.client import EngineInfo, GenerateRequest, check_prompt, check_request
 from adaserve_jax.errors import RequestError
-from adaserve_jax.types import SamplingParams
+from adaserve_jax.sampling import Thinking
+from adaserve_jax.types import SLO, SamplingParams
 
 INFO = EngineInfo("t", None, "ar", "cpu", "0", 48, 4, 40, 0.01, kv_tokens=32)
 
@@ -51,3 +52,12 @@ def test_a_draft_that_no_request_can_choose_is_refused(draft: str | None, drafts
     with pytest.raises(RequestError, match=text) as caught:
         check_request(GenerateRequest("r", [1], draft_tag="code"), replace(INFO, draft=draft, drafts=drafts))
     assert caught.value.param == "draft_tag"
+
+
+def test_a_target_of_the_thinking_needs_marks() -> None:
+    slo = SLO(thinking_tpot_ms=20)
+    check_request(GenerateRequest("r", [1], SamplingParams(thinking=Thinking(1, 2)), slo), INFO)
+    text = "slo_thinking_tpot_ms must be absent from a request whose thinking has no marks, got 20"
+    with pytest.raises(RequestError, match=text) as caught:
+        check_request(GenerateRequest("r", [1], SamplingParams(), slo), INFO)
+    assert (caught.value.param, caught.value.code) == ("slo_thinking_tpot_ms", "unsupported_parameter")

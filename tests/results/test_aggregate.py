@@ -174,7 +174,10 @@ SECONDS = st.floats(0.0, 100.0)
 def any_records(draw: st.DrawFn) -> RequestRecord:
     output = draw(st.integers(0, 5))
     first_s, last_s = sorted([draw(SECONDS), draw(SECONDS)])
+    thought = draw(st.integers(0, output))
     metrics = RequestMetrics(
+        thinking_tpot_slo_s=draw(st.none() | st.floats(0.01, 50.0)), thinking_tokens=thought,
+        thinking_last_s=(first_s + last_s) / 2 if thought else None,
         arrival_s=0.0, first_scheduled_s=draw(st.none() | SECONDS), first_token_s=first_s if output else None,
         last_token_s=last_s if output else None, prompt_tokens=draw(st.integers(1, 9)), output_tokens=output,
         verify_steps=draw(st.integers(0, 9)), drafted_tokens=draw(st.integers(0, 9)),
@@ -211,7 +214,7 @@ def test_a_summary_counts_what_records_say(of: list[RequestRecord]) -> None:
         assert summary.goodput_tps == sum(each.output_tokens for each in mine if each.slo_met) / 10.0
         e2es = [each.e2e_s for each in mine if each.status == "finished" and each.e2e_s is not None]
         assert summary.e2e_mean_s == (pytest.approx(sum(e2es) / len(e2es)) if e2es else None)
-        paced = [each for each in mine if each.tpot_slo_s is not None]
+        paced = [each for each in mine if each.tpot_slo_s is not None and each.thinking_tpot_slo_s is None]
         total = sum(max(0, len(each.token_offsets_s) - 1) for each in paced)
         late = sum(each.late_tokens for each in paced)
         assert summary.fluidity == ((total - late) / total if total else None)

@@ -102,6 +102,30 @@ def test_requests_are_observed_as_they_end():
     assert found[("adaserve_inter_token_latency_seconds_sum",)] == pytest.approx(0.03)
 
 
+def test_a_target_of_the_thinking_is_counted_by_itself_and_with_that_of_the_answer():
+    metrics = ServerMetrics(ScriptedEngine(EngineConfig()))
+    done = RequestMetrics(
+        arrival_s=1.0, first_token_s=2.0, last_token_s=4.0, output_tokens=11, slo_class="chat",
+        tpot_slo_s=0.1, thinking_tpot_slo_s=0.5, thinking_tokens=5, thinking_last_s=3.0,
+    )  # fmt: skip
+    ended = EndedChoice(Origin("r"), 0, "stop", None, "chat", 0.1, None, done, thinking_tpot_slo_s=0.5)
+    metrics.observe_end(ended)
+    metrics.observe_end(replace(ended, metrics=replace(done, thinking_tpot_slo_s=0.2, tpot_slo_s=None)))
+    metrics.observe_end(replace(ended, ending="rejected", metrics=None, tpot_slo_s=None))
+    found = samples(metrics)
+
+    def slo(kind: str, outcome: str) -> float:
+        name = "adaserve_slo_requests_total"
+        return found.get((name, ("class", "chat"), ("metric", kind), ("outcome", outcome)), 0)
+
+    outcomes = ("met", "missed", "rejected")
+    assert [slo("tpot", outcome) for outcome in outcomes] == [0, 2, 1]
+    assert [slo("thinking_tpot", outcome) for outcome in outcomes] == [1, 1, 1]
+    assert [slo("ttft", outcome) for outcome in outcomes] == [0, 0, 0]
+    # the slower part of each: 1 s / 6 over 0.1 s, and 1 s / 4 over 0.2 s
+    assert found[("adaserve_tpot_over_target_sum",)] == pytest.approx(10 / 6 + 5 / 4)
+
+
 def test_each_draft_service_has_its_gauges_and_one_state():
     engine = ScriptedEngine(EngineConfig())
     services = {"a:1": ServiceState("open"), "b:1": ServiceState("closed")}

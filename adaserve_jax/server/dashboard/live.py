@@ -16,6 +16,7 @@ from typing import Any
 
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.results.records import slowest_part
 from adaserve_jax.server.dashboard.requests import ChoiceHistory, ChoiceWindow, record_of
 from adaserve_jax.server.dashboard.series import EngineHistory, EngineSeries, EngineWindow, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
@@ -141,13 +142,14 @@ class DashboardMonitor:
         record = record_of(choice)
         cause = self._choices.add(self._clock(), record)
         metrics = choice.metrics
+        tpot_slo_s, tpot_s = slowest_part(record.tpot_parts)
         self._last.append(LastRequest(
             ended_unix_s=round(choice.ended_unix_s, 3), request_id=choice.origin.request_id, index=choice.index,
             slo_class=choice.slo_class, ending=choice.ending, error_code=choice.error_code, cause=cause,
             met=record.slo_met, prompt_tokens=record.prompt_tokens,
             cached_tokens=metrics.cached_tokens if metrics is not None else 0, output_tokens=record.output_tokens,
             queue_ms=_ms(record.queue_s), ttft_ms=_ms(record.ttft_s), ttft_target_ms=_ms(record.ttft_slo_s),
-            tpot_ms=_ms(record.tpot_s), tpot_target_ms=_ms(record.tpot_slo_s),
+            tpot_ms=_ms(tpot_s), tpot_target_ms=_ms(tpot_slo_s),
             mean_accepted=round(metrics.mean_accepted, 3) if metrics is not None else 0.0,
         ))  # fmt: skip
 

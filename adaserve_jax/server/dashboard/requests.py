@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from adaserve_jax.results.records import Cause, RequestRecord, status_of, unstarted_metrics, violation_cause
+from adaserve_jax.results.records import Cause, RequestRecord, slowest_part, status_of, violation_cause
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 
@@ -72,11 +72,8 @@ class ChoiceWindow:
 
 def record_of(choice: EndedChoice) -> RequestRecord:
     """Return the choice's record, as results judge it."""
-    metrics = choice.metrics
-    if metrics is None:
-        metrics = unstarted_metrics(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
     return RequestRecord.of(
-        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.origin.request_id,
+        choice.measured, run_id="", policy="", rate_rps=0.0, request_id=choice.origin.request_id,
         status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
     )  # fmt: skip
 
@@ -106,7 +103,8 @@ class ChoiceHistory:
         self._drafted += record.drafted_tokens
         self._accepted += record.accepted_tokens
         cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
-        over = record.tpot_s / record.tpot_slo_s if record.tpot_s is not None and record.tpot_slo_s else np.nan
+        target_s, tpot_s = slowest_part(record.tpot_parts)
+        over = tpot_s / target_s if tpot_s is not None and target_s else np.nan
         if self._held == 2 * self._capacity:
             for column in self._columns.values():  # the newer half moves to the front: contiguous and in order
                 column[: self._capacity] = column[self._capacity :]
