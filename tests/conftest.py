@@ -34,7 +34,7 @@ OPTIMISED = (
     "models", "tree", "runtime/test_compile.py", "runtime/test_sizing.py", "runtime/test_programs.py",
     "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
-    "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
+    "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
 """Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is

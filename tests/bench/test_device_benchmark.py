@@ -61,6 +61,7 @@ def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, 
     assert (failed.ok, failed.error, failed.detail) == (False, None, "ValueError: no such layout")
 
 
+@pytest.mark.slow
 def test_the_naive_form_is_the_same_attention(modules, ceilings):
     kernels = modules.kernels
     spec = TINY["chain"]

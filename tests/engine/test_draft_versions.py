@@ -104,6 +104,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
     return texts, done, scheduler.stats.accepted_tokens
 
 
+@pytest.mark.slow
 def test_twenty_swaps_change_no_token_and_compile_nothing(executor: ModelExecutor) -> None:
     """The same seeds with the drafts as they are, and with drafts that become another after every step."""
     expected, _, accepted = serve(executor, routed=False, swaps=0)

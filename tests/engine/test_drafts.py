@@ -15,7 +15,8 @@ TARGET_VOCAB = 320
 SAMPLING = [SamplingParams(max_tokens=20, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.3, 0.9)]
 
 
-@pytest.mark.parametrize("draft_vocab", [290, pytest.param(350, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_vocab", [290, 350])
 def test_draft_vocabulary_padded_to_another_size(tmp_path: Path, draft_vocab: int) -> None:
     """Both models emit ids of their padding here, as no trained one does."""
     target = write_checkpoint(tmp_path / "target", vocab_size=TARGET_VOCAB)

@@ -89,6 +89,7 @@ def test_swaps_change_no_token(executor: ModelExecutor) -> None:
     assert drafted_to_the_end(texts) == expected
 
 
+@pytest.mark.slow
 def test_swaps_change_no_token_in_deterministic_mode(exact: ModelExecutor) -> None:
     test_swaps_change_no_token(exact)
     for program in exact.target.compiled.values():

@@ -117,6 +117,7 @@ def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
     return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
 
 
+@pytest.mark.slow
 def test_an_engine_without_a_draft_gives_the_same_text(demo_engine: LocalEngine) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
     with LLM(**PLAIN) as plain:

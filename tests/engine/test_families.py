@@ -13,12 +13,11 @@ from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_greedy, t
 
 TOKENS = 80
 PROMPTS = [90, 7]  # tokens; with the first, the window and the context before scaling are left behind at once
-QUICK = "mistral"
-NAMES = [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
     folder = write_family(tmp_path / "target", name)
     rng = np.random.default_rng(5)

@@ -17,6 +17,7 @@ PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "cl
 SMALL = DEMO | {"token_edges": (64,)}
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_plain_decoding() -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     with LLM(quantize="int8", **SMALL) as llm:

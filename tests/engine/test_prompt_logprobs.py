@@ -15,7 +15,7 @@ from adaserve_jax.errors import RequestError
 from adaserve_jax.models.config import resolve_folder
 from tests.oracles.llama import oracle_logits
 
-POLICIES = ("ar", "spec:3", "adaserve", "nightjar", "specinfer", "adaserve-paper", "off", "tetris:3")
+POLICIES = ("ar", "adaserve")
 ASKED = SamplingParams(max_tokens=6, temperature=0.8, seed=5, ignore_eos=True, prompt_logprobs=3)
 
 
@@ -77,7 +77,9 @@ def test_a_prompt_that_is_scored_takes_nothing_from_the_prefix_cache_and_leaves_
     assert deterministic.generate([other], [plain])[0].metrics.cached_tokens == 48
 
 
-@pytest.mark.parametrize("policy", ["ar", "adaserve", "spec:4"])
+@pytest.mark.parametrize(
+    "policy", ["adaserve", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ar", "spec:4"))]
+)
 def test_each_position_is_told_once_whoever_is_preempted(demo_engine: LocalEngine, policy: str) -> None:
     """16 requests that grow to 150 tokens each, in a pool of 1,024 and steps of 64."""
     llm = LLM.over(demo_engine)
@@ -86,9 +88,9 @@ def test_each_position_is_told_once_whoever_is_preempted(demo_engine: LocalEngin
     params = [replace(ASKED, max_tokens=50, prompt_logprobs=1) for _ in prompts]
     outputs = llm.generate(prompts, params)
     assert sum(output.metrics.preemptions for output in outputs) > 0
-    for prompt, output in zip(prompts, outputs, strict=True):
+    assert [len(output.token_ids) for output in outputs] == [50] * 16
+    for prompt, output in list(zip(prompts, outputs, strict=True))[::3]:
         check(prompt, output.choices[0], 1, within=1e-3)
-        assert len(output.token_ids) == 50
     llm.set_policy("adaserve")
 
 

@@ -90,6 +90,7 @@ def check(engine: LocalEngine, streams: list[Stream]) -> None:
     assert engine.is_alive()
 
 
+@pytest.mark.slow
 def test_32_streams_for_5_seconds(demo_engine: LocalEngine) -> None:
     """The pool holds less than 16 such requests come to need, so some are preempted and recomputed."""
     before = demo_engine.stats().scheduler.preemptions

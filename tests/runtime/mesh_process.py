@@ -1,6 +1,7 @@
 """Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on some of them.
 
-Writes logits.npz and report.json into the folder that it is given; with numbers of devices behind it, texts.json only.
+Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with numbers of
+devices behind it, texts.json only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ CASES = {
     "demo_exact": ("demo", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
+QUICK = ("norms",)
+"""The case of which one run sees chunks, trees, shares and copies."""
 OPTIMISED = ("norms", "converted", "demo_exact")
 """Those whose programs are read, and whose bits are compared."""
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
@@ -100,18 +103,19 @@ def write_texts(folder: Path, ways: list[int]) -> None:
     (folder / "texts.json").write_text(json.dumps({each: texts(each) for each in ways}))
 
 
-def main(folder: Path) -> None:
-    checkpoints = {
-        "biases": write_family(folder / "biases", "llama_biases"),
-        "norms": write_family(folder / "norms", "qwen3_window", shards=True),
-        "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
-    }
-    checkpoints["demo"] = resolve_folder("demo", "target")
-    converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
-    convert(checkpoints["norms"], folder / "converted")
-    checkpoints["converted"] = folder / "converted"
+def main(folder: Path, *, quick: bool) -> None:
+    checkpoints = {"norms": write_family(folder / "norms", "qwen3_window", shards=True)}
+    if not quick:
+        checkpoints |= {
+            "biases": write_family(folder / "biases", "llama_biases"),
+            "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
+            "demo": resolve_folder("demo", "target"), "converted": folder / "converted",
+        }  # fmt: skip
+        converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
+        convert(checkpoints["norms"], folder / "converted")
     logits, held, ledger, hlo = {}, {}, {}, {}
-    for case, (name, canonical, quantize, numbers) in CASES.items():
+    for case in QUICK if quick else CASES:
+        name, canonical, quantize, numbers = CASES[case]
         for ways in numbers:
             with optimised() if case in OPTIMISED else contextlib.nullcontext():
                 model = build(checkpoints[name], canonical, ways, quantize)
@@ -123,18 +127,15 @@ def main(folder: Path) -> None:
             model.close()
     np.savez(folder / "logits.npz", **logits)
     report = {
-        "held": held,
-        "ledger": ledger,
-        "hlo": hlo,
-        "texts": texts(4),
+        "held": held, "ledger": ledger, "hlo": hlo, "texts": [] if quick else texts(4),
         "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},
-    }
+    }  # fmt: skip
     (folder / "report.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    place, *numbers = sys.argv[1:]
-    if numbers:
-        write_texts(Path(place), [int(number) for number in numbers])
+    place, what = sys.argv[1:]
+    if what.isdigit():
+        write_texts(Path(place), [int(what)])
     else:
-        main(Path(place))
+        main(Path(place), quick=what == "quick")

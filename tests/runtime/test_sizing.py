@@ -227,6 +227,7 @@ def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> No
     assert workspace.bytes <= reserve <= 4 * workspace.bytes
 
 
+@pytest.mark.slow
 def test_the_reserve_holds_drawing_again() -> None:
     """Where scores are nearly all that counts, those of the forward included, which are there meanwhile: many positions
     of few rows, and tables as long as the vocabulary for as many rows as positions."""

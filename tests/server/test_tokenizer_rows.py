@@ -108,15 +108,15 @@ def test_grammars_bans_and_minima_respect_them(http: httpx.Client) -> None:
     assert banned["text"] == free["text"]
 
 
-def test_the_text_is_the_same_under_every_policy_and_draft(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("draft", [pytest.param("draft", marks=pytest.mark.slow), "wide"])
+def test_the_text_is_the_same_under_every_policy_and_draft(models: dict[str, Path], draft: str) -> None:
     sampling = [SamplingParams(max_tokens=16, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.7)]
     sampling.append(SamplingParams(max_tokens=40, seed=5, json_schema=json.dumps(SCHEMA)))
     texts = set()
-    for draft in ("draft", "wide"):
-        with LLM(str(models["target"]), str(models[draft]), **TINY | {"max_width": 2}) as llm:
-            for policy in ("ar", "spec:2", "adaserve"):
-                llm.set_policy(policy)
-                outputs = llm.generate(["the in"] * 3, sampling)
-                texts.add(tuple(tuple(output.token_ids) for output in outputs))
+    with LLM(str(models["target"]), str(models[draft]), **TINY | {"max_width": 2}) as llm:
+        for policy in ("ar", "spec:2", "adaserve"):
+            llm.set_policy(policy)
+            outputs = llm.generate(["the in"] * 3, sampling)
+            texts.add(tuple(tuple(output.token_ids) for output in outputs))
     (found,) = texts
     assert all(token < ROWS for ids in found for token in ids)

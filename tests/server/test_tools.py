@@ -35,7 +35,7 @@ TOOLS = [
 ]
 ASKED = [{"role": "user", "content": "How is the weather?"}]
 FIXED = {"model": "demo", "messages": ASKED, "tools": TOOLS, "max_tokens": 160, "temperature": 0.9}
-POLICIES = ("ar", "spec:3", "adaserve", "specinfer")
+POLICIES = ("ar", "adaserve")
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -105,10 +105,10 @@ def bias_for(text: str) -> dict[str, float]:
 def test_the_model_may_call_several_in_parallel(demo: Running):
     """A bias on the line break behind each call makes the model go on; max_tokens ends it inside one."""
     with demo.openai_client() as client:
-        fields = {**FIXED, "seed": 3, "tool_choice": "required", "max_tokens": 200, "logit_bias": bias_for("\n")}
+        fields = {**FIXED, "seed": 3, "tool_choice": "required", "max_tokens": 120, "logit_bias": bias_for("\n")}
         (choice,) = client.chat.completions.create(**fields).choices
         _, calls, reason = streamed(client, **fields)
-    assert choice.finish_reason == reason == "length" and len(calls) > 2
+    assert choice.finish_reason == reason == "length" and len(calls) > 1
     assert [check_call(call) for call in choice.message.tool_calls[:-1]]
     assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
         one[1:] for one in calls.values()
