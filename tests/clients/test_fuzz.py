@@ -1,4 +1,5 @@
-"""Thousands of bodies that no client would send: none is answered with a 5xx, none takes more than two seconds."""
+"""Thousands of bodies, right ones and such as no client would send: none is answered with a 5xx, none takes more than
+two seconds."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ ODD: list[Any] = [
     None, True, 0, -1, 2**63, -(2**63), 10**30, 1e308, 0.5, "", "\0", "\ud800", "x" * 5000, "🙂", [], {}, [[]], [None],
     [1] * 700, {"type": "object"}, {"$ref": "#"}, "(a+)+$", "NaN", float("nan"), float("inf"), [{"role": "user"}],
 ]  # fmt: skip
+NEEDED = ("model", "prompt", "messages", "input", "tokens", "max_tokens", "max_completion_tokens", "max_output_tokens")
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 """What these allow takes long by right; they are changed to values that are refused or small."""
 
@@ -75,6 +77,17 @@ def mutated(body: dict[str, Any], rng: random.Random) -> bytes:
     return bytes(content)
 
 
+def varied(body: dict[str, Any], rng: random.Random) -> bytes:
+    """Change a body as clients do, so that it stays right: other texts and numbers, fewer optional fields."""
+    body = {name: value for name, value in body.items() if name in NEEDED or rng.random() < 0.7}
+    for name in {"prompt", "input"} & body.keys():
+        if isinstance(body[name], str):
+            body[name] = "".join(rng.choices('ab\n"{<漢🙂\0 ', k=rng.randint(1, 200)))
+    if "max_tokens" in body:
+        body |= {"temperature": rng.uniform(0, 2), "seed": rng.randrange(2**40), "top_k": rng.randrange(50)}
+    return json.dumps(body).encode()
+
+
 def test_no_body_brings_a_server_error_or_takes_long(demo_url):
     statuses: dict[int, int] = {}
     wrong: list[tuple[Any, ...]] = []
@@ -92,7 +105,7 @@ def test_no_body_brings_a_server_error_or_takes_long(demo_url):
                 wrong.append((number, status, took_s, *case(number)))
         print(f"{CASES} cases: {dict(sorted(statuses.items()))}")
         assert wrong == []
-        assert sum(statuses.values()) == CASES and statuses[200] > CASES / 100 and statuses[400] > CASES / 4
+        assert sum(statuses.values()) == CASES and statuses[200] > CASES / 4 and statuses[400] > CASES / 4
         assert http.get("/ready").status_code == 200
 
 
@@ -100,4 +113,4 @@ def case(number: int) -> tuple[str, bytes]:
     """Return the path and body of a case, which depend on its number alone."""
     rng = random.Random(number)
     path, body = rng.choice(SEEDS)
-    return path, mutated(body, rng)
+    return path, (varied if number % 3 == 0 else mutated)(body, rng)
