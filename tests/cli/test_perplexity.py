@@ -12,14 +12,14 @@ from tests.program import run_program
 
 def test_int8_hardly_changes_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    assert run_program("perplexity", "--window", "256", "--max-tokens", "2048", "--json", str(out)) == 0
+    assert run_program("perplexity", "--window", "256", "--max-tokens", "768", "--json", str(out)) == 0
     table = capsys.readouterr().out
     assert all(text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8"))
     result = json.loads(out.read_text())
     plain, int8 = result["scores"]
     assert f"{plain['perplexity']:.4f}" in table and f"{int8['perplexity']:.4f}" in table
     assert (plain["quantize"], int8["quantize"], result["target_params"]) == ("none", "int8", 4_213_504)
-    assert 1800 < plain["tokens"] <= 2048
+    assert 600 < plain["tokens"] <= 768
     assert 5 < plain["perplexity"] < 30
     assert abs(int8["perplexity"] / plain["perplexity"] - 1) < 0.005
     assert 0 < int8["kl_mean"] < 1e-3 and int8["same_likeliest"] > 0.97

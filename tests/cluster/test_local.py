@@ -172,6 +172,7 @@ def test_the_death_of_the_cluster_itself_leaves_no_orphan(tmp_path):
     wait_until(lambda: not any(map(is_alive, pids.values())))
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_folder_is_gone_serves_on_and_ends_cleanly(tmp_path):
     folder = tmp_path / "run"
     up = Up(folder, 1, 0)

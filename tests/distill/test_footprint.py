@@ -10,8 +10,10 @@ from adaserve_jax.distill.footprint import state_bytes, training_bytes, workspac
 from adaserve_jax.distill.programs import TrainPrograms
 from tests.distill.made import CONFIG, made_params
 
+of_both = pytest.mark.parametrize("fixture", ["programs", pytest.param("low_rank_programs", marks=pytest.mark.slow)])
 
-@pytest.mark.parametrize("fixture", ["programs", "low_rank_programs"])
+
+@of_both
 def test_state_is_what_the_arrays_take(fixture: str, request: pytest.FixtureRequest):
     programs: TrainPrograms = request.getfixturevalue(fixture)
     state, base, sums = programs.run("begin", made_params(dtype=programs.dtype))
@@ -20,7 +22,7 @@ def test_state_is_what_the_arrays_take(fixture: str, request: pytest.FixtureRequ
     assert state_bytes(CONFIG, programs.learn, programs.dtype) == taken
 
 
-@pytest.mark.parametrize("fixture", ["programs", "low_rank_programs"])
+@of_both
 def test_what_changes_lies_where_it_lay(fixture: str, request: pytest.FixtureRequest):
     """Nothing that stays is there twice while it is replaced, but for a few numbers that are no arrays."""
     programs: TrainPrograms = request.getfixturevalue(fixture)
@@ -38,7 +40,7 @@ def test_what_changes_lies_where_it_lay(fixture: str, request: pytest.FixtureReq
     assert {each.unsafe_buffer_pointer() for each in jax.tree.leaves(after) if each.size > 16} == places
 
 
-@pytest.mark.parametrize("fixture", ["programs", "low_rank_programs"])
+@of_both
 def test_the_workspace_is_not_less_than_what_the_compiler_says_and_not_many_times_it(
     fixture: str, request: pytest.FixtureRequest
 ):

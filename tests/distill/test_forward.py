@@ -18,6 +18,7 @@ from tests.oracles import training as oracle
 
 SIZE = 32
 PARAMS = made_params()
+SLOWER = pytest.param("reverse_kl", marks=pytest.mark.slow)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -42,7 +43,7 @@ def two_texts() -> list[Any]:
     return [made_record(rng, 13, 6), made_record(rng, 11, 5)]
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", [each if each != "reverse_kl" else SLOWER for each in LOSSES])
 def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
     learn = LearnConfig(learn_loss=kind, learn_beta=0.3, learn_temperature=0.8)
     records = two_texts()
@@ -52,7 +53,7 @@ def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
     assert_close(gradient, draft.gradient(as_texts(records), kind, 0.3, 0.8))
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*((kind, False) for kind in LOSSES), ("kl", True)])
+@pytest.mark.parametrize(("kind", "tied"), [("kl", True), ("jsd", False), ("reverse_kl", False)])
 def test_the_hands_gradient_is_that_of_finite_differences(kind: str, tied: bool):
     config = replace(CONFIG, tie_embeddings=tied)
     weights = float64(made_params(config))

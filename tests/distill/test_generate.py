@@ -32,7 +32,7 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 def test_texts_of_the_target_are_the_engines(tmp_path: Path) -> None:
     """Greedy and sampled: the same noise by seed and position. A prompt of several prefill chunks is among them."""
-    target = write_checkpoint(tmp_path / "target", seed=1)
+    target = write_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=1)
     params, config = _read(target)
     generator = Generator(config, None, rows=3, dtype=jnp.float32)
     rng = np.random.default_rng(0)
@@ -45,8 +45,7 @@ def test_texts_of_the_target_are_the_engines(tmp_path: Path) -> None:
             drawing = Drawing(mix=1.0, max_tokens=24, temperature=temperature, eos_ids=config.eos_token_ids)
             texts = generator.texts((params, None), prompts, seeds, drawing)
             for text, prompt, each in zip(texts, prompts, expected, strict=True):
-                output = text[len(prompt) :].tolist()
-                assert [i for i in output if i not in config.eos_token_ids] == each.token_ids
+                assert text[len(prompt) :].tolist() == each.token_ids
 
 
 @pytest.mark.parametrize("mix", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])  # 1.0: the texts of the target
@@ -55,11 +54,11 @@ def test_tokens_are_drawn_from_the_mixture(tmp_path: Path, mix: float) -> None:
     shape = {"vocab_size": 24, "num_hidden_layers": 1, "eos_token_id": None}
     target = write_checkpoint(tmp_path / "target", seed=1, **shape)
     draft = write_checkpoint(tmp_path / "draft", seed=2, **shape)
-    prompt, temperature, count = [3, 17, 5], 1.5, 3000
+    prompt, temperature, count = [3, 17, 5], 1.5, 1200
     p, q = (_softmax(oracle_logits(folder, prompt)[-1] / temperature) for folder in (target, draft))
     assert np.abs(p - q).sum() > 0.5
     (target_params, target_config), (draft_params, draft_config) = _read(target), _read(draft)
-    generator = Generator(target_config, draft_config, rows=1024, dtype=jnp.float32)
+    generator = Generator(target_config, draft_config, rows=512, dtype=jnp.float32)
     drawing = Drawing(mix=mix, max_tokens=1, temperature=temperature, eos_ids=())
     texts = generator.texts((target_params, draft_params), [np.array(prompt)] * count, range(count), drawing)
     assert all(len(text) == 4 for text in texts)
@@ -77,15 +76,15 @@ def test_a_text_depends_on_its_seed_and_ends_at_eos(tmp_path: Path) -> None:
     prompts = [rng.integers(0, 320, size).astype(np.int32) for size in (1, 5, 70, 9, 2)]
     drawing = Drawing(mix=0.5, max_tokens=20, temperature=1.0, eos_ids=tuple(range(16)))
     seen: list[int] = []
-    together = Generator(*configs, rows=4, dtype=jnp.float32).texts(params, prompts, range(5), drawing, seen.append)
+    generator = Generator(*configs, rows=4, dtype=jnp.float32)
+    together = generator.texts(params, prompts, range(5), drawing, seen.append)
     assert seen == sorted(seen) and seen[-1] == 5
-    alone = Generator(*configs, rows=1, dtype=jnp.float32)
     for seed, (prompt, text) in enumerate(zip(prompts, together, strict=True)):
-        np.testing.assert_array_equal(alone.texts(params, [prompt], [seed], drawing)[0], text)
+        np.testing.assert_array_equal(generator.texts(params, [prompt], [seed], drawing)[0], text)
         output = text[len(prompt) :]
         np.testing.assert_array_equal(text[: len(prompt)], prompt)
         assert len(output) == 20 or output[-1] < 16
         assert (output[:-1] >= 16).all()
     assert len({len(text) - len(prompt) for text, prompt in zip(together, prompts, strict=True)}) > 1
-    other = alone.texts(params, prompts[:1], [99], drawing)[0]
+    other = generator.texts(params, prompts[:1], [99], drawing)[0]
     assert other.tolist() != together[0].tolist()

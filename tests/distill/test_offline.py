@@ -23,7 +23,7 @@ from adaserve_jax.distill.offline import (
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import init_params
+from adaserve_jax.models.decoder import init_params, param_specs
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint
 
@@ -134,9 +134,11 @@ def test_what_is_trained_on_is_not_measured_on(models: Models, prompts: list[lis
 
 
 def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prompts: list[list[int]]) -> None:
-    config = ModelConfig.from_folder(models.target_folder)
-    config = replace(config, num_layers=2)
-    params, fresh = init_params(config, 1), init_params(config, 2, jnp.bfloat16)
+    specs = param_specs(replace(models.target, num_layers=2))
+    params, fresh = (
+        {name: jnp.full(shape, value if len(shape) > 1 else 1, dtype) for name, (shape, _) in specs.items()}
+        for value, dtype in ((1, jnp.float32), (2, jnp.bfloat16))
+    )
     found = reset_top_layer(params, fresh)
     changed = {name for name in params if not np.array_equal(found[name], params[name])}
     assert changed == {f"layers.1.{name}" for name in ("qkv", "out", "gate_up", "down")}

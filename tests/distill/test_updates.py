@@ -72,11 +72,11 @@ def test_a_client_with_wrong_rows_changes_nothing_for_the_others(programs: Train
     """One client's texts, and its share of the held-out ones, are in a language that contradicts the others' at every
     token. Drafts that learned it would do better over all, and worse for everybody else."""
     served, language, poison = Served(programs), Language(1), Language(99)
-    served.take(language.records(200, tenant="honest"))
+    served.take(language.records(120, tenant="honest"))
     updates, honest = served.updates, [language.record(tenant="honest") for _ in range(8)]
     before = acceptance_on(updates.trainer, honest)
     assert before > 0.6
-    served.take([poison.record(tenant="client", held_out=index % 4 == 3) for index in range(320)])
+    served.take([poison.record(tenant="client", held_out=index % 4 == 3) for index in range(160)])
     assert {record.tenant for record in updates.buffer.held_out()} == {"honest", "client"}
     assert updates.refused > 0
     updates.settle()
@@ -104,7 +104,7 @@ def test_a_version_that_turns_out_worse_is_taken_back(programs: TrainPrograms):
     assert updates.version > worse
 
 
-@pytest.mark.parametrize("last", ["copy", "publish"])
+@pytest.mark.parametrize("last", [pytest.param("copy", marks=pytest.mark.slow), "publish"])
 def test_a_version_that_was_found_worse_is_not_kept_at_the_end(programs: TrainPrograms, last: str):
     served, old = Served(programs, SHORT), Language(1)
     updates, version = served.updates, on_probation(served, old)
@@ -187,8 +187,8 @@ def test_an_update_can_be_left(programs: TrainPrograms):
 
 def test_drafts_of_one_shape_share_programs_and_nothing_else(programs: TrainPrograms):
     code, maths = Served(programs, name="code"), Served(programs, name="maths")
-    code.take(Language(1).records(160))
-    maths.take(Language(2).records(160))
+    code.take(Language(1).records(120))
+    maths.take(Language(2).records(120))
     texts = [Language(1).record(), Language(2).record()]
     found = [[acceptance_on(served.updates.trainer, [text]) for text in texts] for served in (code, maths)]
     assert min(found[0][0], found[1][1]) > 0.6

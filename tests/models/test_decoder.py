@@ -17,6 +17,7 @@ from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
+SLOW = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_word_embeddings": True},
@@ -59,7 +60,9 @@ def _causal(count: int) -> np.ndarray:
     return np.tril(np.ones((count, count), bool))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("tied", "one_kv_head", "sharded_f16") else pytest.param(case, marks=SLOW) for case in CASES]
+)
 def test_logits_equal_the_oracle(tmp_path: Path, case: str) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])
     tokens = np.random.default_rng(1).integers(0, 320, TOKENS)
@@ -87,13 +90,15 @@ def test_a_tree_equals_the_oracle_and_each_of_its_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("case", ["untied", "tied", "all_kv_heads", "sharded_f16"])
+@pytest.mark.parametrize(
+    "case", ["untied", *(pytest.param(case, marks=SLOW) for case in ("tied", "all_kv_heads", "sharded_f16"))]
+)
 def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])
     _check_against_torch(folder, np.random.default_rng(3).integers(0, 320, TOKENS))
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("role", ["target", pytest.param("draft", marks=SLOW)])
 def test_the_demo_pair_equals_the_oracle(role: Any) -> None:
     folder = resolve_folder("demo", role)
     config = ModelConfig.from_folder(folder)
@@ -103,6 +108,7 @@ def test_the_demo_pair_equals_the_oracle(role: Any) -> None:
     assert np.abs(ours - oracle_logits(folder, tokens, positions)).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_demo_target_equals_transformers() -> None:
     folder = resolve_folder("demo", "target")
@@ -166,7 +172,7 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
 
 def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
     """A transpose folded into a product makes it many times slower on a CPU: see layers.keep_layout."""
-    config = ModelConfig(512, 128, 256, 2, 4, 2, 32, 1e4, 1e-5, True, 128)
+    config = ModelConfig(512, 128, 256, 1, 4, 2, 32, 1e4, 1e-5, True, 128)
 
     def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         rows = [x.reshape(-1, 4).T for x in (q, jnp.concatenate([k, k]), jnp.concatenate([v, v]))]

@@ -29,7 +29,7 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("sliding", [None, 5])
+@pytest.mark.parametrize("sliding", [5, pytest.param(None, marks=pytest.mark.slow)])
 def test_scores_equal_the_oracle(folder: Path, sliding: int | None, tmp_path: Path) -> None:
     if sliding is not None:
         mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": sliding}

@@ -67,7 +67,7 @@ def test_the_error_is_at_most_half_a_step(dtype: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "columns"), [(300, 32, 1), (300, 32, 24), (128, 8, 3), (90, 5000, 4), (1, 7, 1)]
+    ("outputs", "inputs", "columns"), [(300, 32, 24), (90, 5000, 4), (1, 7, 1)]
 )
 def test_the_product_equals_float64(outputs: int, inputs: int, columns: int) -> None:
     """Sizes on both sides of a block, and one whose last block takes rows of the one before."""
@@ -90,7 +90,7 @@ def test_a_cpu_never_widens_a_whole_weight() -> None:
     assert "f32[512,1024]" not in program
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_in_int8_equals_float64_over_its_rounded_weights(tmp_path: Path, tied: bool) -> None:
     folder = write_checkpoint(tmp_path / "given", tie_word_embeddings=tied)
     config = ModelConfig.from_folder(folder)
@@ -102,7 +102,7 @@ def test_a_model_in_int8_equals_float64_over_its_rounded_weights(tmp_path: Path,
 
 def test_biases_and_norms_of_heads_stay_as_they_are() -> None:
     """A model with every kind of weight gives in int8 what its rounded weights give in f32."""
-    config = ModelConfig(320, 32, 48, 2, 4, 2, 16, 1e4, 1e-5, False, 128)
+    config = ModelConfig(320, 32, 48, 1, 4, 2, 16, 1e4, 1e-5, False, 128)
     config = replace(config, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     rng = np.random.default_rng(3)
     given = {name: np.asarray(value) for name, value in init_params(config, seed=4).items()}
@@ -117,7 +117,7 @@ def test_biases_and_norms_of_heads_stay_as_they_are() -> None:
     np.testing.assert_allclose(causal_logits(config, int8), causal_logits(config, plain), atol=1e-4)
 
 
-@pytest.mark.parametrize("stored", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("stored", ["f16", "bf16", pytest.param("f32", marks=pytest.mark.slow)])
 def test_the_bytes_are_those_of_the_stored_rows_whatever_the_layout_and_the_blocks(
     tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,9 +47,8 @@ def simulated_tpu(detect_races: bool = False) -> Iterator[None]:
             pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "windowed_many_steps" else [pytest.mark.slow]) for name in LONG]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
 def test_contexts_of_several_steps(name: str) -> None:
     with simulated_tpu():
         check_against_oracle(LONG[name], "mosaic_tpu")
@@ -63,10 +62,11 @@ def tpu_races_found() -> bool:
     return interpret_pallas_call.races.races_found
 
 
-def test_copies_do_not_race_with_reads() -> None:
+@pytest.mark.parametrize("name", [pytest.param("many_steps", marks=pytest.mark.slow), "windowed_many_steps"])
+def test_copies_do_not_race_with_reads(name: str) -> None:
     try:
         with simulated_tpu(detect_races=True):
-            check_against_oracle(LONG["many_steps"], "mosaic_tpu")
+            check_against_oracle(LONG[name], "mosaic_tpu")
         assert not tpu_races_found()
     finally:
         pltpu.reset_tpu_interpret_mode_state()
@@ -113,15 +113,7 @@ def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
     assert out[0, 0, [0, 2]].any()
 
 
-DIFFERENT = (
-    "decode",
-    "tree24_group8",
-    "tree24_head64",
-    "tree24_page16",
-    "tree24_page128",
-    "tree24_f32",
-    "tree24_windowed",
-)
+QUICK = ("tree24_page16", "tree24_windowed")
 
 
 def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -> AttentionCase:
@@ -138,7 +130,7 @@ def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.slow) for name in FULL]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FULL]
 )
 def test_lowers_for_tpus_anywhere(name: str) -> None:
     spec = FULL[name]

@@ -28,18 +28,21 @@ IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain", *KERNELS)
 OF_TWO_SLABS = ("xla", "xla_off_cpu", "canonical")
 """Those that read pools in two slabs."""
 QUICK = {
-    "xla_off_cpu": ("decode", "tree", "prefill", "windowed_tree", "windowed_prefill"),
-    "mosaic_gpu": ("decode", "tree_eight_heads"),  # always in bf16
-    "mosaic_tpu": ("decode", "tree_past_a_tile", "bf16", "windowed_tree"),
+    "xla": ("bf16", "windowed_prefill"),
+    "xla_off_cpu": ("prefill", "windowed_tree"),
+    "canonical": ("tree", "windowed_prefill"),
+    "plain": ("tree_past_a_tile", "windowed_tree"),
+    "mosaic_gpu": ("tree_eight_heads",),  # always in bf16
+    "mosaic_tpu": ("bf16",),
 }
-"""Shapes of every run, where those are not all: simulation takes seconds. The kernels' own tests have other shapes."""
+"""Shapes of every run. Compiling takes a second, simulation several. The kernels' own tests have other shapes."""
 
 
 def conformance_cases() -> list[Any]:
     return [
         pytest.param(
             name, implementation, id=f"{implementation}-{name}",
-            marks=[] if name in QUICK.get(implementation, TINY) else [pytest.mark.slow],
+            marks=[] if name in QUICK[implementation] else [pytest.mark.slow],
         )
         for implementation in IMPLEMENTATIONS
         for name in TINY
@@ -104,7 +107,7 @@ def in_slabs(case: AttentionCase, base_pages: int) -> AttentionCase:
 
 
 @pytest.mark.parametrize("implementation", OF_TWO_SLABS)
-@pytest.mark.parametrize("name", ["decode", "windowed_tree"])
+@pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "windowed_tree"])
 def test_two_slabs_give_the_bits_of_one(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = TINY[name]
     as_off_cpu(implementation, spec, monkeypatch)

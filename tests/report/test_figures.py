@@ -212,7 +212,7 @@ def odd_series(draw_value, names: bool) -> Series:
     return Series(draw_value(NAMES), x, y, *bounds, colour=draw_value(st.integers(0, 20)))
 
 
-@settings(max_examples=6, phases=[Phase.generate])
+@settings(max_examples=4, phases=[Phase.generate])
 @given(st.data(), st.sampled_from(["line", "step", "scatter", "bars", "stack"]), st.booleans())
 def test_whatever_the_values_something_is_drawn(data, kind, names):
     series = st.lists(odd_series(names=names), max_size=4).map(tuple)

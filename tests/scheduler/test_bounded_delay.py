@@ -109,8 +109,9 @@ def _lowest(batch: Batch) -> SequenceState | None:
     return min(batch.running, key=lambda state: state.rank, default=None)
 
 
-@pytest.mark.parametrize("policy", ["adaserve", "spec:2"])
-@pytest.mark.parametrize(("seed", "num_pages"), [(0, 256), (1, 20)])
+@pytest.mark.parametrize(
+    ("policy", "seed", "num_pages"), [("adaserve", 0, 256), ("adaserve", 1, 20), ("spec:2", 1, 20)]
+)
 def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num_pages: int) -> None:
     limits = limits_of(max_requests=4, max_context=128, num_pages=num_pages)
     drain_steps = 2 * limits.max_requests * limits.max_context
@@ -143,7 +144,7 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
     assert (run.scheduler.stats.preemptions > 0) == (num_pages == 20)
 
 
-@pytest.mark.parametrize("tpot_slo_s", [None, INFEASIBLE_S, 0.02])
+@pytest.mark.parametrize("tpot_slo_s", [None, INFEASIBLE_S])
 def test_best_effort_is_admitted_while_better_ones_keep_coming(tpot_slo_s: float | None) -> None:
     """It finds every slot taken and nobody before it, is late at once, and never has the first due time again."""
     run = Run.of(limits_of(max_requests=4), policy="adaserve", prefix_cache=False)

@@ -157,7 +157,7 @@ class ServingMachine(RuleBasedStateMachine):
 
 class TestServing(ServingMachine.TestCase):
     settings = settings(
-        max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 
 

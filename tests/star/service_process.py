@@ -7,13 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import IO
 from urllib.request import urlopen
 
 from tests.conftest import ROOT
 
 SMALL = (
-    "--max-sessions", "16", "--max-batch", "2", "--max-batch-tokens", "16", "--max-context", "128", "--page-size", "16",
+    "--max-sessions", "16", "--max-batch", "2", "--max-batch-tokens", "8", "--max-context", "128", "--page-size", "16",
     "--max-depth", "3", "--max-width", "1", "--lease-s", "1", "--http", "127.0.0.1:0",
 )  # fmt: skip
 MAIN = "import sys; sys.modules['torch'] = None; from adaserve_jax.cli import main; main()"
@@ -22,9 +23,10 @@ _READY = re.compile(r"ready: grpc://127\.0\.0\.1:(\d+) drafts .* metrics on (\S+
 
 
 class ServiceProcess:
-    """Begins to start at once; `wait` until it is ready. address: the same for all its lives."""
+    """Begins to start at once; `wait` until it is ready. model: its draft; address: the same for all its lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Path) -> None:
+        self._model = str(model)
         self._process = self._start(0)
         self.address = ("127.0.0.1", 0)
         self._metrics = ""
@@ -64,7 +66,7 @@ class ServiceProcess:
         self._reap()
 
     def _start(self, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", MAIN, "draft", "--listen", f"127.0.0.1:{port}", *SMALL]
+        command = [sys.executable, "-c", MAIN, "draft", "--listen", f"127.0.0.1:{port}", "--model", self._model, *SMALL]
         quiet = os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
         return subprocess.Popen(command, cwd=ROOT, env=quiet, stdout=subprocess.PIPE, text=True)
 

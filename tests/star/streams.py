@@ -22,6 +22,8 @@ from tests.star.toys import VOCABULARY, ToyDevice, ToyPages, hello, limits
 
 HANG_S = 60.0
 """Nothing takes so long, unless it hangs."""
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0)]
+"""A target that does not read holds up what it is sent after some 64 KiB, instead of after megabytes."""
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -38,7 +40,9 @@ class Target:
     def __init__(self, port: int, token: str | None = None, credentials: grpc.ChannelCredentials | None = None) -> None:
         address = f"127.0.0.1:{port}"
         self._channel = (
-            grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+            grpc.insecure_channel(address, SMALL_WINDOW)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, SMALL_WINDOW)
         )
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         metadata = None if token is None else [("authorization", f"Bearer {token}")]

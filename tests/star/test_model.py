@@ -35,7 +35,7 @@ from tests.star.streams import HANG_S, Target
 
 QUICK = Effort((16,), passes=1, repeats=1, repeats_beyond=0, all_depths=False)
 SIZES = {
-    "max_sessions": 8, "max_batch": 4, "max_batch_tokens": 16, "max_context": 128, "page_size": 16, "num_pages": 24,
+    "max_sessions": 8, "max_batch": 2, "max_batch_tokens": 8, "max_context": 128, "page_size": 16, "num_pages": 24,
     "max_depth": 4, "max_width": 3,
 }  # fmt: skip
 LENGTHS = (61, 25, 90, 9)
@@ -85,8 +85,8 @@ class Local:
         self, text: np.ndarray, sampling: SessionSampling, depth: int, width: int, calibrated: bool
     ) -> CandidateTrees:
         found = CandidateTrees.empty(1)
-        for start in range(0, len(text), 16):
-            chunk, last = text[start : start + 16], start + 16 >= len(text)
+        for start in range(0, len(text), 8):
+            chunk, last = text[start : start + 8], start + 8 >= len(text)
             draft = DraftPlan(
                 depth if last else 0, width, chunk, np.array([len(chunk)], np.int32), np.array([start], np.int32),
                 np.ones(1, bool), calibrated,
@@ -147,23 +147,25 @@ def test_interleaved_sessions_have_the_trees_of_a_local_drafter(model: DraftMode
         while any(end - at > 4 for end, at in zip(ends, held, strict=True)):  # all but the end, two together
             rows = []
             for key in rng.permutation(4)[:2].tolist():
-                upto = min(ends[key] - 1, held[key] + int(rng.integers(1, 9)))
+                upto = min(ends[key] - 1, held[key] + int(rng.integers(1, 5)))
                 if upto > held[key]:
                     assert model.reserve(key, upto)
                     rows.append(row_of(key, held[key], texts()[key][held[key] : upto], 0))
                     held[key] = upto
             if rows:
                 assert model.run(batch_of(rows, 1)) is None
-        depths, order, rows = rng.permutation([1, 2, 3, 4]).tolist(), rng.permutation(4).tolist(), []
-        for key in order:
-            assert model.reserve(key, ends[key])
-            start = min(held[key], ends[key] - 1)
-            rows.append(row_of(key, start, texts()[key][start : ends[key]], depths[key]))
-            held[key] = ends[key]
-        found = model.run(batch_of(rows, width, calibrated))
-        for at, key in enumerate(order):
-            expected = local.tree(texts()[key][: ends[key]], SAMPLINGS[key], depths[key], width, calibrated)
-            check(found, at, depths[key], expected)
+        depths = rng.permutation([1, 2, 3, 4]).tolist()
+        for order in rng.permutation(4).reshape(2, 2).tolist():
+            rows = []
+            for key in order:
+                assert model.reserve(key, ends[key])
+                start = min(held[key], ends[key] - 1)
+                rows.append(row_of(key, start, texts()[key][start : ends[key]], depths[key]))
+                held[key] = ends[key]
+            found = model.run(batch_of(rows, width, calibrated))
+            for at, key in enumerate(order):
+                expected = local.tree(texts()[key][: ends[key]], SAMPLINGS[key], depths[key], width, calibrated)
+                check(found, at, depths[key], expected)
     for key in range(4):
         model.release(key)
 
@@ -172,7 +174,8 @@ def test_what_is_asked_again_is_found_again(model: DraftModel, local: Local):
     """The last token is fed a second time, on the slot that it has."""
     text = texts()[1][:14]
     assert model.reserve(3, 14)
-    first = model.run(batch_of([row_of(3, 0, text, 3)], 2))
+    assert model.run(batch_of([row_of(3, 0, text[:8], 0)], 1)) is None
+    first = model.run(batch_of([row_of(3, 8, text[8:], 3)], 2))
     again = model.run(batch_of([row_of(3, 13, text[13:], 3)], 2))
     for found in (first, again):
         check(found, 0, 3, local.tree(text, SAMPLINGS[3], 3, 2, True))
@@ -181,10 +184,10 @@ def test_what_is_asked_again_is_found_again(model: DraftModel, local: Local):
 
 def test_rows_that_are_only_fed_get_no_tree_beside_one_that_does(model: DraftModel, local: Local):
     first, second, *_ = texts()
-    assert model.reserve(0, 8) and model.reserve(1, 6)
-    found = model.run(batch_of([row_of(0, 0, first[:8], 0), row_of(1, 0, second[:6], 2)], 2))
+    assert model.reserve(0, 4) and model.reserve(1, 4)
+    found = model.run(batch_of([row_of(0, 0, first[:4], 0), row_of(1, 0, second[:4], 2)], 2))
     assert found is not None and (found.log_f[0] == -np.inf).all()
-    check(found, 1, 2, local.tree(second[:6], SAMPLINGS[1], 2, 2, True))
+    check(found, 1, 2, local.tree(second[:4], SAMPLINGS[1], 2, 2, True))
     model.release(0)
     model.release(1)
 
@@ -213,7 +216,7 @@ def test_pages_are_reserved_whole_or_not_at_all_and_return(model: DraftModel):
 def test_it_says_what_it_is_and_how_long_it_takes(model: DraftModel, settings: DraftServiceSettings):
     assert model.version == model_hash(Path(settings.model))
     assert model.vocabulary_hash == Tokenizer.from_folder(settings.model).vocabulary_hash(model.vocabulary)
-    assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 2, 4) for width in (1, 3)}
+    assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 2) for width in (1, 3)}
     assert set(model.samples.catchup_s) == set(model.limits.token_edges)
     assert all(seconds > 0 for seconds in (*model.samples.draft_level_s.values(), *model.samples.catchup_s.values()))
 
@@ -227,7 +230,7 @@ def test_vocabularies_are_told_apart(settings: DraftServiceSettings):
 def test_sizes_that_cannot_be_are_said_before_loading(settings: DraftServiceSettings):
     cases = {
         "max_context must be at most 256, which the draft supports, got 99999": {"max_context": 99999},
-        "max_batch_tokens (2) must be at least max_batch (4)": {"max_batch_tokens": 2},
+        "max_batch_tokens (1) must be at least max_batch (2)": {"max_batch_tokens": 1},
         "num_pages must be at least 8, which one request of max_context needs, got 2": {"num_pages": 2},
         "lower num_pages, max_context or max_sessions": {"num_pages": 10**9},
     }
