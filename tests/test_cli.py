@@ -21,11 +21,12 @@ from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, RequestError
 from adaserve_jax.learn_config import LearnOptions
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.settings import Settings as SettingsBase
 from adaserve_jax.settings import options_of, setting, settings, settings_of
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, SamplingParams
 from scripts import reference_docs
 from tests.program import run_program
 

@@ -13,13 +13,14 @@ import adaserve_jax
 from adaserve_jax import errors, sampling
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models import chat_prompt
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.server import schema
 from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.sim.acceptance import AcceptanceRecord
-from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, SamplingParams
 from scripts import reference_docs
 from tests.conftest import ROOT
 from tests.documents import Row, names, rows, section

@@ -8,7 +8,8 @@ import pytest
 
 from adaserve_jax import SLO, SamplingParams
 from adaserve_jax.errors import RequestError
-from adaserve_jax.types import Limits, RequestMetrics
+from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.types import Limits
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ import numpy as np
 
 from adaserve_jax.engine.client import EngineClient, GenerateRequest, OutputChunk
 from adaserve_jax.errors import SLO_INFEASIBLE, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.sim.acceptance import AcceptanceRecorder
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import WorkloadItem
 
 

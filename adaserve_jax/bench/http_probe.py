@@ -19,8 +19,9 @@ from adaserve_jax.bench.engine import Ask, AtPoint, Probe
 from adaserve_jax.errors import SLO_INFEASIBLE, ConfigError
 from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.http_client.settings import UrlSettings
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord, Status
-from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import WorkloadItem
 
 USAGE_LADDER: tuple[Mapping[str, Any], ...] = (

@@ -20,6 +20,7 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.profile import Profile
 from adaserve_jax.results.provenance import source_commit
@@ -32,7 +33,7 @@ from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.types import SLO, CostSamples, Limits, Progress, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, CostSamples, Limits, Progress, SamplingParams
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import load_workload

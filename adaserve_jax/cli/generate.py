@@ -15,7 +15,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.learn_config import LearnOptions
-from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.types import SLO, SamplingParams
 
 
 @takes("config", EngineConfig, without=("seed",))

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.stats import DrafterStats, LearningStats, StepStats, counter, gauge
-from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
+from adaserve_jax.types import SLO, FinishReason, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
 MAX_TAG_CHARS = 64

@@ -18,6 +18,7 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.errors import OverloadedError
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
@@ -26,7 +27,6 @@ from adaserve_jax.types import (
     Executor,
     LogitEdits,
     Logprobs,
-    RequestMetrics,
     Sequence,
     SequenceUpdate,
     StepOutcome,

@@ -18,7 +18,8 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams, TokenLogprob
+from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.types import SLO, Progress, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int]
 OPEN_PER_SLOT = 4

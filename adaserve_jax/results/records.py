@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
-from adaserve_jax.types import RequestMetrics, TpotParts
+from adaserve_jax.request_metrics import RequestMetrics, TpotParts
 
 Status = Literal["finished", "rejected", "failed", "unfinished", "cancelled"]
 Cause = Literal[

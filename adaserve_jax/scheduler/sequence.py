@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import ANSWERING
-from adaserve_jax.types import Limits, RequestMetrics, RowSampling, Sequence
+from adaserve_jax.types import Limits, RowSampling, Sequence
 
 NO_SLOT = -1
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adaserve_jax.errors import OverloadedError, QueueFullError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server.auth import Account
-from adaserve_jax.types import RequestMetrics
 
 SHRINK = 0.02
 """Weight of a smaller number of slots in use: a dip between two steps says little."""

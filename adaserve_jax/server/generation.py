@@ -11,6 +11,7 @@ from functools import cached_property
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError, OverloadedError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server.admission import Reservation
 from adaserve_jax.server.errors import ApiError, from_code
 from adaserve_jax.server.formatting import DeltaBuilder
@@ -24,7 +25,6 @@ from adaserve_jax.server.schema import (
     Usage,
 )
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.types import RequestMetrics
 
 _log = logging.getLogger(__name__)
 Receiver = Callable[[int, OutputChunk], bool]

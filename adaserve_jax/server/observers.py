@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import unstarted_metrics
-from adaserve_jax.types import RequestMetrics
 
 Ending = Literal["stop", "length", "abort", "cancelled", "error", "rejected"]
 """End of a choice: a finish reason, where an abort is the server's own; cancelled, where its client closed the

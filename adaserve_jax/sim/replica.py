@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import Status
 from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import RoutingPolicy
@@ -19,7 +20,7 @@ from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import VerifiedStep, begin_step, end_step
 from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import Executor, RequestMetrics, Sequence, SequenceUpdate
+from adaserve_jax.types import Executor, Sequence, SequenceUpdate
 
 _NONE = -1
 

@@ -18,6 +18,7 @@ from adaserve_jax.config import Elastic, EngineConfig
 from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import ElasticRule
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import RecordColumns
 from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.run_folder import PointKey
@@ -32,7 +33,7 @@ from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import Limits, RequestMetrics, SamplingParams, Sequence
+from adaserve_jax.types import Limits, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace
 
 ADDED = (

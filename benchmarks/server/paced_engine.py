@@ -22,10 +22,10 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server.serve import WarmUpBar, serve
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import RequestMetrics
 
 VOCAB = 256
 READY_BEFORE_S = 0.003

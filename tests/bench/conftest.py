@@ -15,8 +15,9 @@ import pytest
 from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import FinishReason, RequestMetrics
+from adaserve_jax.types import FinishReason
 from adaserve_jax.workloads.workload import WorkloadItem
 
 BASELINE_S = 0.004

@@ -12,6 +12,7 @@ from adaserve_jax.bench.profile_plot import need_matplotlib, plot_profile
 from adaserve_jax.cli.app import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
@@ -20,7 +21,7 @@ from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.types import SLO, CostSamples, Limits, RequestMetrics, SamplingParams, Sequence
+from adaserve_jax.types import SLO, CostSamples, Limits, SamplingParams, Sequence
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from tests.results.test_profile import profile, timings

@@ -19,8 +19,9 @@ from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import OnDeath, SupervisedEngine
 from adaserve_jax.errors import EngineDeadError, EngineRestartingError, RequestError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats, metrics_of
-from adaserve_jax.types import FinishReason, RequestMetrics
+from adaserve_jax.types import FinishReason
 from tests.engine.test_process import FACTORY, ROOT, Collected, request
 from tests.waiting import PATIENCE_S, wait_until
 

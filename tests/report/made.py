@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
-from adaserve_jax.types import RequestMetrics
 from tests.results.points import sample
 
 PROVENANCE = Provenance(

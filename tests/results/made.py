@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
-from adaserve_jax.types import RequestMetrics
 
 RUN = ServerRun("r1", 1000.0, "0.1.0", "0.10.2", "cpu", "adaserve", "served", "folder/target", "folder/draft", 0.05)
 OTHER_RUN = ServerRun("r2", 1004.5, "0.1.0", "0.10.2", "cpu", "ar", "served", "folder/target", None, 0.06)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import STATUSES, RecordColumns, ServedReport, report_of, summarize
 from adaserve_jax.results.records import RequestRecord, Status, violation_cause
-from adaserve_jax.types import RequestMetrics
 from tests.results.made import OTHER_RUN, RUN, records_file
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.jsonl import append_rows, as_line, make_folder, read_good_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
-from adaserve_jax.types import RequestMetrics
 from tests.results.points import record, row, sample
 
 

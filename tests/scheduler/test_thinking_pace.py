@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import RequestError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import Thinking
-from adaserve_jax.types import RequestMetrics, SamplingParams, Sequence
+from adaserve_jax.types import SamplingParams, Sequence
 from tests.scheduler.harness import Run, expected_text, limits_of, request_of
 from tests.scheduler.test_remote_draft import run_of, service_of
 

@@ -25,8 +25,9 @@ from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError,
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import RequestMetrics, TokenLogprob
+from adaserve_jax.types import TokenLogprob
 
 STRIDE = 3
 CONTEXT = 512

@@ -10,12 +10,12 @@ import pytest
 
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import OverloadedError, QueueFullError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.server.admission import REFUSE_AT, TTFT_SHARE, QueueAdmission, Reservation, Slots
 from adaserve_jax.server.auth import Account
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import RequestMetrics
 
 SLOTS = 4
 LIMIT_S = 5.0

@@ -10,6 +10,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, DashboardMonitor
 from adaserve_jax.server.dashboard.requests import ALL, CAUSES, ChoiceHistory, record_of
@@ -19,7 +20,6 @@ from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
 NOTHING = LastMinute(None, 0.0, None, None)

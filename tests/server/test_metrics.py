@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.stats import DrafterStats, ServiceState, StepStats
-from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ScriptedEngine
 
 

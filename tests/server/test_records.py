@@ -24,6 +24,7 @@ from rich.console import Console
 import adaserve_jax
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.record_store import RecordStore, read_records
 from adaserve_jax.results.records import ServedRecord, served_record, unstarted_metrics
 from adaserve_jax.server import serve as serve_module
@@ -32,7 +33,6 @@ from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.serve import Observability, WarmUpBar
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.results.made import made
 from tests.server.scripted import ByteTokenizer, ScriptedEngine

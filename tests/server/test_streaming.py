@@ -16,6 +16,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
+from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.server import streaming
 from adaserve_jax.server.connection import DIRECT_BODY
 from adaserve_jax.server.formatting import CompletionFormatter
@@ -23,7 +24,7 @@ from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.schema import StreamOptions
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.streaming import EventStream, EventWriter
-from adaserve_jax.types import RequestMetrics, SamplingParams
+from adaserve_jax.types import SamplingParams
 from tests.server.conftest import Running, serving
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 from tests.waiting import wait_until
