@@ -22,7 +22,6 @@ from adaserve_jax.distill.offline import (
 )
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params, param_specs
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint

@@ -61,7 +61,8 @@ def _causal(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in ("tied", "one_kv_head", "sharded_f16") else pytest.param(case, marks=SLOW) for case in CASES]
+    "case",
+    [case if case in ("tied", "one_kv_head", "sharded_f16") else pytest.param(case, marks=SLOW) for case in CASES],
 )
 def test_logits_equal_the_oracle(tmp_path: Path, case: str) -> None:
     folder = write_checkpoint(tmp_path, **CASES[case])

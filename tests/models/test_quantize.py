@@ -66,9 +66,7 @@ def test_the_error_is_at_most_half_a_step(dtype: type) -> None:
     assert error.max(axis=1).mean() > scale.mean() / 4, "a coarser grid than the errors of this one"
 
 
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "columns"), [(300, 32, 24), (90, 5000, 4), (1, 7, 1)]
-)
+@pytest.mark.parametrize(("outputs", "inputs", "columns"), [(300, 32, 24), (90, 5000, 4), (1, 7, 1)])
 def test_the_product_equals_float64(outputs: int, inputs: int, columns: int) -> None:
     """Sizes on both sides of a block, and one whose last block takes rows of the one before."""
     rng = np.random.default_rng(2)

@@ -88,7 +88,8 @@ SLOWER = (("bingreedy", 0.75), ("lints", 0.5))
 
 
 @pytest.mark.parametrize(
-    ("name", "exponent"), [("nightjar-v1", 0.75), ("linucb", 0.5), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER)]
+    ("name", "exponent"),
+    [("nightjar-v1", 0.75), ("linucb", 0.5), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOWER)],
 )
 def test_regret_of_the_others(name, exponent: float):
     """Bins that explore with 1 / sqrt(k) leave T^(3/4), again up to a logarithm."""
