@@ -30,8 +30,9 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def test_texts_of_the_target_are_the_engines(tmp_path: Path) -> None:
-    """Greedy and sampled: the same noise by seed and position. A prompt of several prefill chunks is among them."""
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_texts_of_the_target_are_the_engines(tmp_path: Path, temperature: float) -> None:
+    """The same noise by seed and position. A prompt of several prefill chunks is among them."""
     target = write_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=1)
     params, config = _read(target)
     generator = Generator(config, None, rows=3, dtype=jnp.float32)
@@ -39,13 +40,12 @@ def test_texts_of_the_target_are_the_engines(tmp_path: Path) -> None:
     prompts = [rng.integers(3, 300, size).astype(np.int32) for size in (5, 90, 1, 17)]
     seeds = [7, 2**40 + 3, 11, 2**63]
     with LLM(str(target), policy="ar", dtype="f32", **TINY | {"draft": None, "max_context": 128}) as llm:
-        for temperature in (0.0, 0.8):
-            sampling = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in seeds]
-            expected = llm.generate([prompt.tolist() for prompt in prompts], sampling)
-            drawing = Drawing(mix=1.0, max_tokens=24, temperature=temperature, eos_ids=config.eos_token_ids)
-            texts = generator.texts((params, None), prompts, seeds, drawing)
-            for text, prompt, each in zip(texts, prompts, expected, strict=True):
-                assert text[len(prompt) :].tolist() == each.token_ids
+        sampling = [SamplingParams(max_tokens=24, temperature=temperature, seed=seed) for seed in seeds]
+        expected = llm.generate([prompt.tolist() for prompt in prompts], sampling)
+        drawing = Drawing(mix=1.0, max_tokens=24, temperature=temperature, eos_ids=config.eos_token_ids)
+        texts = generator.texts((params, None), prompts, seeds, drawing)
+        for text, prompt, each in zip(texts, prompts, expected, strict=True):
+            assert text[len(prompt) :].tolist() == each.token_ids
 
 
 @pytest.mark.parametrize("mix", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])  # 1.0: the texts of the target

@@ -1,7 +1,8 @@
-"""A target, its draft service, and all that may befall the two: its texts are those of plain decoding, no step waits beyond its deadline, drafts are used before and after, and the service keeps nothing.
+"""A target, its draft service, and all that may befall the two: its texts are those of plain decoding, no step waits
+beyond its deadline, drafts are used before and after, and the service keeps nothing.
 
 An engine in deterministic mode asks a service in a process of its own, by way of a proxy that knows frames, with one
-that knows bytes on each side of it. The draft is the target itself, so each token that comes in time is accepted.
+that knows bytes on each side of it. The draft is the target itself, so that what comes in time is accepted.
 """
 
 from __future__ import annotations
