@@ -64,7 +64,7 @@ def conditions(rows: list[ResultRow]) -> str:
 
 
 def table(name: str, found: Measured) -> str:
-    """Return commands, conditions and one line per policy and every other rate, by rate and in the order of policies.
+    """Return commands, conditions and one line per policy and rate (every other of many), in the order of policies.
 
     name: of the folder, and of its report.
 
@@ -74,7 +74,7 @@ def table(name: str, found: Measured) -> str:
     for row in rows:
         if not row.valid:
             raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
-    shown = found.settings[::2]
+    shown = found.settings if len(found.settings) <= 3 else found.settings[::2]
     estimates = Estimates()
     titles = ["policy", "requests/s", "requests", *map(heading, SHOWN)]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
