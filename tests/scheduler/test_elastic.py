@@ -43,15 +43,15 @@ class Watched(SimExecutor):
 
     def expand(self) -> None:
         if self._fails("expand"):
-            assert self._kv is not None
-            self._kv.drop_draft()
+            assert self.kv is not None
+            self.kv.drop_draft()
             raise ElasticError("no room for the slab")
         super().expand()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         if self._fails("move_pages"):
-            assert self._kv is not None
-            self._kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
+            assert self.kv is not None
+            self.kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
             raise ElasticError("the copy was cut off")
         self.moved += len(from_pages)
         super().move_pages(from_pages, to_pages)
