@@ -207,7 +207,7 @@ def expanded(rule: ElasticRule = QUICK) -> Run:
     run = watched(rule=rule)
     controller = run.scheduler.controller
     assert isinstance(controller, NightjarController)
-    controller._last, controller._choose = 0, lambda bucket, load: 0  # type: ignore[method-assign]
+    controller._last, controller.choose = 0, lambda bucket, load: 0  # type: ignore[method-assign]
     for index in range(3):
         run.add(request_of(f"r{index}", prompt=90, tokens=60))
     while run.scheduler.stats.draft_resident:

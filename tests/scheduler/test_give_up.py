@@ -48,7 +48,12 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
     run.clock.advance(0.2)
     run.step()
     asked: list[tuple[list[float], int]] = []
-    run.scheduler.controller.sustains = lambda rates, others, *_, **__: not asked.append((rates.tolist(), others))
+
+    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
+        asked.append((need_rate.tolist(), others))
+        return True
+
+    run.scheduler.controller.sustains = sustains
     run.scheduler.add(request_of("a", tpot_slo_s=0.04))
     run.scheduler.plan(0.29)
     run.scheduler.add(request_of("b", tpot_slo_s=0.04))

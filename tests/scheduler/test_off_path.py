@@ -40,7 +40,7 @@ def recorded(policy: str, max_depth: int) -> tuple[Recorder, Run]:
     controller = run.scheduler.controller
     if isinstance(controller, NightjarController):
         controller._last = 0
-        controller._choose = lambda bucket, load: 0  # type: ignore[method-assign]
+        controller.choose = lambda bucket, load: 0  # type: ignore[method-assign]
     batch = run.scheduler.batch
 
     def one_page_ahead_at_most(step: int) -> None:
