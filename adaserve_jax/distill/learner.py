@@ -35,6 +35,7 @@ from adaserve_jax.stats import LearningStats
 from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Sequence, StepOutcome, StepPlan
 
 if TYPE_CHECKING:
+    from adaserve_jax.distill.programs import TrainPrograms
     from adaserve_jax.models.decoder import Params
     from adaserve_jax.runtime.executor import ModelExecutor
 
@@ -73,19 +74,26 @@ class Learner:
         self._drafts: list[DraftUpdates] = []
         self._keeper: CheckpointSaver | None = None
         self._pieces: PieceScheduler  # set by `prepare`
+        self.programs: TrainPrograms
+        """Compiled programs of training, set by `prepare`."""
         self._drafted, self._accepted = (np.zeros(len(self._names), np.int64) for _ in range(2))
         self.failed = False
         """True once an error has ended learning."""
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Compile training, and load the checkpoints of learn_folder, whose versions serve from now on. Raises
-        CheckpointError, ConfigError."""
+    def prepare(self, progress: Progress | None = None, programs: TrainPrograms | None = None) -> None:
+        """Compile training, and load the checkpoints of learn_folder, whose versions serve from now on.
+
+        programs: compiled for another learner of the same drafts; None: choose their length and compile them. Raises
+        CheckpointError, ConfigError.
+        """
         config, drafter = self._config, self._executor.local_drafter
         assert drafter is not None, "a LearnConfig comes with a draft"
-        programs = choose_length(
-            drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
-            progress=progress,
-        )  # fmt: skip
+        if programs is None:
+            programs = choose_length(
+                drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
+                progress=progress,
+            )  # fmt: skip
+        self.programs = programs
         target = model_hash(self._executor.target_folder)
         for index, name in enumerate(self._names):
             buffer = RecordBuffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
@@ -112,6 +120,7 @@ class Learner:
         seconds = measure_pieces(
             self._drafts[0].trainer, self._config.learn_every,
             lambda _: executor.set_draft(executor.draft_params(0), 0),  # the weights that serve already
+            self._clock,
         )  # fmt: skip
         longest_s = self._config.learn_delay_ms / 1e3
         seconds["accumulate"] = min(seconds["accumulate"], longest_s)  # as measured when the length was chosen

@@ -158,7 +158,7 @@ class Batch:
         for state in sorted((self.running[row] for row in short.nonzero()[0]), key=lambda state: state.rank):
             while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
-                self._preempt(victim)
+                self.preempt(victim)
                 preempted = self.blocked_on_pages = True
         return preempted
 
@@ -225,7 +225,7 @@ class Batch:
         worst = max(self.running, key=lambda running: running.rank)
         if worst.sequence.priority <= state.sequence.priority:
             return False
-        self._preempt(worst)
+        self.preempt(worst)
         return True
 
     def _start(self, state: SequenceState, shared: np.ndarray) -> None:
@@ -258,7 +258,8 @@ class Batch:
         if self.prefixes is not None:
             self.prefixes.forget_draft()
 
-    def _preempt(self, state: SequenceState) -> None:
+    def preempt(self, state: SequenceState) -> None:
+        """Take a running sequence's slot and pages back, and queue it again with its tokens. Between steps only."""
         self.release(state)
         state.forget_kv()
         self.queue.put_back(state)

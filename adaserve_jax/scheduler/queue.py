@@ -65,7 +65,8 @@ class WaitingQueue:
         self._preempted: list[SequenceState] = []
         self._on_time: list[SequenceState] = []
         self._late: list[SequenceState] = []
-        self._admissions = 0
+        self.admissions = 0
+        """Sequences that were taken for the first time."""
         self._untargeted = 0
 
     def __len__(self) -> int:
@@ -117,11 +118,11 @@ class WaitingQueue:
     @property
     def promotes_oldest(self) -> bool:
         """True if the next admission goes to the sequence that has waited longest."""
-        return self._ordering == "deadline" and self._admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
+        return self._ordering == "deadline" and self.admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
 
     def take(self, state: SequenceState) -> None:
         """Remove the sequence that `peek` returned and count an admission."""
-        self._admissions += state not in self._preempted
+        self.admissions += state not in self._preempted
         self.remove(state)
 
     def remove(self, state: SequenceState) -> None:

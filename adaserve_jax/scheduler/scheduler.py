@@ -88,18 +88,20 @@ class Scheduler:
         solo = SoloSpeed(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self.controller, solo, max_prefill=max_prefill)
         remote = config.drafter is not None
-        self._batch = Batch(
+        self.batch = Batch(
             limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
             holds_draft=not remote,
         )  # fmt: skip
+        """Running sequences, their slots and pages, and the queue. While a step is in flight, the scheduler alone
+        changes it."""
         self._stats = StepStats(pages_total=limits.num_pages)
         self.elastic_memory: ElasticMemory | None = None
         """Expansion of the KV pool into the draft's memory; None where the draft always stays."""
         if may_expand(self._policy.elastic, limits, config):
-            worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
-            self.elastic_memory = ElasticMemory(self._batch, elastic_rule or ElasticRule(), self._stats, worth)
+            worth = PageWorth(self.batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
+            self.elastic_memory = ElasticMemory(self.batch, elastic_rule or ElasticRule(), self._stats, worth)
         self._draft = DraftPlanner(
-            self._batch,
+            self.batch,
             costs,
             used=self._policy.uses_draft and limits.max_depth > 0,
             calibrated=self._policy.calibrated,
@@ -109,14 +111,14 @@ class Scheduler:
             remote=remote,
         )
         self._planner = Planner(
-            self._batch, self.controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
+            self.batch, self.controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
             search_budget=self._policy.search_budget and not isinstance(self.controller, ClosedFormController),
             max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
-        self._slack = SlackTracker(self._batch.capacity)
+        self._slack = SlackTracker(self.batch.capacity)
         self._states: dict[str, SequenceState] = {}
         self._in_flight: PlannedStep | None = None
         self._added = 0
@@ -130,7 +132,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Length of the queue in O(1); `stats` copies everything."""
-        return len(self._batch.queue)
+        return len(self.batch.queue)
 
     @property
     def draft_resident(self) -> bool:
@@ -155,7 +157,7 @@ class Scheduler:
         if not 0 <= sequence.draft <= len(self._config.drafts):
             most = len(self._config.drafts)
             raise RequestError(f"draft must be from 0 to {most}, by index, got {sequence.draft}", param="draft")
-        if self._batch.queue.num_new >= self._config.max_waiting:
+        if self.batch.queue.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
         verdict = self._feasibility.judge(sequence)
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
@@ -171,14 +173,14 @@ class Scheduler:
         )
         self._added += 1
         self._states[name] = state
-        self._batch.queue.add(state)
+        self.batch.queue.add(state)
 
     def abort(self, sequence_id: str, reason: FinishReason = "abort") -> SequenceUpdate | None:
         """End a sequence; safe while its step is in flight. Returns its last update, or None for an unknown id."""
         state = self._states.pop(sequence_id, None)
         if state is None:
             return None
-        update = finish(self._batch, state, reason, [], self._stats)
+        update = finish(self.batch, state, reason, [], self._stats)
         self._report_released_slots()
         return update
 
@@ -221,10 +223,10 @@ class Scheduler:
         planned = self._expect(plan)
         self._set_in_flight(None)
         self._slack.observe(
-            now, len(self._batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
+            now, len(self.batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
         )
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
-        updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
+        updates = apply_outcome(self.batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for update in updates.ended.values():
             del self._states[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
@@ -238,7 +240,7 @@ class Scheduler:
 
     def sequence_ids(self, plan: StepPlan) -> list[str]:
         """Return the ids of the rows of the step in flight; "" for one that was aborted since."""
-        states = (self._batch.table.states[slot] for slot in self._expect(plan).slots.tolist())
+        states = (self.batch.table.states[slot] for slot in self._expect(plan).slots.tolist())
         return ["" if state is None else state.sequence.sequence_id for state in states]
 
     def retime_draft(self, samples: CostSamples) -> None:
@@ -276,7 +278,7 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A copy of all totals and gauges. Changes nothing, so that any thread may ask."""
-        pool, prefixes, calibrator, stats = self._batch.pool, self._batch.prefixes, self._calibrator, self._stats
+        pool, prefixes, calibrator, stats = self.batch.pool, self.batch.prefixes, self._calibrator, self._stats
         report = self.controller.arms()
         return replace(
             stats,
@@ -297,12 +299,12 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless sequences, slots, pages and queue agree; for tests and debugging."""
-        self._batch.check_integrity()
-        if len(self._states) != len(self._batch.running) + len(self._batch.queue):
+        self.batch.check_integrity()
+        if len(self._states) != len(self.batch.running) + len(self.batch.queue):
             raise IntegrityError("a sequence is neither running nor waiting, or both")
 
     def _gauges(self) -> dict[str, Any]:
-        batch, pool = self._batch, self._batch.pool
+        batch, pool = self.batch, self.batch.pool
         extension_used = pool.extension_used
         return {
             "running": len(batch.running), "waiting": len(batch.queue), "preemptions": batch.preemptions,
@@ -353,7 +355,7 @@ class Scheduler:
 
     def _report_released_slots(self) -> None:
         """Tell a draft service which slots' sequences run no more."""
-        released = self._batch.released
+        released = self.batch.released
         if self._draft_sessions is not None and released:
             self._draft_sessions.ended(np.array(sorted(released), np.int32))
             released.clear()

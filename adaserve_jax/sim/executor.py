@@ -97,7 +97,8 @@ class SimExecutor:
         self._vocab_size = vocab_size
         self._draft_s = 0.0
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
-        self._kv = SimKV(limits, vocab_size) if strict else None
+        self.kv = SimKV(limits, vocab_size) if strict else None
+        """KV that reads and writes are checked against; None if not strict."""
         self._elastic_times = elastic_times or ElasticTimes()
         self._place: State = "resident"
         self._loaded_at_s = 0.0
@@ -120,8 +121,8 @@ class SimExecutor:
         if draft is None:
             raise IntegrityError("speculate needs a plan with a draft")
         self._require("resident", "a plan has a draft")
-        if self._kv is not None:
-            self._kv.extend_draft(plan)
+        if self.kv is not None:
+            self.kv.extend_draft(plan)
             ends = draft.draft_ctx + draft.catchup_counts
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
@@ -150,8 +151,8 @@ class SimExecutor:
             sampling = plan.sampling
             tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
             counts[rows:] = plan.prefill_final
-        if self._kv is not None:
-            self._kv.extend_target(plan, tokens, counts)
+        if self.kv is not None:
+            self.kv.extend_target(plan, tokens, counts)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s + self._overhead_s)
         draft_s, self._draft_s = self._draft_s, 0.0
@@ -161,24 +162,24 @@ class SimExecutor:
         self._require("resident", "expand is called")
         self._clock.advance(self._elastic_times.expand_s)
         self._place = "expanded"
-        if self._kv is not None:
-            self._kv.drop_draft()
-            self._kv.add_extension()
+        if self.kv is not None:
+            self.kv.drop_draft()
+            self.kv.add_extension()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         self._require("expanded", "move_pages is called")
         if np.intersect1d(from_pages, to_pages).size:
             raise IntegrityError(f"pages are moved onto each other: {from_pages} to {to_pages}")
-        if self._kv is not None:
-            self._kv.move_pages(from_pages, to_pages)
+        if self.kv is not None:
+            self.kv.move_pages(from_pages, to_pages)
 
     def contract(self) -> None:
         self._require("expanded", "contract is called")
         self._clock.advance(self._elastic_times.contract_s)
         self._place = "loading"
         self._loaded_at_s = self._clock.now() + self._elastic_times.load_s
-        if self._kv is not None:
-            self._kv.drop_extension()
+        if self.kv is not None:
+            self.kv.drop_extension()
 
     def draft_ready(self) -> bool:
         self._require("loading", "draft_ready is called")
@@ -189,8 +190,8 @@ class SimExecutor:
 
     def know(self, request: Sequence) -> None:
         """Register the text of a sequence, so that `strict` sees it read KV of others even in shared pages."""
-        if self._kv is not None:
-            self._kv.know(request.prompt_ids, request.seed, request.choice)
+        if self.kv is not None:
+            self.kv.know(request.prompt_ids, request.seed, request.choice)
 
     def close(self) -> None:
         return None

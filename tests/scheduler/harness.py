@@ -13,7 +13,16 @@ from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.types import CostSamples, DraftSessions, Limits, SamplingParams, Sequence, SequenceUpdate
+from adaserve_jax.types import (
+    CostSamples,
+    DraftSessions,
+    DraftTrees,
+    Limits,
+    SamplingParams,
+    Sequence,
+    SequenceUpdate,
+    StepPlan,
+)
 
 VOCAB = 1000
 
@@ -111,12 +120,12 @@ class Run:
                 assert update.metrics is not None
                 self.last[update.sequence_id] = update
 
-    def step(self, in_flight: Callable[[], None] | None = None):
+    def step(self, in_flight: Callable[[StepPlan], object] | None = None):
         """Run one step; `in_flight` is called between selection and verification. Returns the plan and the trees."""
 
-        def edit(*_) -> None:
+        def edit(plan: StepPlan, trees: DraftTrees) -> None:
             if in_flight is not None:
-                in_flight()
+                in_flight(plan)
 
         step = begin_step(self.scheduler, self.executor, self.clock.now, edit)
         if step is None:

@@ -14,7 +14,7 @@ import pytest
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.queue import PROMOTION_PERIOD
 from adaserve_jax.scheduler.sequence import SequenceState
-from adaserve_jax.types import SamplingParams, Sequence
+from adaserve_jax.types import SamplingParams, Sequence, StepPlan
 from tests.scheduler.harness import VOCAB, Run, limits_of, request_of
 
 INFEASIBLE_S = 1e-4
@@ -59,36 +59,38 @@ class Watched:
         self.seen: dict[str, Seen] = {}
         self.most_waiting = 0
         self.late_admission = 0
-        queue = run.scheduler._batch.queue
-        self._take, queue.take = queue.take, self.take
+        queue = run.scheduler.batch.queue
+        self.ranks: dict[str, tuple] = {}
+        self.admit, queue.take = queue.take, self.take
 
     def take(self, state: SequenceState) -> None:
         """Note an admission, in place of the queue's own method."""
-        self._take(state)
+        self.admit(state)
+        self.ranks.setdefault(state.sequence.sequence_id, state.rank)
         seen = self.seen.get(state.sequence.sequence_id)
         if seen is not None and seen.admitted_step is None:
             seen.admitted_step = self.run.steps
-            seen.admissions = self.run.scheduler._batch.queue._admissions - seen.admissions_before
+            seen.admissions = self.run.scheduler.batch.queue.admissions - seen.admissions_before
 
     def add(self, request: Sequence) -> None:
-        queue = self.run.scheduler._batch.queue
-        self.seen[request.sequence_id] = Seen(queue.num_new, queue._admissions)
+        queue = self.run.scheduler.batch.queue
+        self.seen[request.sequence_id] = Seen(queue.num_new, queue.admissions)
         self.run.scheduler.add(request)
         self.most_waiting = max(self.most_waiting, queue.num_new)
 
     def step(self) -> None:
-        run, batch = self.run, self.run.scheduler._batch
-        first, admissions = _lowest(batch), batch.queue._admissions
+        run, batch = self.run, self.run.scheduler.batch
+        first, admissions = _lowest(batch), batch.queue.admissions
         before = {name: len(text) for name, text in run.text.items()}
         decoding: list[str] = []
 
-        def planned() -> None:
-            slots = set(run.scheduler._in_flight.plan.slots.tolist())
+        def planned(plan: StepPlan) -> None:
+            ids = set(run.scheduler.sequence_ids(plan))
             decode = [state for state in batch.running if state.pending == 1]
             assert first is None or first.is_running, "the running request of lowest rank was preempted"
-            assert _lowest(batch).slot in slots, "the running request of lowest rank was left out"
-            assert {state.slot for state in decode} <= slots, "a row that decodes was left out"
+            assert _lowest(batch).sequence.sequence_id in ids, "the running request of lowest rank was left out"
             decoding.extend(state.sequence.sequence_id for state in decode)
+            assert set(decoding) <= ids, "a row that decodes was left out"
 
         plan, _ = run.step(in_flight=planned)
         if plan is None:
@@ -97,11 +99,11 @@ class Watched:
         self.note_progress(admissions)
 
     def note_progress(self, admissions: int) -> None:
-        run, queue = self.run, self.run.scheduler._batch.queue
+        run, queue = self.run, self.run.scheduler.batch.queue
         for name, seen in self.seen.items():
             if seen.first_token_step is None and name in run.text:
                 seen.first_token_step = run.steps
-        self.late_admission = 0 if queue._admissions > admissions or not queue.num_new else self.late_admission + 1
+        self.late_admission = 0 if queue.admissions > admissions or not queue.num_new else self.late_admission + 1
         assert self.late_admission <= self.drain_steps
 
 
@@ -118,11 +120,9 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
     run, load = Run.of(limits, policy=policy), overload(seed, 60, 30.0)
     watched, waiting = Watched(run, drain_steps), list(load)
     ended: dict[str, int] = {}
-    ranks = {}
     while waiting or run.scheduler.has_work:
         while waiting and waiting[0].arrival_s <= run.clock.now():
             watched.add(waiting.pop(0))
-            ranks |= {name: state.rank for name, state in run.scheduler._states.items()}
         watched.step()
         if not run.scheduler.has_work and waiting:
             run.clock.advance(max(waiting[0].arrival_s - run.clock.now(), 1e-3))
@@ -131,7 +131,7 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
     assert watched.most_waiting > 20, "not an overload"
     for name, end in ended.items():
         seen, metrics = watched.seen[name], run.last[name].metrics
-        before = sum(rank < ranks[name] for rank in ranks.values())
+        before = sum(rank < watched.ranks[name] for rank in watched.ranks.values())
         if policy == "adaserve":
             assert seen.admissions <= PROMOTION_PERIOD * (seen.waiting_before + 1)
         else:
@@ -174,7 +174,7 @@ def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None
     for state in (first, second):
         batch.queue.add(state)
     batch.admit(0.0, lambda state: True)
-    batch._preempt(second)
+    batch.preempt(second)
     batch.queue.add(new)
     asked = []
     batch.admit(0.0, lambda state: bool(asked.append(state)))

@@ -43,15 +43,15 @@ class Watched(SimExecutor):
 
     def expand(self) -> None:
         if self._fails("expand"):
-            assert self._kv is not None
-            self._kv.drop_draft()
+            assert self.kv is not None
+            self.kv.drop_draft()
             raise ElasticError("no room for the slab")
         super().expand()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         if self._fails("move_pages"):
-            assert self._kv is not None
-            self._kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
+            assert self.kv is not None
+            self.kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
             raise ElasticError("the copy was cut off")
         self.moved += len(from_pages)
         super().move_pages(from_pages, to_pages)
@@ -207,7 +207,7 @@ def expanded(rule: ElasticRule = QUICK) -> Run:
     run = watched(rule=rule)
     controller = run.scheduler.controller
     assert isinstance(controller, NightjarController)
-    controller._last, controller._choose = 0, lambda bucket, load: 0  # type: ignore[method-assign]
+    controller._last, controller.choose = 0, lambda bucket, load: 0  # type: ignore[method-assign]
     for index in range(3):
         run.add(request_of(f"r{index}", prompt=90, tokens=60))
     while run.scheduler.stats.draft_resident:

@@ -171,7 +171,7 @@ def test_a_target_out_of_reach_gives_no_place_before_others():
         run.step()
     started = {name: run.last[name].metrics.first_scheduled_s for name in ("greedy", "fair")}
     assert started["fair"] <= started["greedy"]
-    queue = run.scheduler._batch.queue
+    queue = run.scheduler.batch.queue
     run.scheduler.add(request_of("again", tpot_slo_s=1e-3))
     assert queue.peek_untargeted() is None
 

@@ -8,8 +8,8 @@ from tests.scheduler.harness import Run, limits_of, request_of
 
 def without_infeasible(run: Run) -> dict[str, float]:
     """TPOT target of each running request, as it is planned for."""
-    table = run.scheduler._batch.table
-    return {state.sequence.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
+    table = run.scheduler.batch.table
+    return {state.sequence.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler.batch.running}
 
 
 @pytest.mark.parametrize(("policy", "after"), [("adaserve", np.inf), ("adaserve-paper", 0.05)])
@@ -35,8 +35,8 @@ def test_it_stays_given_up_through_preemption():
     run.clock.advance(0.1)
     while not run.text.get("late"):
         run.step()
-    batch = run.scheduler._batch
-    batch._preempt(batch.running[0])
+    batch = run.scheduler.batch
+    batch.preempt(batch.running[0])
     run.step()
     assert without_infeasible(run) == {"late": np.inf}
 
@@ -47,11 +47,23 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
     run.scheduler.add(request_of("late", prompt=200, tokens=30, tpot_slo_s=0.05, ttft_slo_s=0.3))
     run.clock.advance(0.2)
     run.step()
-    planner, (state,) = run.scheduler._planner, run.scheduler._batch.running
-    assert planner._pace_rate(state, 0.29) == 20.0
-    assert planner._pace_rate(state, 0.31) == 0.0
+    asked: list[tuple[list[float], int]] = []
+
+    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
+        asked.append((need_rate.tolist(), others))
+        return True
+
+    run.scheduler.controller.sustains = sustains
+    run.scheduler.add(request_of("a", tpot_slo_s=0.04))
+    run.scheduler.plan(0.29)
+    run.scheduler.add(request_of("b", tpot_slo_s=0.04))
+    run.scheduler.plan(0.31)
+    assert asked == [([20.0, 25.0], 0), ([25.0, 25.0], 1)]
     while not run.text.get("late"):
         run.step()
-    run.scheduler._batch._preempt(state)
+    run.scheduler.batch.preempt(
+        next(state for state in run.scheduler.batch.running if state.sequence.sequence_id == "late")
+    )
+    run.scheduler.add(request_of("c", tpot_slo_s=0.04))
     run.step()
-    assert state.is_running and planner._pace_rate(state, run.clock.now()) == 0.0
+    assert asked[-1] == ([25.0, 25.0, 25.0], 1)

@@ -8,44 +8,49 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.scheduler.sequence import SequenceState
 from tests.scheduler.harness import Run, limits_of, request_of
 
 
+def waiting_state() -> SequenceState:
+    return SequenceState(request_of("d"), max_total=30, order_key=0.0, number=9)
+
+
 def hold_a_page_less(run: Run) -> None:
-    run.scheduler._batch.running[0].num_pages -= 1
+    run.scheduler.batch.running[0].num_pages -= 1
 
 
 def lose_a_slot(run: Run) -> None:
-    run.scheduler._batch.table._free.pop()
+    run.scheduler.batch.table.bind(waiting_state(), np.zeros(0, np.int32))
 
 
 def swap_two_requests(run: Run) -> None:
-    run.scheduler._batch._slots[:2] = run.scheduler._batch._slots[1::-1].copy()
+    run.scheduler.batch.running.reverse()
 
 
 def name_a_page_beyond(run: Run) -> None:
-    state = run.scheduler._batch.running[0]
-    run.scheduler._batch.table.page_table[state.slot, state.num_pages] = 1
+    state = run.scheduler.batch.running[0]
+    run.scheduler.batch.table.page_table[state.slot, state.num_pages] = 1
 
 
 def count_apart(run: Run) -> None:
-    state = run.scheduler._batch.running[0]
+    state = run.scheduler.batch.running[0]
     state.counts = state.counts.copy()
 
 
 def compute_more_than_there_is(run: Run) -> None:
-    state = run.scheduler._batch.running[0]
+    state = run.scheduler.batch.running[0]
     state.draft_computed = state.num_tokens + 1
 
 
 def compute_beyond_the_pages(run: Run) -> None:
-    state = run.scheduler._batch.running[0]
+    state = run.scheduler.batch.running[0]
     state.num_computed = state.num_pages * 8 + 1
     state.num_tokens = state.num_computed + 1
 
 
-def forget_who_asked(run: Run) -> None:
-    run.scheduler._states.popitem()
+def queue_what_nobody_asked(run: Run) -> None:
+    run.scheduler.batch.queue.add(waiting_state())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def forget_who_asked(run: Run) -> None:
         (count_apart, "sequence 'a' runs on counts or tokens outside the slot table"),
         (compute_more_than_there_is, "sequence 'a' counts more computed tokens than it has"),
         (compute_beyond_the_pages, "sequence 'a' has KV beyond its pages"),
-        (forget_who_asked, "a sequence is neither running nor waiting, or both"),
+        (queue_what_nobody_asked, "a sequence is neither running nor waiting, or both"),
     ],
 )
 def test_damage_is_told(damage: Callable[[Run], None], message: str) -> None:
@@ -76,9 +81,8 @@ def test_a_whole_page_that_was_not_entered_is_told() -> None:
     run = Run.of(limits_of(), policy="ar")
     run.add(request_of("a", prompt=30))
     run.step()
-    batch = run.scheduler._batch
-    assert batch.prefixes is not None
-    batch.prefixes._due[0, batch.running[0].slot] = 8
+    (state,) = run.scheduler.batch.running
+    state.num_tokens, state.num_computed = 33, 32
     with pytest.raises(IntegrityError, match="full pages of sequence 'a' were not entered"):
         run.scheduler.check_integrity()
 

@@ -55,6 +55,13 @@ def step_of(depth: int, rows: int, decoded: int, step_s: float = 0.03, **others)
     )
 
 
+def turned_off(controller: NightjarController) -> NightjarController:
+    """After a step in which no draft could be asked."""
+    controller.decide(replace(load_of(4), can_draft=False))
+    controller.learn(step_of(0, 4, 4))
+    return controller
+
+
 def run(controller, sizes, tokens_of=lambda depth: 1 + depth / 2):
     """Depth of each step, one for each size of batch."""
     depths = []
@@ -127,12 +134,12 @@ class TestSchedule:
     def test_the_chance_to_explore_falls_with_the_bin(self, rule, power):
         """No arm is left that might be the best one and was not tried."""
         controller = nightjar(rule)
-        bucket = controller._bucket(4)
+        bucket = controller.bucket(4)
         bucket.played[:] = TRIAL_STEPS
         explored = np.zeros((4, 2000))
         for bin_index, step in np.ndindex(explored.shape):
             bucket.schedule.bin = bin_index + 1
-            controller._choose(bucket, load_of(4))
+            controller.choose(bucket, load_of(4))
             explored[bin_index, step] = bucket.explores
         expected = np.minimum(np.arange(1, 5.0) ** -power, rule.explore_most)
         np.testing.assert_allclose(explored.mean(1), expected, atol=0.04)
@@ -140,13 +147,13 @@ class TestSchedule:
     def test_arms_near_the_best_are_tried_first_until_they_were_played_some_steps(self):
         """Latencies 10, 11, 12.4 and 13 ms: the second and the third are within a quarter of the first."""
         controller = nightjar(V2)
-        bucket = controller._bucket(4)
+        bucket = controller.bucket(4)
         bucket.row_s, bucket.tokens = np.array([10.0, 11.0, 12.4, 13.0]), np.full(4, 1000.0)
-        controller._last, load = 0, load_of(4)
+        load = load_of(4)
         controller.loss = lambda bucket, load: bucket.latency_s  # type: ignore[method-assign]
 
         def explored() -> set[int]:
-            arms = [controller._choose(bucket, load) for _ in range(50)]
+            arms = [controller.choose(bucket, load) for _ in range(50)]
             assert bucket.explores, "the first bin of a block explores while there are such arms"
             return set(arms)
 
@@ -154,7 +161,7 @@ class TestSchedule:
         bucket.played[1] = TRIAL_STEPS
         assert explored() == {2}
         bucket.played[2] = TRIAL_STEPS
-        arms = [controller._choose(bucket, load) for _ in range(200)]
+        arms = [controller.choose(bucket, load) for _ in range(200)]
         assert arms.count(0) > 150 and len(set(arms)) > 1, "one bin in ten explores"
 
 
@@ -221,22 +228,20 @@ class TestNightjar:
 
     def test_loss_while_off_charges_the_switch_over_the_tokens_of_the_dwell(self):
         """A lag of 200 tokens at one row costs 20.65 ms, over 16 steps of 1.5 or 2 tokens."""
-        controller = nightjar(max_depth=2)
-        controller._last = 0
+        controller = turned_off(nightjar(max_depth=2))
         expected = [0.020, 0.0204 + 0.02065 / (16 * 1.5), 0.01836 + 0.02065 / (16 * 2)]
         np.testing.assert_allclose(controller.loss(self.bucket, load_of(1, lag=200)), expected)
 
     def test_bingreedy_knows_no_switch_and_one_size_of_batch(self):
-        controller = nightjar(BINGREEDY, max_depth=2)
-        controller._last = 0
+        controller = turned_off(nightjar(BINGREEDY, max_depth=2))
         np.testing.assert_allclose(controller.loss(self.bucket, load_of(1, lag=200)), [0.020, 0.020, 0.018])
         run(controller, [1, 8, 3])
-        assert len(controller._buckets) == 1
+        assert len(controller.arms().arms) == 1
 
     def test_the_arm_stays_for_a_bin_and_with_its_size_of_batch(self):
         """Steps of another size come in the middle of a bin of 16 steps, and nothing changes."""
         controller = nightjar(seed=3)
-        bucket = controller._bucket(4)
+        bucket = controller.bucket(4)
         while bucket.schedule.bin_steps < 16 or bucket.schedule.step < 5:
             run(controller, [4])
         arm, step = bucket.arm, bucket.schedule.step
@@ -254,7 +259,7 @@ class TestNightjar:
             depths, trials = [], []
             for rows in [1, 8] * 1000:
                 depth = controller.decide(load_of(rows)).depth
-                trials.append(controller._playing[0].explores)
+                trials.append(controller.bucket(rows).explores)
                 seconds = 0.03 if rows == 1 else 0.03 * (1 + 3 * depth)
                 controller.learn(step_of(depth, rows, rows * (1 + depth), seconds))
                 depths.append(depth)
@@ -272,7 +277,7 @@ class TestNightjar:
         controller = nightjar(rule, max_depth=2)
         bucket = ArmBucket(np.array([0.01, 0.02, 0.08]), np.array([1.0, 1.0, 2.0]), rows=1)
         bucket.explores, bucket.schedule.step = True, 2
-        drawn = [controller._choose(bucket, load_of(1)) for _ in range(6000)]
+        drawn = [controller.choose(bucket, load_of(1)) for _ in range(6000)]
         np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 6000, expected, atol=0.02)
 
     def test_v1_draws_anew_in_each_step_of_an_exploring_bin(self):
@@ -281,16 +286,17 @@ class TestNightjar:
     def test_regret_is_the_time_beyond_what_the_best_arm_would_have_taken(self):
         """Arms of 10, 20, 20 and 40 ms a token: the last one's 30 ms would have been 7.5 with the first."""
         controller = nightjar()
-        bucket = controller._bucket(4)
+        bucket = controller.bucket(4)
         for arm, expected in ((3, 0.0225), (1, 0.0225 + 0.015), (0, 0.0375)):
             bucket.row_s, bucket.tokens = np.array([1.0, 2.0, 2.0, 4.0]), np.full(4, 100.0)
-            controller._playing = bucket, arm
+            bucket.arm = arm
+            assert controller.decide(load_of(4)).depth == arm
             controller.learn(step_of(arm, 4, 8, 0.03))
             assert controller.arms().regret_s == pytest.approx(expected)
 
     def test_sizes_of_batch_share_statistics_up_to_the_next_power_of_two(self):
         controller = nightjar(max_requests=6)
-        buckets = [controller._bucket(rows) for rows in range(1, 7)]
+        buckets = [controller.bucket(rows) for rows in range(1, 7)]
         assert [buckets.index(bucket) + 1 for bucket in buckets] == [1, 2, 3, 3, 5, 5]
 
     def test_a_plan_that_is_forgotten_changes_nothing(self):
@@ -301,7 +307,7 @@ class TestNightjar:
 
     def test_a_step_that_could_not_draft_says_nothing_of_its_chain(self):
         controller = nightjar()
-        bucket = controller._bucket(4)
+        bucket = controller.bucket(4)
         bucket.arm = 2
         before = bucket.latency_s
         controller.decide(load_of(4))
@@ -311,7 +317,7 @@ class TestNightjar:
     def test_without_decode_rows_it_goes_on_as_it_was(self):
         controller = nightjar()
         assert controller.decide(load_of(0, prefill=20)).feed_draft
-        controller._last = 0
+        turned_off(controller)
         assert not controller.decide(load_of(0, prefill=20)).feed_draft
 
     def test_without_a_draft_there_is_one_arm(self):
@@ -325,9 +331,10 @@ class TestLinear:
         bandit = LinUcb(limits, costs_of_chains(limits))
         x = np.array([1.0, 0.5])
         bandit.reward(0, x, 0.4)
-        np.testing.assert_allclose(bandit._weights[0], [0.4 / 2.25, 0.2 / 2.25])
+        weights = [bandit.expected(unit)[0] for unit in np.eye(2)]
+        np.testing.assert_allclose(weights, [0.4 / 2.25, 0.2 / 2.25])
         np.testing.assert_allclose(bandit.uncertainty(x), [np.sqrt(1.25 / 2.25), np.sqrt(1.25)])
-        np.testing.assert_allclose(bandit._margin(np.array([2.0])), [2 * UCB_WIDTH])
+        np.testing.assert_allclose(bandit.margin(np.array([2.0])), [2 * UCB_WIDTH])
 
     def test_many_rewards_against_linear_algebra(self):
         limits, rng = limits_of(max_depth=2), np.random.default_rng(0)
@@ -341,7 +348,9 @@ class TestLinear:
         x = np.array([1.0, 0.3])
         for arm, (xs, rewards) in seen.items():
             design = np.eye(2) + np.array(xs).T @ np.array(xs)
-            np.testing.assert_allclose(bandit._weights[arm], np.linalg.solve(design, np.array(xs).T @ rewards))
+            np.testing.assert_allclose(
+                [bandit.expected(unit)[arm] for unit in np.eye(2)], np.linalg.solve(design, np.array(xs).T @ rewards)
+            )
             assert bandit.uncertainty(x)[arm] ** 2 == pytest.approx(x @ np.linalg.solve(design, x))
 
     def test_reward_is_a_rows_tokens_per_second_over_the_most_that_could_be(self):
@@ -350,7 +359,8 @@ class TestLinear:
         bandit = LinUcb(limits, costs_of_chains(limits))
         depth = bandit.decide(load_of(4)).depth
         bandit.learn(step_of(depth, 4, 8, 0.04))
-        np.testing.assert_allclose(bandit._rewarded[depth], 50 / (3 / 0.021) * np.array([1.0, 0.5]))
+        x, reward = np.array([1.0, 0.5]), 50 / (3 / 0.021)
+        assert bandit.expected(x)[depth] == pytest.approx(x @ np.linalg.solve(np.eye(2) + np.outer(x, x), reward * x))
 
     def test_thompson_sampling_draws_what_weights_drawn_from_the_posterior_score(self):
         limits = limits_of(max_depth=1)
@@ -361,7 +371,7 @@ class TestLinear:
         design = np.eye(2) + 3 * np.outer(x, x)
         rng = np.random.default_rng(2)
         posterior = rng.multivariate_normal(np.zeros(2), SAMPLING_WIDTH**2 * np.linalg.inv(design), 4000) @ x
-        drawn = [bandit._margin(bandit.uncertainty(x))[1] for _ in range(4000)]
+        drawn = [bandit.margin(bandit.uncertainty(x))[1] for _ in range(4000)]
         assert np.std(drawn) == pytest.approx(np.std(posterior), rel=0.05)
         assert np.mean(drawn) == pytest.approx(0, abs=0.005)
 

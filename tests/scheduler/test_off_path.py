@@ -40,8 +40,8 @@ def recorded(policy: str, max_depth: int) -> tuple[Recorder, Run]:
     controller = run.scheduler.controller
     if isinstance(controller, NightjarController):
         controller._last = 0
-        controller._choose = lambda bucket, load: 0  # type: ignore[method-assign]
-    batch = run.scheduler._batch
+        controller.choose = lambda bucket, load: 0  # type: ignore[method-assign]
+    batch = run.scheduler.batch
 
     def one_page_ahead_at_most(step: int) -> None:
         """Before a plan, a request has the pages of its tokens but the newest one, which may need another."""

@@ -15,9 +15,9 @@ def test_plans_say_which_draft_is_each_rows() -> None:
         run.add(request_of(name, prompt=30 if name == "d" else 5, tokens=9 + len(name) * draft, draft=draft))
     seen = set()
     while run.scheduler.has_work:
-        slots = {state.slot: state.sequence.sequence_id for state in run.scheduler._batch.running}
+        slots = {state.slot: state.sequence.sequence_id for state in run.scheduler.batch.running}
         plan, _ = run.step()
-        slots |= {state.slot: state.sequence.sequence_id for state in run.scheduler._batch.running}
+        slots |= {state.slot: state.sequence.sequence_id for state in run.scheduler.batch.running}
         if plan.draft is not None:
             found = plan.draft.drafts.tolist()
             assert found == [chosen[slots[slot]] for slot in plan.slots.tolist()]

@@ -207,7 +207,7 @@ class TestAdaServePaper:
         run.scheduler.add(request_of("late", tokens=60, tpot_slo_s=0.018))
         for _ in range(4):
             run.step()
-        (state,) = run.scheduler._batch.running
+        (state,) = run.scheduler.batch.running
         planned = run.scheduler._planner.plan(run.clock.now(), 0)
         for late_s, expected in ((0.0, None), (0.06, None), (0.5, 5.0)):
             now = run.clock.now() + late_s
@@ -257,7 +257,7 @@ class TestPriority:
         run.step()
         run.scheduler.add(request_of("urgent", tokens=3, arrival_s=run.clock.now(), priority=0))
         run.step()
-        running = {state.sequence.sequence_id for state in run.scheduler._batch.running}
+        running = {state.sequence.sequence_id for state in run.scheduler.batch.running}
         assert running == {"middling", "urgent"}
         while run.scheduler.has_work:
             run.step()

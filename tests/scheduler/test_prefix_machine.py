@@ -22,19 +22,27 @@ asks = st.tuples(
 )  # fmt: skip
 
 
+class Draft:
+    """What the scheduler asks whether there is a draft."""
+
+    available = True
+
+    def ended(self, slots: np.ndarray) -> None:
+        pass
+
+
 class Swaps:
     """What a swap does to scheduler and machine, part by part, so that it can fail between any two."""
 
-    def __init__(self, run: Run):
-        self._run, self._batch, self._kv = run, run.scheduler._batch, run.executor._kv
-        self._drafts = run.scheduler._draft._used
+    def __init__(self, run: Run, draft: Draft):
+        self._batch, self._kv, self._draft = run.scheduler.batch, run.executor.kv, draft
 
     @property
     def extended(self) -> bool:
         return self._batch.pool.extended
 
     def expand(self) -> None:
-        self.use_draft(False)
+        self._draft.available = False
         self._kv.drop_draft()
         self._batch.forget_draft()
         self._kv.add_extension()
@@ -56,10 +64,7 @@ class Swaps:
         if fails == "no":
             self._kv.drop_extension()
             pool.trim()
-            self.use_draft(True)
-
-    def use_draft(self, on: bool) -> None:
-        self._run.scheduler._draft._used = on and self._drafts
+            self._draft.available = True
 
 
 class ServingMachine(RuleBasedStateMachine):
@@ -71,8 +76,9 @@ class ServingMachine(RuleBasedStateMachine):
         limits = limits_of(
             max_requests=4, max_context=MAX_CONTEXT, page_size=PAGE, num_pages=num_pages, extension_pages=extension
         )
-        self.run = Run.of(limits, policy=policy, elastic="off")  # swaps come when the machine wants them
-        self.swaps = Swaps(self.run) if extension else None
+        draft = Draft()
+        self.run = Run.of(limits, policy=policy, elastic="off", draft_sessions=draft)
+        self.swaps = Swaps(self.run, draft) if extension else None  # they come when the machine wants them
         self.asked: dict[str, Sequence] = {}
         for text in range(3):  # so that there is something to find
             self.ask(text, 40, 1, 1, "", 0)
@@ -102,7 +108,7 @@ class ServingMachine(RuleBasedStateMachine):
     @rule(asked=asks, pick=picks)
     def step_while_one_is_aborted(self, asked: tuple, pick: int) -> None:
         self.ask(*asked)
-        self.run.step(lambda: self.abort(pick))
+        self.run.step(lambda _: self.abort(pick))
 
     @rule(pick=picks)
     def abort(self, pick: int) -> None:
@@ -111,11 +117,11 @@ class ServingMachine(RuleBasedStateMachine):
             update = self.run.scheduler.abort(alive[pick % len(alive)])
             self.run.take([update])
 
-    @precondition(lambda self: self.run.scheduler._batch.running)
+    @precondition(lambda self: self.run.scheduler.batch.running)
     @rule(pick=picks)
     def preempt(self, pick: int) -> None:
-        running = self.run.scheduler._batch.running
-        self.run.scheduler._batch._preempt(running[pick % len(running)])
+        running = self.run.scheduler.batch.running
+        self.run.scheduler.batch.preempt(running[pick % len(running)])
 
     @precondition(lambda self: self.swaps is not None and not self.swaps.extended)
     @rule()
@@ -129,8 +135,8 @@ class ServingMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_draft(self) -> None:
-        self.run.scheduler._batch.forget_draft()
-        self.run.executor._kv.drop_draft()
+        self.run.scheduler.batch.forget_draft()
+        self.run.executor.kv.drop_draft()
 
     @invariant()
     def agrees(self) -> None:
@@ -152,7 +158,7 @@ class ServingMachine(RuleBasedStateMachine):
             )
             assert last.metrics.cached_tokens < len(request.prompt_ids)
             assert last.metrics.cached_tokens % PAGE == 0
-        assert self.run.scheduler._batch.pool.num_used == 0
+        assert self.run.scheduler.stats.pages_used == 0
 
 
 class TestServing(ServingMachine.TestCase):

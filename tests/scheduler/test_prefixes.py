@@ -55,8 +55,7 @@ def test_a_prompt_computes_only_what_follows_the_pages_that_are_known(policy):
     stats = run.scheduler.stats
     assert stats.cache_queried_tokens == 30 + 30 + 24 + 25 + 30 + 29 + 22 + 43
     assert stats.cache_hit_tokens == 24 + 16 + 24 + 8 + 40
-    assert stats.pages_cached == run.scheduler._batch.pool.num_cached > 0
-    assert stats.pages_used == 0
+    assert stats.pages_cached > 0 == stats.pages_used
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -82,17 +81,23 @@ def test_hits_are_those_of_a_dict_of_token_prefixes(policy):
 def test_the_draft_finds_its_pages_too(policy):
     run, prompt = Run.of(limits_of(), policy=policy), tokens_of(1, 50)
     serve_alone(run, ask("a", prompt, 20))
-    run.add(ask("b", prompt, 20))
-    plan, _ = run.step()
-    assert plan.draft is None or plan.draft.draft_ctx[0] == 48
-    assert run.scheduler._states["b"].draft_computed >= 48
+    assert known_to_the_draft(run, ask("b", prompt, 20)) == 48
+
+
+def known_to_the_draft(run: Run, request: Sequence) -> int:
+    """The tokens that the draft has when it is first asked for a request."""
+    run.add(request)
+    while True:
+        plan, _ = run.step()
+        if plan.draft is not None:
+            return int(plan.draft.draft_ctx[0])
 
 
 def test_a_draft_that_was_away_is_fed_what_the_target_still_has():
     run, prompt = Run.of(limits_of(), policy="spec:4"), tokens_of(1, 50)
     serve_alone(run, ask("a", prompt))
-    run.scheduler._batch.forget_draft()
-    run.executor._kv.drop_draft()
+    run.scheduler.batch.forget_draft()
+    run.executor.kv.drop_draft()
     run.add(ask("b", prompt, 30))
     fed = 0
     while "b" not in run.last:
@@ -101,16 +106,7 @@ def test_a_draft_that_was_away_is_fed_what_the_target_still_has():
     assert run.last["b"].metrics.cached_tokens == 48
     assert fed >= 50
     assert serve_alone(run, ask("c", prompt, 20))[0] == 48
-    prefixes = run.scheduler._batch.prefixes
-    assert prefixes._cache.draft_prefix(prefixes.find(state_of(run, prompt))) == 6
-
-
-def state_of(run: Run, prompt: list[int]):
-    """The state of a request that only waits."""
-    run.scheduler.add(ask("asks", prompt))
-    state = run.scheduler._states["asks"]
-    run.scheduler.abort("asks")
-    return state
+    assert known_to_the_draft(run, ask("d", prompt, 20)) == 48
 
 
 def test_requests_that_run_together_share_pages():
@@ -120,8 +116,8 @@ def test_requests_that_run_together_share_pages():
     for name in "bcd":
         run.add(ask(name, prompt, 20))
     run.step()
-    assert len(run.scheduler._batch.running) == 4, "4 times 5 pages are more than 16"
-    assert run.scheduler._batch.pool.references(np.arange(16)).tolist().count(4) == 4
+    assert run.scheduler.stats.running == 4, "4 times 5 pages are more than 16"
+    assert run.scheduler.stats.pages_used == 4 + 5, "the same four, and one of its own each; the first one grew"
     run.serve([])
     assert [run.last[name].metrics.cached_tokens for name in "abcd"] == [0, 32, 32, 32]
     assert all(run.text[name] == expected_text(ask(name, prompt, 20), 64)[0] for name in "abcd")
@@ -138,27 +134,28 @@ def test_idle_pages_that_are_taken_are_not_free_for_others(idle):
             serve_alone(run, ask("gone", prompt[: 8 * idle], 1))
         run.add(ask("runs", tokens_of(6, 45), 60))
         run.step()
-        assert run.scheduler._batch.pool.num_cached == idle
+        assert run.scheduler.stats.pages_cached == idle
         run.add(ask("asks", prompt, 8))
         run.step()
-        assert len(run.scheduler._batch.running) == (2 if pages == 9 else 1)
+        assert run.scheduler.stats.running == (2 if pages == 9 else 1)
 
 
 def test_a_preempted_request_finds_its_own_pages():
-    run, prompt = Run.of(limits_of(), policy="ar"), tokens_of(4, 30)
-    run.add(ask("a", prompt, 40))
+    """By one of higher priority, which has the only place until it ends."""
+    run, prompt = Run.of(limits_of(max_requests=1), policy="priority", draft=None), tokens_of(4, 30)
+    run.add(ask("a", prompt, 40, priority=1))
     while len(run.text.get("a", [])) < 15:
         run.step()
-    state = run.scheduler._states["a"]
-    run.scheduler._batch._preempt(state)
-    run.scheduler.check_integrity()
+    run.add(ask("b", tokens_of(5, 3), 1))
+    while "b" not in run.last:
+        run.step()
     plan, _ = run.step()
     assert plan.ctx_len.tolist() == [40]  # of 45 tokens, 44 of them computed before
     assert plan.num_prefill_tokens == 5
     run.serve([])
     assert run.text["a"] == expected_text(ask("a", prompt, 40), 256)[0]
     assert run.last["a"].metrics.cached_tokens == 0, "of the first admission"
-    assert run.scheduler.stats.cache_queried_tokens == 30
+    assert run.scheduler.stats.cache_queried_tokens == 30 + 3
 
 
 def test_salts_separate_what_is_shared():
@@ -173,17 +170,19 @@ def test_off_nothing_is_kept():
     assert [serve_alone(run, ask(name, prompt)) for name in "ab"] == [(0, 30), (0, 30)]
     stats = run.scheduler.stats
     assert (stats.cache_queried_tokens, stats.cache_hit_tokens, stats.pages_cached) == (0, 0, 0)
-    assert run.scheduler._batch.pool.num_free == 256
+    assert stats.pages_used == 0
 
 
 def test_a_wrong_hit_is_seen_by_the_simulated_machine():
-    """The test's own teeth: a request that is given the pages of another text fails at its first step."""
-    run = Run.of(limits_of(), policy="ar")
-    serve_alone(run, ask("a", tokens_of(0, 30)))
-    known = state_of(run, tokens_of(0, 30))
-    assert len(run.scheduler._batch.prefixes.find(known)) == 3
-    run.add(ask("b", tokens_of(1, 30)))
-    run.scheduler._states["b"].page_keys = known.page_keys
+    """The test's own teeth: a request whose pages hold another text fails at its first step."""
+    run, pages = Run.of(limits_of(), policy="ar"), {}
+    for name, seed in (("a", 0), ("b", 1)):
+        run.add(ask(name, tokens_of(seed, 30)))
+        plan, _ = run.step()
+        pages[name] = plan.page_table[0, :3].copy()
+        run.serve([])
+    run.executor.kv.move_pages(pages["b"], pages["a"])
+    run.add(ask("c", tokens_of(0, 30)))
     with pytest.raises(IntegrityError, match="not its own"):
         run.step()
 

@@ -113,10 +113,10 @@ def test_a_long_text_is_fed_beside_a_step_that_does_not_wait_for_it() -> None:
     """The service was timed up to 64 tokens: a draft that lacks more than that is waited for in the step after."""
     run = run_of(limits={"max_tree_tokens": 16})
     run.add(request_of("long", prompt=200, tokens=12))
-    table = run.scheduler._batch.table
+    table = run.scheduler.batch.table
     while not service_of(run).plans:
         run.step()
-    while run.scheduler._batch.running and table.num_tokens[0] - table.num_computed[0] > 1:
+    while run.scheduler.batch.running and table.num_tokens[0] - table.num_computed[0] > 1:
         run.step()
     table.draft_computed[0] = 0  # as where nothing drafted so far
     service = service_of(run)
@@ -142,7 +142,7 @@ def test_who_is_due_when() -> None:
         plan, _ = run.step()
         if plan is None or plan.draft is None:
             continue
-        states = {state.slot: state for state in run.scheduler._batch.running}
+        states = {state.slot: state for state in run.scheduler.batch.running}
         for row, slot in enumerate(plan.slots[: plan.num_decode].tolist()):
             state, due_s = states.get(slot), plan.draft.due_s[row]
             if state is None or state.first_token_s is None:
@@ -181,7 +181,7 @@ def test_slots_that_are_given_back_are_named_once() -> None:
     run.add(request_of("a", tokens=4))
     run.add(request_of("b", tokens=40))
     run.step()
-    slots = {state.sequence.sequence_id: state.slot for state in run.scheduler._batch.running}
+    slots = {state.sequence.sequence_id: state.slot for state in run.scheduler.batch.running}
     told = service_of(run).sessions.told
     assert told == []
     while "a" not in run.last:

@@ -101,7 +101,7 @@ def test_a_sequence_that_is_aborted_in_flight_is_scored_no_further() -> None:
     run = Run.of(limits_of(max_tree_tokens=48), policy="ar")
     asked = request_of("scored", prompt=200, tokens=2)
     run.add(replace(asked, sampling=replace(asked.sampling, prompt_logprobs=0)))
-    plan, _ = run.step(lambda: run.scheduler.abort("scored"))
+    plan, _ = run.step(lambda _: run.scheduler.abort("scored"))
     assert np.array_equal(plan.scored.counts, [48]) and not run.scheduler.has_work
 
 

@@ -81,7 +81,7 @@ def test_aborts_at_any_moment(policy):
         run.scheduler.add(request)
     aborted = set()
 
-    def abort_some():
+    def abort_some(_):
         open_ids = sorted({request.sequence_id for request in load} - set(run.last))
         if rng.random() < 0.3 and open_ids:
             name = open_ids[int(rng.integers(0, len(open_ids)))]

@@ -104,7 +104,7 @@ def serve(run: Run, load: list[Sequence]) -> tuple[dict[str, list[float]], int, 
             run.add(waiting.pop(0))
         made_s, before, rows = run.clock.now(), len(service.plans), []
 
-        def in_flight(before: int = before, rows: list = rows) -> None:
+        def in_flight(_: object, before: int = before, rows: list = rows) -> None:
             if len(service.plans) > before:
                 rows += run.scheduler.sequence_ids(service.plans[-1])
 

@@ -338,7 +338,7 @@ class _LinearBandit(Controller):
 
     def decide(self, load: Load) -> Decision:
         x = np.array([1.0, load.num_decode / self._limits.max_requests])
-        arm = int((self._weights @ x + self._margin(self.uncertainty(x))).argmax())
+        arm = int((self.expected(x) + self.margin(self.uncertainty(x))).argmax())
         self._playing = arm, x
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
 
@@ -355,7 +355,7 @@ class _LinearBandit(Controller):
             return
         arm, x = self._playing
         self._playing = None
-        scores = self._weights @ x
+        scores = self.expected(x)
         self._best = int(scores.argmax())
         if scores[self._best] > 0:
             self._regret_s += feedback.step_s * float(1 - max(scores[arm], 0.0) / scores[self._best])
@@ -379,14 +379,19 @@ class _LinearBandit(Controller):
         one, size = x.tolist()
         return np.sqrt(self._inverse @ np.array([one * one, size * size, 2 * one * size]))
 
-    def _margin(self, uncertainty: np.ndarray) -> np.ndarray:
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        """Return f64[K], theta x."""
+        return self._weights @ x
+
+    def margin(self, uncertainty: np.ndarray) -> np.ndarray:
+        """Return f64[K], what exploring adds to the expected rewards."""
         raise NotImplementedError
 
 
 class LinUcb(_LinearBandit):
     """LinUCB (policy `linucb`; Li et al., 2010): argmax theta x + alpha sqrt(x^T A^-1 x), theta = A^-1 b."""
 
-    def _margin(self, uncertainty: np.ndarray) -> np.ndarray:
+    def margin(self, uncertainty: np.ndarray) -> np.ndarray:
         return UCB_WIDTH * uncertainty
 
 
@@ -400,5 +405,5 @@ class LinearSampling(_LinearBandit):
         super().__init__(limits, costs)
         self._rng = np.random.default_rng(seed)
 
-    def _margin(self, uncertainty: np.ndarray) -> np.ndarray:
+    def margin(self, uncertainty: np.ndarray) -> np.ndarray:
         return SAMPLING_WIDTH * uncertainty * self._rng.standard_normal(len(uncertainty))

@@ -264,10 +264,10 @@ class NightjarController(Controller):
         if not load.can_draft:
             arm = 0  # bins of other arms wait
         if load.num_decode:
-            bucket = self._bucket(load.num_decode)
+            bucket = self.bucket(load.num_decode)
             if load.can_draft:
                 if bucket.arm is None:
-                    bucket.arm = self._choose(bucket, load)
+                    bucket.arm = self.choose(bucket, load)
                 arm = bucket.best(self._last > 0) if self._must_dwell(bucket.arm) else bucket.arm
             self._playing = bucket, arm
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
@@ -311,7 +311,8 @@ class NightjarController(Controller):
         if bucket.schedule.step == 1 or not self._rule.locks:
             bucket.arm = None
 
-    def _bucket(self, rows: int) -> ArmBucket:
+    def bucket(self, rows: int) -> ArmBucket:
+        """Return the statistics that batches of `rows` decode rows share with others of about that size."""
         index = bisect_left(self._sizes, rows)
         bucket = self._buckets[index]
         if bucket is None:
@@ -319,7 +320,8 @@ class NightjarController(Controller):
             bucket = self._buckets[index] = ArmBucket(*self._costs.predicted(rows), rows)
         return bucket
 
-    def _choose(self, bucket: ArmBucket, load: Load) -> int:
+    def choose(self, bucket: ArmBucket, load: Load) -> int:
+        """Draw the arm that plays next; at the first step of a bin, also whether the bin explores."""
         schedule = bucket.schedule
         loss = self.loss(bucket, load)  # what turning speculation on costs keeps an arm from being tried, too
         best = int(loss.argmin())
