@@ -244,6 +244,7 @@ def test_the_reserve_holds_drawing_again() -> None:
         assert taken <= reserve <= 2 * taken
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read: programs are compiled for shapes, and are the same."""
     config = EngineConfig(**PLAIN)

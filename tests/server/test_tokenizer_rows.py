@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def http(models: dict[str, Path], serve_engine: Any) -> Iterator[httpx.Client]:
-    config = EngineConfig(target=str(models["target"]), draft=str(models["wide"]), **TINY | {"max_width": 2})
+    config = EngineConfig(target=str(models["target"]), draft=str(models["wide"]), **TINY)
     engine = LocalEngine(config)
     engine.start()
     with serve_engine(engine, load_tokenizer(str(models["target"])), ServerSettings()) as server:
@@ -113,7 +113,7 @@ def test_the_text_is_the_same_under_every_policy_and_draft(models: dict[str, Pat
     sampling = [SamplingParams(max_tokens=16, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.7)]
     sampling.append(SamplingParams(max_tokens=40, seed=5, json_schema=json.dumps(SCHEMA)))
     texts = set()
-    with LLM(str(models["target"]), str(models[draft]), **TINY | {"max_width": 2}) as llm:
+    with LLM(str(models["target"]), str(models[draft]), **TINY) as llm:
         for policy in ("ar", "spec:2", "adaserve"):
             llm.set_policy(policy)
             outputs = llm.generate(["the in"] * 3, sampling)
