@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 TpotParts = tuple[tuple[float | None, float | None], ...]
 """TPOT target and measured TPOT, in seconds, of each part of an output that may have a target of its own."""
+
+
+class _TimedParts(Protocol):
+    """Targets and measured TPOTs of one choice, in seconds."""
+
+    @property
+    def tpot_slo_s(self) -> float | None: ...
+    @property
+    def tpot_s(self) -> float | None: ...
+    @property
+    def thinking_tpot_slo_s(self) -> float | None: ...
+    @property
+    def thinking_tpot_s(self) -> float | None: ...
+    @property
+    def answer_tpot_s(self) -> float | None: ...
+
+
+def tpot_parts(choice: _TimedParts) -> TpotParts:
+    """Return thinking and answer of a choice with a thinking target, else one part of all tokens."""
+    if choice.thinking_tpot_slo_s is None:
+        return ((choice.tpot_slo_s, choice.tpot_s),)
+    return (choice.thinking_tpot_slo_s, choice.thinking_tpot_s), (choice.tpot_slo_s, choice.answer_tpot_s)
 
 
 @dataclass(frozen=True)
@@ -58,15 +81,15 @@ class RequestMetrics:
 
     @property
     def thinking_tpot_s(self) -> float | None:
-        """(last token of the thinking - first token) / (T - 1) for T >= 2 tokens up to the closing mark, else None."""
+        """Return (last token of the thinking - first token) / (T - 1) for T >= 2 tokens up to the closing mark."""
         if self.thinking_tokens < 2 or self.first_token_s is None or self.thinking_last_s is None:
             return None
         return (self.thinking_last_s - self.first_token_s) / (self.thinking_tokens - 1)
 
     @property
     def answer_tpot_s(self) -> float | None:
-        """(last token - closing mark) / tokens behind the mark, if there are any. Of a text that did not think it is
-        `tpot_s`; None without a thinking target.
+        """Return (last token - closing mark) / tokens behind the mark, if there are any, and `tpot_s` of a text that
+        did not think. None without a thinking target.
         """
         if self.thinking_tpot_slo_s is None or self.thinking_tokens == 0:
             return None if self.thinking_tpot_slo_s is None else self.tpot_s
@@ -77,10 +100,8 @@ class RequestMetrics:
 
     @property
     def tpot_parts(self) -> TpotParts:
-        """Thinking and answer with a thinking target, else one part of all tokens."""
-        if self.thinking_tpot_slo_s is None:
-            return ((self.tpot_slo_s, self.tpot_s),)
-        return (self.thinking_tpot_slo_s, self.thinking_tpot_s), (self.tpot_slo_s, self.answer_tpot_s)
+        """Return the targets and TPOTs of thinking and answer with a thinking target, else those of all tokens."""
+        return tpot_parts(self)
 
     @property
     def thinking_tpot_met(self) -> bool | None:

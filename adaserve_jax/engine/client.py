@@ -289,7 +289,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     thinking_ms = request.slo.thinking_tpot_ms
     if thinking_ms is not None and request.sampling.thinking is None:
         raise RequestError(
-            f"slo_thinking_tpot_ms must be absent from a request whose thinking has no marks, got {thinking_ms:g}",
+            f"slo_thinking_tpot_ms must be absent from a request whose thinking has no marks, got {thinking_ms:g}; "
+            "a server finds a model's marks by --reasoning-parser",
             param="slo_thinking_tpot_ms",
             code="unsupported_parameter",
         )

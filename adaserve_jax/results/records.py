@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
-from adaserve_jax.request_metrics import RequestMetrics, TpotParts
+from adaserve_jax.request_metrics import RequestMetrics, TpotParts, tpot_parts
 
 Status = Literal["finished", "rejected", "failed", "unfinished", "cancelled"]
 Cause = Literal[
@@ -135,10 +135,8 @@ class RequestRecord:
 
     @property
     def tpot_parts(self) -> TpotParts:
-        """TPOT targets and measured TPOTs, as `RequestMetrics.tpot_parts`."""
-        if self.thinking_tpot_slo_s is None:
-            return ((self.tpot_slo_s, self.tpot_s),)
-        return (self.thinking_tpot_slo_s, self.thinking_tpot_s), (self.tpot_slo_s, self.answer_tpot_s)
+        """Return TPOT targets and measured TPOTs, as `RequestMetrics.tpot_parts`."""
+        return tpot_parts(self)
 
     @property
     def late_tokens(self) -> int:

@@ -243,11 +243,10 @@ def targets_of(
     """Return the request's own targets, else its class's, within the limits of server and key.
 
     baseline_s: seconds that `slo_relative` multiplies. limits: those of the request's API key. thinks: the output may
-    think, so that a target of thinking applies; `reasoning.with_thinking` refuses one of the request's own where it
-    does not. Raises RequestError(code="invalid_slo").
+    think, so that its class's target of thinking applies. Raises RequestError(code="invalid_slo").
     """
     default = _class_of(body, settings, classes, limits)
-    thinking_ms = body.slo_thinking_tpot_ms if isinstance(body, ChatBody) and thinks else None
+    thinking_ms = body.slo_thinking_tpot_ms if isinstance(body, ChatBody) else None
     own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative, thinking_ms)
     if thinks and thinking_ms is None:
         thinking_ms = default.thinking_tpot_ms

@@ -29,13 +29,12 @@ def with_thinking(
     name, most = _limit(body)
     marks = marks_in(state)
     if marks is None:
-        for field, value in ((name, most), ("slo_thinking_tpot_ms", body.slo_thinking_tpot_ms)):
-            if value is not None:
-                raise invalid(
-                    f"{field} must be left out, got {value}: this model has no marks of thinking that the server "
-                    "knows; see --reasoning-parser",
-                    field, "unsupported_parameter",
-                )  # fmt: skip
+        if most is not None:
+            raise invalid(
+                f"{name} must be left out, got {most}: this model has no marks of thinking that the server knows; "
+                "see --reasoning-parser",
+                name, "unsupported_parameter",
+            )  # fmt: skip
         return sampling
     last = len(body.messages) - 1
     continued = content_of(body.messages[last], last) if body.continue_final_message else None

@@ -220,7 +220,7 @@ class OtherFields(RequestModel):
 
 
 class OtherChatFields(OtherFields):
-    """Those of chats."""
+    """Accept other servers' fields of chats."""
 
     best_of: Any = unsupported("1", 1)
     echo: Any = unsupported("false", False, why="use continue_final_message")

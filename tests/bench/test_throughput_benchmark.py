@@ -120,6 +120,7 @@ def test_tokens_are_counted_until_the_first_difference(modules):
     assert (equal([1, 2, 3], [1, 2, 3]), equal([1, 2, 3], [1, 5, 3]), equal([1, 2], [1, 2, 3])) == (3, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_transformers_completes_the_same_greedy_text(modules, tmp_path):
     plan = modules["main"].Plan((1,), (0.0,), ("ar",), repeats=1, new_tokens=8, settle_tokens=0)

@@ -155,6 +155,7 @@ def test_a_batch_of_another_shape_is_refused(programs: TrainPrograms):
         trainer.evaluate(fewer)
 
 
+@pytest.mark.slow
 def test_low_rank_updates_have_the_gradients_of_the_weights_they_change(low_rank_programs: TrainPrograms):
     """With W = W0 + A B: A's is G B^T and B's is A^T G, G being W's. In bf16, to its precision."""
     programs = low_rank_programs

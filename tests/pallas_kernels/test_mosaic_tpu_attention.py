@@ -62,7 +62,8 @@ def tpu_races_found() -> bool:
     return interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize("name", [pytest.param("many_steps", marks=pytest.mark.slow), "windowed_many_steps"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["many_steps", "windowed_many_steps"])
 def test_copies_do_not_race_with_reads(name: str) -> None:
     try:
         with simulated_tpu(detect_races=True):

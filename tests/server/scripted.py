@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, check_request
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.models.config import GenerationDefaults
@@ -172,6 +172,7 @@ class ScriptedEngine:
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         if self.dead:
             raise EngineDeadError("the engine died")
+        check_request(request, self.info)
         word = Choice(request, 0, sink, 0.0).word
         if word in REFUSALS:
             raise REFUSALS[word]
