@@ -97,9 +97,9 @@ class EngineConfig(Settings):
         "none", "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
         Panel.MODELS,
     )  # fmt: skip
-    attention: Literal["auto", "xla", "mosaic", "plain"] = setting(
-        "auto", "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "
-        "algorithm in an interpreter, to check it), or auto (xla)", Panel.DEVICES,
+    attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
+        "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "
+        "(the kernels' algorithm in an interpreter, to check it), or auto (cpu where it runs, else xla)", Panel.DEVICES,
     )  # fmt: skip
     profile: PathText | None = setting(
         None, "file that `adaserve profile` wrote for these models and options here: start from its times; none: "

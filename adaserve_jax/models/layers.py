@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from adaserve_jax.cpu_kernels.product import multiplies, multiply
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.quantize import int8_product
+from adaserve_jax.models.quantize import int8_product, product
 from adaserve_jax.models.rope import plain_frequencies
 
 
@@ -42,8 +44,9 @@ class Linear(nnx.Module):
         weight, x = self.weight[...], x.astype(self.dtype)
         if self.scale is not None:
             return int8_product(weight, self.scale[...], x)
-        precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        return jnp.matmul(weight, x, precision=precision, preferred_element_type=jnp.float32)
+        if multiplies(weight, x):
+            return lax.platform_dependent(weight, x, cpu=multiply, default=product)
+        return product(weight, x)
 
     def biased(self, product: jax.Array) -> jax.Array:
         return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]

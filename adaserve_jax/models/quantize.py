@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from adaserve_jax.cpu_kernels.product import multiplies, multiply
 from adaserve_jax.errors import CheckpointError
 
 SCALE = ".scale"
@@ -71,24 +72,26 @@ def int8_product(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array
     weight: i8[out, in]; scale: f32[out]; x: f[in, T]. XLA on a CPU widens a weight before its product, which takes
     several times as long as the product of an f32 weight. So a CPU widens one block of rows after another.
     """
-    return lax.platform_dependent(weight, x, cpu=_product_by_blocks, default=_product) * scale[:, None]
+    on_cpu = multiply if multiplies(weight, x) else _product_by_blocks
+    return lax.platform_dependent(weight, x, cpu=on_cpu, default=product) * scale[:, None]
 
 
-def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
+def product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Return weight @ x, f32[out, T], multiplied in x's type by XLA."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.matmul(weight.astype(x.dtype), x, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _product_by_blocks(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Compute `_product` in blocks of rows. The last slice starts earlier if it would pass the end, and repeats rows of
+    """Compute `product` in blocks of rows. The last slice starts earlier if it would pass the end, and repeats rows of
     the block before."""
     outputs, inputs = weight.shape
     step = max(1, min(_BLOCK_ROWS, _BLOCK_ELEMENTS // inputs))
     if step >= outputs:
-        return _product(weight, x)
+        return product(weight, x)
 
     def block(index: jax.Array, out: jax.Array) -> jax.Array:
         rows = lax.dynamic_slice_in_dim(weight, index * step, step)
-        return lax.dynamic_update_slice_in_dim(out, _product(rows, x), index * step, 0)
+        return lax.dynamic_update_slice_in_dim(out, product(rows, x), index * step, 0)
 
     return lax.fori_loop(0, -(-outputs // step), block, jnp.zeros((outputs, x.shape[1]), jnp.float32))

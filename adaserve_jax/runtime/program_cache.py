@@ -25,9 +25,10 @@ import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from adaserve_jax.cpu_kernels.library import fingerprint, instruction_sets
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
 
-SOURCES = ("*.py", "models/**/*.py", "pallas_kernels/**/*.py", "runtime/**/*.py", "tree/**/*.py")
+SOURCES = ("*.py", "cpu_kernels/**/*.py", "models/**/*.py", "pallas_kernels/**/*.py", "runtime/**/*.py", "tree/**/*.py")
 """Modules of the package that may be traced; all others run on the host."""
 RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
 _log = logging.getLogger(__name__)
@@ -167,20 +168,12 @@ def _environment() -> tuple[Any, ...]:
         jax.devices()[0].client.platform_version,
         settings,
         flags,
-        _cpu(),
+        instruction_sets(),
+        fingerprint(),
     )
 
 
 @functools.cache
-def _cpu() -> str:
-    """Return the instruction sets of the processor, for which programs of a CPU are made."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
 def _digest(*parts: Any) -> str:
     found = hashlib.sha256()
     for part in parts:

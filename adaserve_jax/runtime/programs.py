@@ -97,7 +97,9 @@ class ModelPrograms:
                 fields["count"], fields["row"], num_blocks=bucket.num_blocks, block_size=bucket.block_size
             )
         row = jnp.minimum(fields["row"], bucket.rows - 1)
-        return PackedTokens(fields["page_table"], fields["ctx_len"], row, fields["position"], bits, blocks, path)
+        return PackedTokens(
+            fields["page_table"], fields["ctx_len"], fields["count"], row, fields["position"], bits, blocks, path
+        )
 
     def sampled_logits(self, params: Params, forward: Forward, sampled: jax.Array) -> jax.Array:
         """Return logits f32[N, V] at packed indices `sampled`, i32[N]; indices past the array read its last token."""

@@ -19,7 +19,12 @@ from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE
-from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, check_supported, reads_slabs
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import (
+    Implementation,
+    check_supported,
+    reads_slabs,
+    unsupported,
+)
 from adaserve_jax.runtime.compile import Bucket, BucketSet
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
@@ -146,8 +151,13 @@ def choose_attention(
 
     Raises ConfigError: the one in `config` cannot run on this platform or with these models.
     """
-    if config.attention in ("auto", "xla"):
+    if config.attention == "xla" or (config.attention == "auto" and (config.deterministic or platform != "cpu")):
         return "xla"
+    if config.attention == "auto":
+        fits = all(
+            unsupported("cpu", page_size=config.page_size, dtype=dtype, **_heads(model)) == "" for model in models
+        )
+        return "cpu" if fits else "xla"
     if config.deterministic:
         raise ConfigError(
             f"attention must be auto or xla in deterministic mode, whose order of summation only xla has, got "
@@ -155,6 +165,12 @@ def choose_attention(
         )
     if config.attention == "plain":
         return "plain"
+    if config.attention == "cpu":
+        if platform != "cpu":
+            raise ConfigError(f"attention 'cpu' runs on CPUs, and jax sees {platform!r}; use auto or xla")
+        for model in models:
+            check_supported("cpu", page_size=config.page_size, dtype=dtype, **_heads(model))
+        return "cpu"
     if platform not in ("gpu", "tpu"):
         raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
     implementation: Implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
@@ -164,11 +180,12 @@ def choose_attention(
                 f"attention 'mosaic' on a TPU is for head dimensions that are multiples of {TPU_LANES}, not "
                 f"{model.head_dim}: XLA would copy the pools, which it lays out otherwise; use auto or xla"
             )
-        check_supported(
-            implementation, head_dim=model.head_dim, page_size=config.page_size,
-            group=model.num_heads // model.num_kv_heads, dtype=dtype,
-        )  # fmt: skip
+        check_supported(implementation, page_size=config.page_size, dtype=dtype, **_heads(model))
     return implementation
+
+
+def _heads(model: ModelConfig) -> dict[str, int]:
+    return {"head_dim": model.head_dim, "group": model.num_heads // model.num_kv_heads}
 
 
 def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

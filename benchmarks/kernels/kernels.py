@@ -88,7 +88,8 @@ def packed_tokens(spec: AttentionSpec, table: Any, ctx_len: Any, row: Any, paren
         jnp.asarray(spec.counts, jnp.int32), row, num_blocks=spec.num_blocks, block_size=spec.block_size
     )
     safe = jnp.minimum(row, len(spec.counts) - 1)
-    return PackedTokens(table, ctx_len, safe, position, ancestor_bits(parent), blocks, None)
+    counts = jnp.asarray(spec.counts, jnp.int32)
+    return PackedTokens(table, ctx_len, counts, safe, position, ancestor_bits(parent), blocks, None)
 
 
 def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:

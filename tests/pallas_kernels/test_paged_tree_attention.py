@@ -15,7 +15,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.compat import pltpu
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_tpu, reference
-from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, paged_tree_attention
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, Slabs, expand_bits, query_blocks
 from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
 from benchmarks.kernels.attention_specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
@@ -23,13 +23,14 @@ from tests.oracles.attention import oracle_attention
 
 KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """Simulated on the CPU: copies, barriers, slots, masks and the merge run as they are written."""
-IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain", *KERNELS)
+IMPLEMENTATIONS = ("xla", "xla_off_cpu", "cpu", "canonical", "plain", *KERNELS)
 """xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order."""
-OF_TWO_SLABS = ("xla", "xla_off_cpu", "canonical")
+OF_TWO_SLABS = ("xla", "xla_off_cpu", "cpu", "canonical")
 """Those that read pools in two slabs."""
 QUICK = {
     "xla": ("bf16", "windowed_prefill"),
     "xla_off_cpu": ("prefill", "windowed_tree"),
+    "cpu": tuple(name for name, spec in TINY.items() if spec.dtype == "f32"),
     "canonical": ("tree", "windowed_prefill"),
     "plain": ("tree_past_a_tile", "windowed_tree"),
     "mosaic_gpu": ("tree_eight_heads",),  # always in bf16
@@ -45,7 +46,7 @@ def conformance_cases() -> list[Any]:
             marks=[] if name in QUICK[implementation] else [pytest.mark.slow],
         )
         for implementation in IMPLEMENTATIONS
-        for name in TINY
+        for name in (QUICK["cpu"] if implementation == "cpu" else TINY)
     ]  # fmt: skip
 
 
@@ -67,7 +68,8 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
     blocks = query_blocks(counts, row, num_blocks=spec.num_blocks + 1, block_size=spec.block_size)
     canonical = implementation == "canonical"
     tokens = PackedTokens(
-        page_table, ctx_len, jnp.minimum(row, len(spec.counts) - 1), position, bits, None if canonical else blocks,
+        page_table, ctx_len, counts, jnp.minimum(row, len(spec.counts) - 1), position, bits,
+        None if canonical else blocks,
         ancestor_paths(expand_bits(bits, spec.num_tokens)) if canonical else None,
     )  # fmt: skip
     return paged_tree_attention(
@@ -120,7 +122,8 @@ def test_two_slabs_give_the_bits_of_one(name: str, implementation: str, monkeypa
     np.testing.assert_array_equal(two[:, :, real], one[:, :, real])
 
 
-def test_a_beam_over_two_slabs_gives_the_bits_of_one() -> None:
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_a_beam_over_two_slabs_gives_the_bits_of_one(implementation: Implementation) -> None:
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal((3, *shape), np.float32) for shape in ((2, 2, 4, 16), (2, 8, 16), (2, 8, 16)))
     pools = [rng.standard_normal((2, 9, 2, 8, 16), np.float32) for _ in range(2)]
@@ -128,7 +131,8 @@ def test_a_beam_over_two_slabs_gives_the_bits_of_one() -> None:
     visible = rng.random((3, 4, 8)) < 0.7
 
     def attend(*pools: Any) -> np.ndarray:
-        return np.asarray(jax.jit(beam_attention, static_argnums=5)(q, k, v, *pools, LAYER, table, ctx_len, visible))
+        attend = jax.jit(partial(beam_attention, implementation=implementation), static_argnums=5)
+        return np.asarray(attend(q, k, v, *pools, LAYER, table, ctx_len, visible))
 
     np.testing.assert_array_equal(attend(*(Slabs(pool[:, :4], pool[:, 4:]) for pool in pools)), attend(*pools))
     with pytest.raises(ConfigError, match="by 'plain' reads pools in one slab; 'xla' reads two"):

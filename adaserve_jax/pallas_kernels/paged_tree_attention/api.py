@@ -1,8 +1,8 @@
 """Interface of paged tree attention, for every implementation: packed tokens of a step, or the rows of a beam.
 
-Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
-GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). All but `xla` are given
-`Operands`; importing this module imports none of them.
+Implementations: `xla` (reference.py, everywhere), `cpu` (C++), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
+GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). The last three are given
+`Operands`; importing this module imports none but `xla`.
 """
 
 from __future__ import annotations
@@ -28,27 +28,32 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     unfold,
 )
 
-Implementation = Literal["xla", "plain", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["xla", "cpu", "plain", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+
+def unsupported(implementation: Implementation, *, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
+    """Return why the implementation cannot run these shapes; "" if it can.
+
+    group: query heads per KV head; dtype: of queries and pools.
+    """
+    if implementation == "xla":
+        return ""
+    return _module(implementation).unsupported(head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
 
 
 def check_supported(
     implementation: Implementation, *, head_dim: int, page_size: int, group: int, dtype: jnp.dtype
 ) -> None:
-    """Raise ConfigError unless the implementation can run these shapes.
-
-    group: query heads per KV head; dtype: of queries and pools.
-    """
-    if implementation == "xla":
-        return
-    reason = _module(implementation).unsupported(head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
+    """Raise ConfigError unless the implementation can run these shapes, as `unsupported` says."""
+    reason = unsupported(implementation, head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
     if reason:
         raise ConfigError(f"paged tree attention by {implementation!r} {reason}; 'xla' runs every shape")
 
 
 def reads_slabs(implementation: Implementation) -> bool:
     """Return True if the implementation reads pools in two slabs."""
-    return implementation == "xla"
+    return implementation in ("xla", "cpu")
 
 
 def paged_tree_attention(
@@ -81,6 +86,9 @@ def paged_tree_attention(
             q_tokens * head_dim**-0.5, k.transpose(2, 0, 1), v.transpose(2, 0, 1), k_pool, v_pool, layer,
             tokens.page_table[tokens.row], tokens.ctx_len[tokens.row], tokens.position, tokens.path, window,
         )  # fmt: skip
+    elif implementation == "cpu":
+        _check(implementation, k_pool, group)
+        return _module(implementation).attend_packed(q, k, v, k_pool, v_pool, layer, tokens, window)
     else:
         k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
         rest = (layer, tokens, tokens.blocks, window)
@@ -113,6 +121,11 @@ def beam_attention(
     N]; first: i32[R, W], first context position that a query sees, None: 0. Returns f32[R, K, G, W, D].
     """
     rows, kv_heads, group, width, head_dim = q.shape
+    if implementation == "cpu":
+        _check(implementation, k_pool, group)
+        return _module(implementation).attend_beam(
+            q, k, v, k_pool, v_pool, layer, page_table, ctx_len, visible, first
+        )  # fmt: skip
     folded = q.reshape(rows, kv_heads, group * width, head_dim)
     if implementation == "xla":
         scaled = folded * head_dim**-0.5
@@ -147,9 +160,12 @@ def _module(implementation: Implementation):
 
 def _attend(implementation: Implementation, operands: Operands) -> jax.Array:
     """Run the implementation's kernel; returns f32[B, K, M, D]."""
-    check_supported(
-        implementation, head_dim=operands.q.shape[3], page_size=operands.page_size, group=operands.group,
-        dtype=operands.k_pool.dtype,
-    )  # fmt: skip
+    _check(implementation, operands.k_pool, operands.group)
     kernel: Callable[[Operands], jax.Array] = _module(implementation).attend
     return kernel(operands)
+
+
+def _check(implementation: Implementation, pool: Pool, group: int) -> None:
+    check_supported(
+        implementation, head_dim=pool.shape[4], page_size=pool.shape[3], group=group, dtype=jnp.dtype(pool.dtype)
+    )  # fmt: skip

@@ -92,12 +92,13 @@ class QueryBlocks(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Layout of a step's packed tokens. page_table: i32[R, pages]; ctx_len: i32[R]; row, position: i32[T];
+    """Layout of a step's packed tokens. page_table: i32[R, pages]; ctx_len, count: i32[R]; row, position: i32[T];
     bits: u32[T, ceil(T/32)], ancestors and self; blocks: query blocks, or None to attend in the canonical order; path:
     i32[T, T], ancestors in order, needed for the canonical order only."""
 
     page_table: jax.Array
     ctx_len: jax.Array
+    count: jax.Array
     row: jax.Array
     position: jax.Array
     bits: jax.Array

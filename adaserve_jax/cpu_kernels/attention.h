@@ -1,0 +1,252 @@
+// Paged tree attention: an online softmax over a row's pages, then over its in-flight keys.
+//
+// Axes as in reference.py: R rows, T packed tokens, H/K query/KV heads, G = H / K, D head dim, S page slots, P pages,
+// L layers, W beam width, N keys of a beam. A unit of work is the queries of one row (at most kQueries of them) under
+// one KV head, so that a page is read once for G * kQueries query rows. Keys are taken kLanes at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace adaserve {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kQueries = 16;
+constexpr int64_t kParallelPairs = 1 << 13;  // pairs of query row and key above which a second thread is worth waking
+constexpr float kLowest = -1e30f;
+
+// Query rows of a unit and their running softmax. q: [M, D], scaled; weighted: [M, D]; peak, mass: [M].
+struct Queries {
+  int64_t head_dim;
+  std::vector<float> q, weighted, peak, mass;
+
+  Queries(int64_t rows, int64_t head_dim)
+      : head_dim(head_dim), q(rows * head_dim), weighted(rows * head_dim, 0.0f), peak(rows, kLowest), mass(rows, 0.0f) {}
+};
+
+// Up to kLanes keys and values, f32[D] each. Entries from `count` on repeat a live one, so that reading them is safe.
+struct KeyGroup {
+  const float* k[kLanes];
+  const float* v[kLanes];
+  int count = 0;
+  uint32_t all() const { return count >= 32 ? ~0u : (1u << count) - 1; }
+  void fill() {
+    for (int j = count; j < kLanes; ++j) k[j] = k[0], v[j] = v[0];
+  }
+};
+
+// Let query row m see the keys of `seen`, bits over the group. D: head dim, or 0 for one known at run time.
+template <int D>
+inline void absorb(Queries& queries, int64_t m, const KeyGroup& keys, uint32_t seen) {
+  const int64_t dim = D ? D : queries.head_dim;
+  const float* q = &queries.q[m * dim];
+  float* weighted = &queries.weighted[m * dim];
+  Floats products[kLanes];
+  for (int j = 0; j < kLanes; ++j) {
+    Floats product = load<kLanes>(q) * load<kLanes>(keys.k[j]);
+    for (int64_t d = kLanes; d < dim; d += kLanes) product += load<kLanes>(q + d) * load<kLanes>(keys.k[j] + d);
+    products[j] = product;
+  }
+  Floats scores = sum_lanes(products);
+  Ints lane;
+  for (int j = 0; j < kLanes; ++j) lane[j] = j;
+  Ints hidden = ((Ints{} + (int32_t)seen) >> lane & 1) == 0;
+  scores = hidden ? Floats{} + kLowest : scores;
+  float peak = std::max(queries.peak[m], largest(scores));
+  Floats weight = exp_negative(scores - peak);
+  weight = hidden ? Floats{} : weight;
+  float shrink = exp_negative(Floats{} + (queries.peak[m] - peak))[0];
+  queries.peak[m] = peak;
+  queries.mass[m] = queries.mass[m] * shrink + sum(weight);
+  float by[kLanes];
+  store<kLanes>(by, weight);
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats out = load<kLanes>(weighted + d) * shrink;
+    for (int j = 0; j < kLanes; ++j) out += by[j] * load<kLanes>(keys.v[j] + d);
+    store<kLanes>(weighted + d, out);
+  }
+}
+
+template <typename Seen>
+void absorb_all(Queries& queries, const KeyGroup& keys, const Seen& seen) {
+  int64_t rows = queries.peak.size();
+  for (int64_t m = 0; m < rows; ++m) {
+    uint32_t mask = seen(m);
+    if (!mask) continue;
+    if (queries.head_dim == 64)
+      absorb<64>(queries, m, keys, mask);
+    else if (queries.head_dim == 128)
+      absorb<128>(queries, m, keys, mask);
+    else
+      absorb<0>(queries, m, keys, mask);
+  }
+}
+
+// Keys or values of one layer in pages: a pool, and the pages after it while it is extended.
+struct Pages {
+  const float *base, *extension;
+  int64_t base_pages, page, kv_heads, slots, head_dim;
+
+  Pages(ffi::Buffer<ffi::F32>& pool, ffi::Buffer<ffi::F32>& more, int64_t layer) {
+    auto shape = pool.dimensions();
+    base_pages = shape[1], kv_heads = shape[2], slots = shape[3], head_dim = shape[4];
+    page = kv_heads * slots * head_dim;
+    base = pool.typed_data() + layer * base_pages * page;
+    extension = more.typed_data() + layer * more.dimensions()[1] * page;
+  }
+  const float* at(int64_t id, int64_t head) const {
+    const float* from = id < base_pages ? base + id * page : extension + (id - base_pages) * page;
+    return from + head * slots * head_dim;
+  }
+};
+
+// Let every query row see the context of its row. first: the first position that row m sees.
+template <typename First>
+void absorb_context(Queries& queries, const Pages& k, const Pages& v, int64_t head, const int32_t* page_table,
+                    int64_t context, int64_t floor, const First& first) {
+  for (int64_t at = std::max<int64_t>(0, floor); at < context;) {
+    KeyGroup keys;
+    int64_t begin = at;
+    for (; keys.count < kLanes && at < context; ++at, ++keys.count) {
+      int64_t id = page_table[at / k.slots], offset = at % k.slots * k.head_dim;
+      keys.k[keys.count] = k.at(id, head) + offset;
+      keys.v[keys.count] = v.at(id, head) + offset;
+    }
+    keys.fill();
+    absorb_all(queries, keys, [&](int64_t m) -> uint32_t {
+      int64_t hidden = std::max<int64_t>(0, first(m) - begin);
+      return hidden >= keys.count ? 0 : keys.all() & ~((1u << hidden) - 1);
+    });
+  }
+}
+
+// Let every query row see in-flight keys, [N, D] each. seen(m, n): whether row m sees key n.
+template <typename Seen>
+void absorb_in_flight(Queries& queries, const float* k, const float* v, int64_t count, const Seen& seen) {
+  for (int64_t at = 0; at < count; at += kLanes) {
+    KeyGroup keys;
+    for (; keys.count < kLanes && at + keys.count < count; ++keys.count) {
+      keys.k[keys.count] = k + (at + keys.count) * queries.head_dim;
+      keys.v[keys.count] = v + (at + keys.count) * queries.head_dim;
+    }
+    keys.fill();
+    absorb_all(queries, keys, [&](int64_t m) {
+      uint32_t mask = 0;
+      for (int j = 0; j < keys.count; ++j) mask |= uint32_t(seen(m, at + j)) << j;
+      return mask;
+    });
+  }
+}
+
+inline bool bit(const uint32_t* words, int64_t at) { return words[at / 32] >> (at % 32) & 1; }
+
+inline float scale_of(int64_t head_dim) { return 1.0f / __builtin_sqrtf(static_cast<float>(head_dim)); }
+
+// q: [H, D, T]; k, v: [K, D, T]; count, context: i32[R]; position: i32[T]; bits: u32[T, words]; window: 0 for none.
+// Columns of `out` that no row's tokens use are 0.
+inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                  ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
+                  ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
+                  ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> position, ffi::Buffer<ffi::U32> bits, int64_t layer,
+                  int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+  const int64_t heads = q.dimensions()[0], dim = q.dimensions()[1], tokens = q.dimensions()[2];
+  const int64_t kv_heads = k.dimensions()[0], group = heads / kv_heads, words = bits.dimensions()[1];
+  const int64_t table_pages = page_table.dimensions()[1], rows = context.dimensions()[0];
+  const Pages k_pages(k_pool, k_more, layer), v_pages(v_pool, v_more, layer);
+  struct Unit {
+    int64_t row, row_begin, begin, end, head;
+  };
+  std::vector<Unit> units;
+  int64_t used = 0, pairs = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t some = count.typed_data()[row];
+    for (int64_t begin = 0; begin < some; begin += kQueries)
+      for (int64_t head = 0; head < kv_heads; ++head)
+        units.push_back({row, used, used + begin, used + std::min(some, begin + kQueries), head});
+    pairs += some * heads * (context.typed_data()[row] + some);
+    used += some;
+  }
+  if (used < tokens)
+    for (int64_t line = 0; line < heads * dim; ++line)
+      std::fill(out->typed_data() + line * tokens + used, out->typed_data() + (line + 1) * tokens, 0.0f);
+  const float scale = scale_of(dim);
+  const int32_t* positions = position.typed_data();
+  parallel_for(pool, pairs < kParallelPairs ? 0 : pool.num_threads() - 1, units.size(), [&](int64_t index) {
+    const Unit unit = units[index];
+    const int64_t num = unit.end - unit.begin;
+    Queries queries(group * num, dim);
+    const float* from = q.typed_data() + unit.head * group * dim * tokens;
+    for (int64_t g = 0; g < group; ++g)
+      for (int64_t d = 0; d < dim; ++d)
+        for (int64_t i = 0; i < num; ++i)
+          queries.q[(g * num + i) * dim + d] = from[(g * dim + d) * tokens + unit.begin + i] * scale;
+    auto first = [&](int64_t m) -> int64_t { return window ? positions[unit.begin + m % num] - window + 1 : 0; };
+    int64_t floor = window ? first(0) : 0;
+    for (int64_t i = 1; window && i < num; ++i) floor = std::min(floor, first(i));
+    absorb_context(queries, k_pages, v_pages, unit.head, page_table.typed_data() + unit.row * table_pages,
+                   context.typed_data()[unit.row], floor, first);
+    // A token's ancestors, and a prompt's earlier tokens, come before it in the packed array.
+    const int64_t in_flight = unit.end - unit.row_begin;
+    std::vector<float> own(2 * in_flight * dim);
+    float *own_k = own.data(), *own_v = own_k + in_flight * dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      const int64_t line = (unit.head * dim + d) * tokens + unit.row_begin;
+      for (int64_t n = 0; n < in_flight; ++n) {
+        own_k[n * dim + d] = k.typed_data()[line + n];
+        own_v[n * dim + d] = v.typed_data()[line + n];
+      }
+    }
+    absorb_in_flight(queries, own_k, own_v, in_flight, [&](int64_t m, int64_t n) {
+      const int64_t token = unit.begin + m % num, key = unit.row_begin + n;
+      return bit(bits.typed_data() + token * words, key) && (!window || positions[key] > positions[token] - window);
+    });
+    float* to = out->typed_data() + unit.head * group * dim * tokens;
+    for (int64_t m = 0; m < group * num; ++m) {
+      const float by = 1.0f / std::max(queries.mass[m], 1e-30f);
+      for (int64_t d = 0; d < dim; ++d)
+        to[(m / num * dim + d) * tokens + unit.begin + m % num] = queries.weighted[m * dim + d] * by;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// q: [R, K, G, W, D]; k, v: [R, K, N, D]; context: i32[R]; first: i32[R, W]; bits: u32[R, W, words].
+inline ffi::Error beam_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
+                ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
+                ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::U32> bits, int64_t layer,
+                ffi::ResultBuffer<ffi::F32> out) {
+  auto shape = q.dimensions();
+  const int64_t rows = shape[0], kv_heads = shape[1], group = shape[2], width = shape[3], dim = shape[4];
+  const int64_t num_keys = k.dimensions()[2], words = bits.dimensions()[2], table_pages = page_table.dimensions()[1];
+  const Pages k_pages(k_pool, k_more, layer), v_pages(v_pool, v_more, layer);
+  int64_t pairs = 0;
+  for (int64_t row = 0; row < rows; ++row) pairs += (context.typed_data()[row] + num_keys) * kv_heads * group * width;
+  const float scale = scale_of(dim);
+  parallel_for(pool, pairs < kParallelPairs ? 0 : pool.num_threads() - 1, rows * kv_heads, [&](int64_t unit) {
+    const int64_t row = unit / kv_heads, head = unit % kv_heads, size = group * width * dim;
+    const int32_t* seen_from = first.typed_data() + row * width;
+    Queries queries(group * width, dim);
+    for (int64_t at = 0; at < size; ++at) queries.q[at] = q.typed_data()[unit * size + at] * scale;
+    absorb_context(queries, k_pages, v_pages, head, page_table.typed_data() + row * table_pages,
+                   context.typed_data()[row], *std::min_element(seen_from, seen_from + width),
+                   [&](int64_t m) -> int64_t { return seen_from[m % width]; });
+    absorb_in_flight(queries, k.typed_data() + unit * num_keys * dim, v.typed_data() + unit * num_keys * dim, num_keys,
+                     [&](int64_t m, int64_t n) {
+                       return bit(bits.typed_data() + (row * width + m % width) * words, n);
+                     });
+    for (int64_t m = 0; m < group * width; ++m) {
+      const float by = 1.0f / std::max(queries.mass[m], 1e-30f);
+      float* to = out->typed_data() + unit * size + m * dim;
+      for (int64_t d = 0; d < dim; ++d) to[d] = queries.weighted[m * dim + d] * by;
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace adaserve

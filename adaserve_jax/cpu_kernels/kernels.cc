@@ -1,0 +1,52 @@
+// What XLA calls: products of weights with few columns, and paged tree attention, for CPUs.
+#include "attention.h"
+#include "product.h"
+
+namespace ffi = xla::ffi;
+
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+using U32 = ffi::Buffer<ffi::U32>;
+using Result = ffi::ResultBuffer<ffi::F32>;
+
+namespace {
+
+ffi::Error product_f32(ffi::ThreadPool pool, F32 w, F32 x, Result y) {
+  adaserve::multiply(pool, w.typed_data(), x, y->typed_data(), w.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
+ffi::Error product_bf16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> w, F32 x, Result y) {
+  const auto* weight = static_cast<const adaserve::BFloat16*>(w.untyped_data());
+  adaserve::multiply(pool, weight, x, y->typed_data(), w.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
+ffi::Error product_i8(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, F32 x, Result y) {
+  adaserve::multiply(pool, w.typed_data(), x, y->typed_data(), w.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+// clang-format off
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_f32, product_f32,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_bf16, product_bf16,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_i8, product_i8,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::S8>>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_packed_attention, adaserve::packed_attention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+        .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v
+        .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()  // pools of K and V, extensions of both
+        .Arg<S32>().Arg<S32>()                        // page table, context
+        .Arg<S32>().Arg<S32>().Arg<U32>()             // count, position, bits
+        .Attr<int64_t>("layer").Attr<int64_t>("window").Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_beam_attention, adaserve::beam_attention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+        .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v
+        .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()  // pools of K and V, extensions of both
+        .Arg<S32>().Arg<S32>()                        // page table, context
+        .Arg<S32>().Arg<U32>()                        // first, bits
+        .Attr<int64_t>("layer").Ret<F32>());

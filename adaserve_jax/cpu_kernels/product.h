@@ -1,0 +1,162 @@
+// weight @ x for the few columns of a decode or verify step: y[o, t] = sum over i of w[o, i] x[i, t].
+//
+// Such a product should cost what reading the weight costs. A tile keeps the sums of kRows outputs and all columns in
+// registers while it streams those rows of the weight once, and asks for the next rows meanwhile. A column's sums are
+// taken in the same order whatever the number of columns from two on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace adaserve {
+
+namespace ffi = xla::ffi;
+
+constexpr int kRows = 8;                   // rows of a tile: sums enough to hide the latency of a multiply-add
+constexpr int64_t kInner = 1024;           // products in one sum before it is added to the total: bounds rounding
+constexpr int64_t kWide = 128;             // weights of a row widened at a time, so that they stay in the L1 cache
+constexpr int64_t kLine = 64;              // bytes of a cache line
+constexpr int64_t kParallelBytes = 1 << 18;  // weight above which a second thread is worth waking
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float widened(int8_t w) { return w; }
+inline float widened(BFloat16 w) {
+  const uint32_t bits = static_cast<uint32_t>(w.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+
+// Call body(rows f32, row stride, begin, end) for pieces of weights [begin, end) of R rows, widened if they are not f32.
+template <int R, typename W, typename Body>
+inline void in_f32(const W* w, int64_t inputs, int64_t begin, int64_t end, const Body& body) {
+  if constexpr (std::is_same_v<W, float>) {
+    body(w + begin, inputs, begin, end);
+  } else {
+    float wide[R * kWide];
+    for (int64_t at = begin; at < end; at += kWide) {
+      const int64_t some = std::min(kWide, end - at);
+      for (int r = 0; r < R; ++r) {
+        const W* row = w + r * inputs + at;
+        __builtin_prefetch(row + R * inputs);
+        if constexpr (sizeof(W) > 1) __builtin_prefetch(row + R * inputs + kLine / sizeof(W) * 2);
+        for (int64_t i = 0; i < some; ++i) wide[r * kWide + i] = widened(row[i]);
+      }
+      body(wide, kWide, at, at + some);
+    }
+  }
+}
+
+// Multiply R rows of w with V vectors of N columns, of which `columns` are stored. x has whole vectors of columns.
+template <int N, int V, int R, typename W>
+void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                   int64_t columns) {
+  using Vector = typename VectorOf<N>::type;
+  Vector total[R][V] = {};
+  for (int64_t begin = 0; begin < inputs; begin += kInner) {
+    Vector sums[R][V] = {};
+    in_f32<R>(w, inputs, begin, std::min(inputs, begin + kInner),
+              [&](const float* rows, int64_t stride, int64_t from, int64_t to) {
+                for (int64_t i = from; i < to; ++i) {
+                  if (std::is_same_v<W, float> && i % (kLine / 4) == 0)
+                    for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * inputs + i);
+                  Vector column[V];
+#pragma GCC unroll 4
+                  for (int v = 0; v < V; ++v) column[v] = load<N>(x + i * x_stride + v * N);
+#pragma GCC unroll 16
+                  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < V; ++v) sums[r][v] += rows[r * stride + i - from] * column[v];
+                  }
+                }
+              });
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) total[r][v] += sums[r][v];
+  }
+  for (int r = 0; r < R; ++r) {
+    float row[V * N];
+    std::memcpy(row, total[r], sizeof(row));
+    for (int64_t t = 0; t < columns; ++t) y[r * y_stride + t] = row[t];
+  }
+}
+
+// Multiply one row of w with one column.
+template <typename W>
+float multiply_row(const W* w, int64_t inputs, const float* x) {
+  constexpr int kSums = 4;
+  Floats sums[kSums] = {};
+  float rest = 0;
+  in_f32<1>(w, inputs, 0, inputs, [&](const float* row, int64_t, int64_t from, int64_t to) {
+    const int64_t count = to - from;
+    int64_t i = 0;
+    for (; i + kSums * kLanes <= count; i += kSums * kLanes) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kSums; ++n) sums[n] += load<kLanes>(row + i + n * kLanes) * load<kLanes>(x + from + i + n * kLanes);
+    }
+    for (; i < count; ++i) rest += row[i] * x[from + i];
+  });
+  return sum(sums[0] + sums[1] + (sums[2] + sums[3])) + rest;
+}
+
+// Multiply R rows of w with all columns.
+template <int R, typename W>
+void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t columns) {
+  if (columns == 1) {
+    for (int r = 0; r < R; ++r) y[r] = multiply_row(w + r * inputs, inputs, x);
+    return;
+  }
+  for (int64_t done = 0; done < columns;) {
+    const int64_t left = columns - done;
+    const auto tile = [&](auto lanes, auto vectors) {
+      constexpr int N = decltype(lanes)::value, V = decltype(vectors)::value;
+      multiply_tile<N, V, R>(w, inputs, x + done, x_stride, y + done, columns, std::min<int64_t>(left, N * V));
+      done += N * V;
+    };
+    using std::integral_constant;
+    if (left <= 8)
+      tile(integral_constant<int, 8>(), integral_constant<int, 1>());
+    else if (left <= kLanes)
+      tile(integral_constant<int, kLanes>(), integral_constant<int, 1>());
+    else
+      tile(integral_constant<int, kLanes>(), integral_constant<int, 2>());
+  }
+}
+
+// w: [outputs, inputs]; x: [inputs, columns]; y: [outputs, columns].
+template <typename W>
+void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float* y, int64_t outputs) {
+  const int64_t inputs = x.dimensions()[0], columns = x.dimensions()[1];
+  const int64_t lanes = columns <= 8 ? 8 : columns <= kLanes ? kLanes : 2 * kLanes;
+  const int64_t stride = columns == 1 ? 1 : (columns + lanes - 1) / lanes * lanes;
+  const float* from = x.typed_data();
+  std::vector<float> padded;
+  if (stride != columns) {
+    padded.resize(inputs * stride);
+    for (int64_t i = 0; i < inputs; ++i) std::memcpy(&padded[i * stride], from + i * columns, columns * sizeof(float));
+    from = padded.data();
+  }
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t tiles = (outputs + kRows - 1) / kRows;
+  const int64_t chunk = std::max<int64_t>(1, tiles / (8 * threads));
+  const bool parallel = outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
+  parallel_for(pool, parallel ? threads - 1 : 0, (tiles + chunk - 1) / chunk, [&](int64_t index) {
+    const int64_t end = std::min(outputs, (index + 1) * chunk * kRows);
+    for (int64_t o = index * chunk * kRows; o < end;) {
+      const bool whole = o + kRows <= end;
+      const auto rows = whole ? multiply_rows<kRows, W> : multiply_rows<1, W>;
+      rows(w + o * inputs, inputs, from, stride, y + o * columns, columns);
+      o += whole ? kRows : 1;
+    }
+  });
+}
+
+}  // namespace adaserve

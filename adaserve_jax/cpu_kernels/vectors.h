@@ -1,0 +1,79 @@
+// Vectors of f32 in the compiler's own extension (GCC and Clang), as wide as this processor's registers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace adaserve {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+template <int N>
+struct VectorOf {
+  typedef float type __attribute__((vector_size(4 * N)));
+  typedef float unaligned __attribute__((vector_size(4 * N), aligned(4)));
+};
+
+template <int N>
+inline typename VectorOf<N>::type load(const float* from) {
+  return *reinterpret_cast<const typename VectorOf<N>::unaligned*>(from);
+}
+template <int N>
+inline void store(float* to, typename VectorOf<N>::type x) {
+  *reinterpret_cast<typename VectorOf<N>::unaligned*>(to) = x;
+}
+
+using Floats = VectorOf<kLanes>::type;
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+// One step of `sum_lanes`: of segments `Width` wide, add the upper half to the lower, those of a and b in turns.
+template <int Width, size_t... Lane>
+inline Floats fold(Floats a, Floats b, std::index_sequence<Lane...>) {
+  constexpr auto low = [](int lane) {
+    int within = lane % Width;
+    return lane - within + within % (Width / 2) + (within >= Width / 2 ? kLanes : 0);
+  };
+  return __builtin_shufflevector(a, b, low(Lane)...) + __builtin_shufflevector(a, b, low(Lane) + Width / 2 ...);
+}
+
+// Sum each of kLanes vectors: lane i of the result is the sum of rows[i]'s lanes. Overwrites `rows`.
+template <int Width = kLanes>
+inline Floats sum_lanes(Floats* rows) {
+  for (int i = 0; i < Width / 2; ++i)
+    rows[i] = fold<Width>(rows[i], rows[i + Width / 2], std::make_index_sequence<kLanes>());
+  if constexpr (Width > 2) return sum_lanes<Width / 2>(rows);
+  return rows[0];
+}
+
+// e^x for x <= 0, to 2 units in the last place; below -87 it is the smallest normal number or 0.
+inline Floats exp_negative(Floats x) {
+  x = x < -87.0f ? (Floats{} - 87.0f) : x;
+  Ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
+  Floats n = __builtin_convertvector(power, Floats);
+  Floats rest = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats series = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  return series * (Floats)((power + 127) << 23);
+}
+
+inline float sum(Floats x) {
+  float out = 0;
+  for (int lane = 0; lane < kLanes; ++lane) out += x[lane];
+  return out;
+}
+inline float largest(Floats x) {
+  float out = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) out = x[lane] > out ? x[lane] : out;
+  return out;
+}
+
+}  // namespace adaserve
