@@ -64,6 +64,7 @@ def target(handler: str, name: str | None = None) -> str:
     return f"adaserve_{handler}_{name or fingerprint()}"
 
 
+@cache
 def instruction_sets() -> str:
     """Return the instruction sets of this processor, for which code is made."""
     try:

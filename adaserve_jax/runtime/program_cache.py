@@ -173,7 +173,6 @@ def _environment() -> tuple[Any, ...]:
     )
 
 
-@functools.cache
 def _digest(*parts: Any) -> str:
     found = hashlib.sha256()
     for part in parts:
