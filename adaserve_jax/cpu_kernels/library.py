@@ -24,7 +24,7 @@ from pathlib import Path
 import jax
 
 HANDLERS = ("product_f32", "product_bf16", "product_i8", "packed_attention", "beam_attention")
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 SWITCH = "ADASERVE_CPU_KERNELS"
 """Environment variable: "0" leaves every CPU kernel to XLA."""
 _SOURCES = Path(__file__).parent

@@ -56,10 +56,11 @@ inline void in_f32(const W* w, int64_t inputs, int64_t begin, int64_t end, const
   }
 }
 
-// Multiply R rows of w with V vectors of N columns, of which `columns` are stored. x has whole vectors of columns.
+// Multiply R rows of w with V vectors of N columns; store rows from `first` on and `columns` columns. x has whole
+// vectors of columns.
 template <int N, int V, int R, typename W>
 void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
-                   int64_t columns) {
+                   int64_t columns, int first) {
   using Vector = typename VectorOf<N>::type;
   Vector total[R][V] = {};
   for (int64_t begin = 0; begin < inputs; begin += kInner) {
@@ -82,7 +83,7 @@ void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride,
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) total[r][v] += sums[r][v];
   }
-  for (int r = 0; r < R; ++r) {
+  for (int r = first; r < R; ++r) {
     float row[V * N];
     std::memcpy(row, total[r], sizeof(row));
     for (int64_t t = 0; t < columns; ++t) y[r * y_stride + t] = row[t];
@@ -107,18 +108,18 @@ float multiply_row(const W* w, int64_t inputs, const float* x) {
   return sum(sums[0] + sums[1] + (sums[2] + sums[3])) + rest;
 }
 
-// Multiply R rows of w with all columns.
+// Multiply R rows of w with all columns; store rows from `first` on.
 template <int R, typename W>
-void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t columns) {
+void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t columns, int first) {
   if (columns == 1) {
-    for (int r = 0; r < R; ++r) y[r] = multiply_row(w + r * inputs, inputs, x);
+    for (int r = first; r < R; ++r) y[r] = multiply_row(w + r * inputs, inputs, x);
     return;
   }
   for (int64_t done = 0; done < columns;) {
     const int64_t left = columns - done;
     const auto tile = [&](auto lanes, auto vectors) {
       constexpr int N = decltype(lanes)::value, V = decltype(vectors)::value;
-      multiply_tile<N, V, R>(w, inputs, x + done, x_stride, y + done, columns, std::min<int64_t>(left, N * V));
+      multiply_tile<N, V, R>(w, inputs, x + done, x_stride, y + done, columns, std::min<int64_t>(left, N * V), first);
       done += N * V;
     };
     using std::integral_constant;
@@ -150,11 +151,15 @@ void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float
   const bool parallel = outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
   parallel_for(pool, parallel ? threads - 1 : 0, (tiles + chunk - 1) / chunk, [&](int64_t index) {
     const int64_t end = std::min(outputs, (index + 1) * chunk * kRows);
-    for (int64_t o = index * chunk * kRows; o < end;) {
-      const bool whole = o + kRows <= end;
-      const auto rows = whole ? multiply_rows<kRows, W> : multiply_rows<1, W>;
-      rows(w + o * inputs, inputs, from, stride, y + o * columns, columns);
-      o += whole ? kRows : 1;
+    for (int64_t o = index * chunk * kRows; o < end; o += kRows) {
+      // The last tile begins earlier if it would pass the end, so that each row is summed as in any other tile.
+      const int64_t begin = std::min(o, outputs - kRows);
+      if (begin >= 0) {
+        multiply_rows<kRows>(w + begin * inputs, inputs, from, stride, y + begin * columns, columns, o - begin);
+      } else {
+        for (int64_t row = 0; row < outputs; ++row)
+          multiply_rows<1>(w + row * inputs, inputs, from, stride, y + row * columns, columns, 0);
+      }
     }
   });
 }

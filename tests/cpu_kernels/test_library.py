@@ -1,0 +1,68 @@
+"""The library is compiled once, found by every later process, and done without where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from adaserve_jax.cpu_kernels.library import SWITCH, fingerprint, target
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import unsupported
+
+REPORT = """
+import logging; logging.basicConfig()
+import jax, jax.numpy as jnp
+from adaserve_jax.cpu_kernels.library import fingerprint
+from adaserve_jax.models.quantize import product
+from adaserve_jax.models.layers import Linear
+from flax import nnx
+linear = Linear(3, 4, ("vocab", "embed"), nnx.Rngs(0), jnp.float32)
+assert jnp.allclose(linear(jnp.ones((4, 2))), product(linear.weight[...], jnp.ones((4, 2))), atol=1e-6)
+print(fingerprint() or "none")
+"""
+
+
+def in_a_process(cache: Path, **environment: str) -> tuple[str, str]:
+    """The fingerprint that a new process reports, and what it logs."""
+    settings = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), **environment}
+    done = subprocess.run([sys.executable, "-c", REPORT], env=settings, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_second_process_finds_the_library_of_the_first(tmp_path: Path) -> None:
+    cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    name = fingerprint()
+    library = cache / "kernels" / f"{name}.so"
+    made = library.stat().st_mtime_ns
+    assert in_a_process(cache)[0] == name
+    assert library.stat().st_mtime_ns == made
+    assert target("product_f32") == f"adaserve_product_f32_{name}"
+
+
+def test_without_a_compiler_xla_computes(tmp_path: Path) -> None:
+    found, log = in_a_process(tmp_path, CXX="no-such-compiler")
+    assert found == "none"
+    assert "CPU kernels were not compiled by no-such-compiler, XLA's are used" in log
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no room for $#" >&2; exit 3; }\n')
+    broken.chmod(0o755)
+    found, log = in_a_process(tmp_path, CXX=str(broken))
+    assert found == "none" and "no room for" in log
+
+
+def test_a_switch_turns_them_off(tmp_path: Path) -> None:
+    found, log = in_a_process(tmp_path, **{SWITCH: "0"})
+    assert found == "none" and "kernels" not in log
+
+
+def test_shapes_that_the_attention_kernel_lacks_are_named() -> None:
+    import jax.numpy as jnp
+
+    fits = {"head_dim": 64, "page_size": 16, "group": 3, "dtype": jnp.dtype("float32")}
+    assert unsupported("cpu", **fits) == ""
+    assert "is for f32, not bfloat16" in unsupported("cpu", **{**fits, "dtype": jnp.dtype("bfloat16")})
+    assert "multiple of 16, got 24" in unsupported("cpu", **{**fits, "head_dim": 24})
