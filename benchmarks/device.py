@@ -4,10 +4,11 @@
 
 Measures the device's own ceilings (copy bandwidth, square matmul). Runs every kernel, compiled, against the float64
 oracle of the tests, and times it beside what its bytes and operations cost at those ceilings; on a large device
-also the large shapes. Compiles and times every step program, and sets each verify program beside the least time that
-its weights and operations need. Exchanges the draft for KV pages and back. Runs a short open-loop bench. Takes every
-engine option of `adaserve bench`; --grow makes the target a grown one, in this device's type; --duration 0 leaves the
-bench out, --swaps 0 the exchanges, --kernels none the kernels, and --no-programs everything that needs a model.
+also the large shapes. Compiles and times every step program, sets each verify program beside the least time that its
+weights and operations need, and says where a step's time goes. Exchanges the draft for KV pages and back. Runs a short
+open-loop bench. Takes every engine option of `adaserve bench`; --grow makes the target a grown one, in this device's
+type; --duration 0 leaves the bench out, --swaps 0 the exchanges, --kernels none the kernels, and --no-programs
+everything that needs a model.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.types import CostSamples
 from adaserve_jax.workloads.workload import load_workload
 from benchmarks.kernels.ceilings import Ceilings, measure_ceilings
+from benchmarks.kernels.step_parts import StepParts, measure_parts
 from benchmarks.nightjar.elastic import as_result, config_of, run_swaps, show_swaps
 
 CONSOLE = Console(width=140)
+PARTS = ("products", "attention", "head", "sampling", "host", "rest")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class ProgramTimes:
     compile_and_time_s: float
     peak_memory_bytes: int | None
     verify: list[StepTime]
+    parts: list[StepParts]
     catchup: list[dict[str, float]]
     draft_level: list[dict[str, float]]
 
@@ -87,6 +91,7 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
         with progress_bar() as progress:
             samples = executor.warm_up(progress)
         ready = time.perf_counter()
+        parts = measure_parts(executor)
         weights = executor.target.params
         params = sum(x.size for name, x in weights.items() if not name.endswith(SCALE))
         weight_bytes = sum(x.nbytes for x in weights.values())
@@ -102,6 +107,7 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
         compile_and_time_s=ready - loaded,
         peak_memory_bytes=memory.get("peak_bytes_in_use"),
         verify=step_times(samples, ceilings, params, weight_bytes),
+        parts=parts,
         catchup=[{"tokens": tokens, "seconds": s} for tokens, s in sorted(samples.catchup_s.items())],
         draft_level=[{"rows": r, "width": w, "seconds": s} for (r, w), s in sorted(samples.draft_level_s.items())],
     )
@@ -166,6 +172,17 @@ def show_programs(programs: ProgramTimes) -> None:
     for step in programs.verify:
         cells = (f"{step.seconds / least.seconds:.2f}", f"{step.bound_s * 1e3:.3f}", f"{step.of_bound:.0%}")
         table.add_row(str(step.tokens), str(step.rows), f"{step.seconds * 1e3:.3f}", *cells)
+    CONSOLE.print(table)
+    table = Table(
+        "rows", "tokens", "context", "step ms", *PARTS, "attention of step", "step over products",
+        title="parts of a step, ms",
+    )  # fmt: skip
+    for each in programs.parts:
+        table.add_row(
+            str(each.rows), str(each.tokens), str(each.context), f"{each.step_s * 1e3:.2f}",
+            *(f"{getattr(each, f'{part}_s') * 1e3:.2f}" for part in PARTS),
+            f"{each.attention_s / each.step_s:.0%}", f"{each.step_s / each.products_s:.2f}",
+        )  # fmt: skip
     CONSOLE.print(table)
 
 

@@ -44,9 +44,7 @@ class Linear(nnx.Module):
         weight, x = self.weight[...], x.astype(self.dtype)
         if self.scale is not None:
             return int8_product(weight, self.scale[...], x)
-        if multiplies(weight, x):
-            return lax.platform_dependent(weight, x, cpu=multiply, default=product)
-        return product(weight, x)
+        return weight_product(weight, x)
 
     def biased(self, product: jax.Array) -> jax.Array:
         return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]
@@ -61,6 +59,13 @@ class Linear(nnx.Module):
         axes = self.weight.get_metadata()["logical_axes"]
         self.scale = nnx.Param(jnp.ones(self.weight.shape[0], jnp.float32), logical_axes=axes[:1])
         self.int8_dtype = dtype
+
+
+def weight_product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Return weight @ x, f32[out, T]: by the C++ kernel on a CPU where it is the faster one, else by XLA."""
+    if multiplies(weight, x):
+        return lax.platform_dependent(weight, x, cpu=multiply, default=product)
+    return product(weight, x)
 
 
 class RMSNorm(nnx.Module):

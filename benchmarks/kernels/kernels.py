@@ -80,7 +80,7 @@ class PickTime:
 def device_implementations() -> tuple[str, ...]:
     """What can run compiled here."""
     backend = jax.default_backend()
-    return {"gpu": ("xla", "mosaic_gpu"), "tpu": ("xla", "mosaic_tpu")}.get(backend, ("xla",))
+    return {"gpu": ("xla", "mosaic_gpu"), "tpu": ("xla", "mosaic_tpu")}.get(backend, ("xla", "cpu"))
 
 
 def packed_tokens(spec: AttentionSpec, table: Any, ctx_len: Any, row: Any, parent: Any, position: Any) -> PackedTokens:
