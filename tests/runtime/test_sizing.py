@@ -153,19 +153,21 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "head_dim", "found"),
+    ("attention", "platform", "head_dim", "found"),
     [
-        ("gpu", 64, "mosaic_gpu"),
-        ("tpu", 128, "mosaic_tpu"),
-        ("tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
-        ("gpu", 96, "by 'mosaic_gpu' supports head dimensions 64 and 128, not 96"),
-        ("cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
+        ("auto", "gpu", 64, "xla"),
+        ("cpu", "gpu", 64, "attention 'cpu' runs on CPUs, and jax sees 'gpu'"),
+        ("mosaic", "gpu", 64, "mosaic_gpu"),
+        ("mosaic", "tpu", 128, "mosaic_tpu"),
+        ("mosaic", "tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
+        ("mosaic", "gpu", 96, "by 'mosaic_gpu' supports head dimensions 64 and 128, not 96"),
+        ("mosaic", "cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
     ],
 )
-def test_mosaic_is_the_kernel_of_the_platform_where_it_can_run(platform: str, head_dim: int, found: str) -> None:
+def test_attention_is_what_its_platform_can_run(attention: str, platform: str, head_dim: int, found: str) -> None:
     models = [replace(TARGET, head_dim=head_dim)]
-    arguments = (EngineConfig(attention="mosaic"), models, jnp.dtype(jnp.bfloat16), platform)
-    if found.startswith("mosaic"):
+    arguments = (EngineConfig(attention=attention), models, jnp.dtype(jnp.bfloat16), platform)
+    if found in ("xla", "mosaic_gpu", "mosaic_tpu"):
         assert choose_attention(*arguments) == found
     else:
         with pytest.raises(ConfigError, match=found):
