@@ -172,8 +172,8 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
 
 
 def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
-    """A transpose folded into a product makes it many times slower on a CPU: see layers.keep_layout. As many tokens as XLA
-    multiplies itself there."""
+    """A transpose folded into a product makes it many times slower on a CPU: see layers.keep_layout. So many tokens
+    are multiplied by XLA even where there are kernels."""
     config = ModelConfig(512, 128, 256, 1, 4, 2, 32, 1e4, 1e-5, True, 128)
 
     def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
