@@ -21,7 +21,6 @@ namespace ffi = xla::ffi;
 constexpr int kRows = 8;                   // rows of a tile: sums enough to hide the latency of a multiply-add
 constexpr int64_t kInner = 1024;           // products in one sum before it is added to the total: bounds rounding
 constexpr int64_t kWide = 128;             // weights of a row widened at a time, so that they stay in the L1 cache
-constexpr int64_t kLine = 64;              // bytes of a cache line
 constexpr int64_t kParallelBytes = 1 << 18;  // weight above which a second thread is worth waking
 
 struct BFloat16 {

@@ -12,6 +12,7 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
 template <int N>
 struct VectorOf {
@@ -65,15 +66,22 @@ inline Floats exp_negative(Floats x) {
   return series * (Floats)((power + 127) << 23);
 }
 
+template <int Width, size_t... Lane>
+inline Floats swap_halves(Floats x, std::index_sequence<Lane...>) {
+  return __builtin_shufflevector(x, x, Lane ^ (Width / 2)...);
+}
+// Combine all lanes: halves with halves, until every lane holds the result.
+template <int Width = kLanes, typename Combine>
+inline float reduce(Floats x, const Combine& combine) {
+  x = combine(x, swap_halves<Width>(x, std::make_index_sequence<kLanes>()));
+  if constexpr (Width > 2) return reduce<Width / 2>(x, combine);
+  return x[0];
+}
 inline float sum(Floats x) {
-  float out = 0;
-  for (int lane = 0; lane < kLanes; ++lane) out += x[lane];
-  return out;
+  return reduce(x, [](Floats a, Floats b) { return a + b; });
 }
 inline float largest(Floats x) {
-  float out = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) out = x[lane] > out ? x[lane] : out;
-  return out;
+  return reduce(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 }  // namespace adaserve
