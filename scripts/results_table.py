@@ -31,16 +31,15 @@ from results_star import overhead_tables, table1_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, read_rows
+from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, paired_ratio, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 FIGURES = (
-    f"| requests at once | temperature | system | decode, tokens/s | times `{REFERENCE}` | whole call, tokens/s "
-    f"| times `{REFERENCE}` | tokens per step | draft nodes accepted | texts that differ |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
+    "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
 )
 STEPS = (
     "| requests at once | temperature | policy | share of steps that draft | depth | width | tree tokens per row "
@@ -58,7 +57,7 @@ OFF = (
     "| requests at once | pairs | with the draft loaded, tokens/s | without one | times | times, decoding only |\n"
     "|---|---|---|---|---|---|"
 )
-AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
+AIMS = "| requests at once | temperature | policy | against | aim | found | |\n|---|---|---|---|---|---|---|"
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -74,16 +73,13 @@ def point(row: ThroughputRow) -> tuple[str, str, str]:
 
 
 def figures_line(row: ThroughputRow, reference: ThroughputRow | None) -> str:
-    decode, whole = ("-" if ratio is None else str(ratio) for ratio in row.times(reference))
     return line(
         *point(row),
-        number(None if row.decode_tps is None else median(row.decode_tps), 1),
-        decode,
-        number(median(row.whole_tps), 1),
-        whole,
+        number(median(row.tps), 1),
+        "-" if reference is None or reference is row else str(paired_ratio(row.tps, reference.tps)),
         number(row.tokens_per_step),
         number(row.acceptance_rate),
-        f"{row.differing} of {row.sequences}" if row.sequences else "-",
+        f"{row.differing} of {row.texts_compared}" if row.texts_compared else "-",
     )
 
 
@@ -96,15 +92,13 @@ def steps_line(row: ThroughputRow) -> str:
 def command(rows: Sequence[ThroughputRow]) -> str:
     """Return the shell command whose rows these are."""
     first = rows[0]
-    systems = dict.fromkeys(row.system for row in rows)
     words = ["python", "-m", "benchmarks.engine.throughput", "--out", "throughput.json"]
     words += ["--requests", ",".join(dict.fromkeys(str(row.requests) for row in rows))]
     words += ["--temperatures", ",".join(dict.fromkeys(f"{row.temperature:g}" for row in rows))]
-    words += ["--policies", ",".join(name for name in systems if not name.startswith("transformers"))]
-    words += ["--repeats", str(first.repeats), "--new-tokens", str(first.new_tokens)]
-    words += ["--settle-tokens", str(first.settle_tokens), "--seed", str(first.seed)]
+    words += ["--policies", ",".join(dict.fromkeys(row.system for row in rows))]
+    words += ["--repeats", str(first.repeats), "--new-tokens", str((first.min_new_tokens + first.max_new_tokens) // 2)]
+    words += ["--texts", str(first.texts), "--seed", str(first.seed)]
     words += [] if first.slo_scale is None else ["--slo-scale", f"{first.slo_scale:g}"]
-    words += [] if any(name.startswith("transformers") for name in systems) else ["--skip-transformers"]
     return shlex.join(words)
 
 
@@ -120,25 +114,25 @@ def conditions(rows: Sequence[ThroughputRow]) -> str:
     slo = "no target" if row.slo_scale is None else f"a TPOT target of {row.slo_scale:g} times the baseline"
     return (
         f"Target {sizes[0]}, draft {sizes[1]}, {row.dtype}; prompts of {row.min_prompt_tokens} to "
-        f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.new_tokens} new tokens each, {slo}; medians of "
-        f"{row.repeats} rounds, 95 % bootstrap intervals in brackets. jax {row.jax_version} on {row.device}, torch "
-        f"{row.torch_version}, transformers {row.transformers_version}, {row.threads} threads: {row.machine}. "
+        f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.min_new_tokens} to {row.max_new_tokens} new tokens, "
+        f"{slo}; medians of {row.repeats} rounds, 95 % bootstrap intervals in brackets. jax {row.jax_version} on "
+        f"{row.device}, {row.threads} threads: {row.machine}. "
         f"Commit {row.commit[:12]}.{shared}"
     )
 
 
 def tables(rows: Sequence[ThroughputRow]) -> str:
     """Command, conditions, figures, aims and steps of one run."""
-    references = {(row.requests, row.temperature): row for row in rows if row.system == REFERENCE}
-    figures = [figures_line(row, references.get((row.requests, row.temperature))) for row in rows]
+    references = {row.point: row for row in rows if row.system == REFERENCE}
+    figures = [figures_line(row, references.get(row.point)) for row in rows]
     judged = [
         line(
-            str(aim.requests), f"{aim.temperature:g}", f"`{aim.against}`", f"{aim.measure} tokens/s",
+            str(aim.requests), f"{aim.temperature:g}", f"`{aim.system}`", f"`{aim.against}`",
             f"{aim.wanted:g}", str(aim.found), "met" if aim.met else "**missed**",
         )
         for aim in aims(rows)
     ]  # fmt: skip
-    steps = [steps_line(row) for row in rows if row.steps]
+    steps = [steps_line(row) for row in rows]
     parts = [f"Measured with `{command(rows)}`:", "\n".join([FIGURES, *figures]), conditions(rows)]
     parts += ["Aims and results:", "\n".join([AIMS, *judged])] if judged else []
     parts += ["The engine's steps:", "\n".join([STEPS, *steps])]

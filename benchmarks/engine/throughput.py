@@ -1,19 +1,16 @@
-"""Tokens per second of every policy at several loads, beside transformers on the same checkpoints.
+"""Tokens per second of every policy in closed loops: so many requests run at once, and each that ends is replaced.
 
-    python -m benchmarks.engine.throughput --out throughput.json [--requests 1,8] [--skip-transformers]
+    python -m benchmarks.engine.throughput --out throughput.json [--requests 1,8]
 
 The target is the demo's, grown to 110M parameters once and kept in the user's cache folder, unless --target names a
-folder. Prompts are cut from standard-library files that the demo pair never saw in training. A point is a number of
-requests, all submitted at once, and a temperature. In each round of a point every system completes the same prompts,
-one system after another, the first one rotating; each round has prompts of its own, and the first is not counted.
+folder. Prompts are cut from standard-library files that the demo pair never saw in training, and a request generates
+half to one and a half times --new-tokens. A point is a number of requests at once and a temperature. In each round of a
+point every policy completes the same requests, one policy after another, the first one rotating.
 
-**The headline is decode tokens/s**: the tokens emitted after the last prompt was prefilled, over the time from then to
-the last token of all. So no prefill is in it, and every second of decoding is, also those in which only few requests
-are left. Whole-call tokens/s, all new tokens over the whole call, stands beside it: it is what transformers is
-measured by too, and what the comparison with it uses, at one request.
-
-A policy learns costs and acceptance while it serves, and starts anew when policies change; so every system first
-completes --settle-tokens tokens of each prompt, not timed. Points that --out holds already are not measured again.
+A policy starts anew each time and learns costs and acceptance while it serves. So a loop is measured from when as many
+requests have ended as run at once, until one ends that no other is left to replace. `adaserve` and `nightjar` choose
+between what `ar` and the chains do; they are compared with the best of those. Points that --out holds already are not
+measured again.
 """
 
 from __future__ import annotations
@@ -21,14 +18,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import jax
+import numpy as np
 import typer
 
 from adaserve_jax import SLO
@@ -44,23 +39,20 @@ from adaserve_jax.results.provenance import count_parameters, machine_name, sour
 from benchmarks.engine.throughput_figures import point_figures, show
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from benchmarks.engine.throughput_rows import Conditions, ThroughputRow, read_rows, write_rows
-from benchmarks.engine.throughput_systems import Batch, Engine, Measured, Transformers
-
-System = Callable[[Batch, int], Measured]
-"""system(batch, settle_tokens): one timed call."""
+from benchmarks.engine.throughput_systems import Engine, Load, Looped
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. repeats: rounds that count. slo_scale: TPOT target of every request over the baseline latency;
-    None: none."""
+    """What to measure. repeats: rounds. new_tokens: mean of a request. texts: least that end in the measured part.
+    slo_scale: TPOT target of every request over the baseline latency; None: none."""
 
     requests: tuple[int, ...]
     temperatures: tuple[float, ...]
     policies: tuple[str, ...]
-    repeats: int = 5
-    new_tokens: int = 128
-    settle_tokens: int = 32
+    repeats: int = 3
+    new_tokens: int = 96
+    texts: int = 8
     slo_scale: float | None = None
     seed: int = 0
 
@@ -68,24 +60,28 @@ class Plan:
         for name in ("requests", "temperatures", "policies"):
             if not getattr(self, name):
                 raise ConfigError(f"--{name} must name at least one value, got none")
-        least = {"requests": min(self.requests), "repeats": self.repeats, "new-tokens": self.new_tokens - 1}
+        least = {"requests": min(self.requests), "repeats": self.repeats, "texts": self.texts}
+        least["new-tokens"] = self.new_tokens - 1
         for name, value in least.items():
             if value < 1:
                 raise ConfigError(f"--{name} must be at least {2 if name == 'new-tokens' else 1}")
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Least and most new tokens of a request."""
+        return max(1, self.new_tokens // 2), self.new_tokens * 3 // 2
 
     @property
     def points(self) -> list[tuple[int, float]]:
         return [(requests, temperature) for requests in self.requests for temperature in self.temperatures]
 
 
-def run(
-    config: EngineConfig, plan: Plan, out: Path, *, target_name: str = "", skip_transformers: bool = False
-) -> list[ThroughputRow]:
+def run(config: EngineConfig, plan: Plan, out: Path, *, target_name: str = "") -> list[ThroughputRow]:
     """Measure every point that `out` does not hold yet, and write each as it ends. Returns all rows.
 
     Raises ConfigError: `out` holds rows of other conditions, or the engine cannot run so many requests at once.
     """
-    target, draft = resolve_folder(config.target, "target"), resolve_folder(config.draft or "", "draft")
+    target = resolve_folder(config.target, "target")
     with progress_bar() as progress:
         engine = Engine(config, SLO(relative=plan.slo_scale), progress)
     try:
@@ -97,16 +93,13 @@ def run(
         rows = read_rows(out) if out.exists() else []
         if any(row.conditions != here for row in rows):
             raise ConfigError(f"{out} holds rows of another run; choose another --out, or remove it")
-        other = None if skip_transformers or 1 not in plan.requests else Transformers(target, draft)
         prompts = Prompts(held_out_code(), Tokenizer.from_folder(target).encode)
-        held = {(row.requests, row.temperature) for row in rows}
+        held = {row.point for row in rows}
         for requests, temperature in plan.points:
             if (requests, temperature) in held:
                 continue
-            systems = systems_of(plan.policies, engine, other if requests == 1 else None)
-            found = measure_point(systems, prompts, plan, requests, temperature)
-            figures = point_figures(found, plan.policies, requests, temperature)
-            rows += [ThroughputRow.join(here, each) for each in figures]
+            found = measure_point(engine, prompts, plan, requests, temperature)
+            rows += [ThroughputRow.join(here, each) for each in point_figures(found, requests, temperature)]
             write_rows(out, rows)
         if compiles := engine.llm.stats().compiles_after_ready:
             raise SystemExit(f"error: {compiles} programs were compiled after ready")
@@ -115,31 +108,29 @@ def run(
     return rows
 
 
-def systems_of(policies: Sequence[str], engine: Engine, other: Transformers | None) -> dict[str, System]:
-    systems: dict[str, System] = {}
-    for policy in policies:
-        systems[policy] = lambda batch, settle, policy=policy: engine.run(policy, batch, settle)
-    if other is not None:
-        for system in other.systems:
-            systems[system] = lambda batch, settle, system=system: other.run(system, batch, settle)
-    return systems
-
-
 def measure_point(
-    systems: dict[str, System], prompts: Prompts, plan: Plan, requests: int, temperature: float
-) -> dict[str, list[Measured]]:
-    """Every system's measurements, one per round; one round more is run first, and dropped."""
-    names = list(systems)
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    engine: Engine, prompts: Prompts, plan: Plan, requests: int, temperature: float
+) -> dict[str, list[Looped]]:
+    """Return every policy's measurements, one per round."""
+    found: dict[str, list[Looped]] = {policy: [] for policy in plan.policies}
     with progress_bar() as progress:
-        for number in range(plan.repeats + 1):
-            seeds = [1000 * number + index for index in range(requests)]
-            batch = Batch(prompts.cut(requests, (plan.seed, requests, number)), seeds, plan.new_tokens, temperature)
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                found[name].append(systems[name](batch, plan.settle_tokens))
-            progress(f"{requests} at once, temperature {temperature:g}", number + 1, plan.repeats + 1)
-    return {name: rounds[1:] for name, rounds in found.items()}
+        for number in range(plan.repeats):
+            load = load_of(prompts, plan, requests, temperature, number)
+            first = number % len(plan.policies)
+            for policy in plan.policies[first:] + plan.policies[:first]:
+                found[policy].append(engine.loop(policy, load))
+            progress(f"{requests} at once, temperature {temperature:g}", number + 1, plan.repeats)
+    return found
+
+
+def load_of(prompts: Prompts, plan: Plan, requests: int, temperature: float, number: int) -> Load:
+    """Return a round's requests: those that end before the measured part, in it, and those that run when it ends."""
+    count = requests + max(plan.texts, requests) + requests - 1
+    seed = (plan.seed, requests, number)
+    least, most = plan.lengths
+    lengths = np.random.default_rng(seed).integers(least, most + 1, count).tolist()
+    seeds = [1000 * number + index for index in range(count)]
+    return Load(requests, prompts.cut(count, seed), lengths, seeds, temperature)
 
 
 def conditions(plan: Plan, engine: Engine, target: str) -> Conditions:
@@ -153,8 +144,6 @@ def conditions(plan: Plan, engine: Engine, target: str) -> Conditions:
         machine=machine_name(),
         device=engine.local.info.device,
         jax_version=jax.__version__,
-        torch_version=version("torch") if find_spec("torch") else None,
-        transformers_version=version("transformers"),
         threads=os.cpu_count() or 1,
         target=target,
         target_params=count_parameters(resolve_folder(used.target, "target")),
@@ -165,8 +154,9 @@ def conditions(plan: Plan, engine: Engine, target: str) -> Conditions:
         prompts="standard-library source held out from training",
         min_prompt_tokens=MIN_TOKENS,
         max_prompt_tokens=MAX_TOKENS,
-        new_tokens=plan.new_tokens,
-        settle_tokens=plan.settle_tokens,
+        min_new_tokens=plan.lengths[0],
+        max_new_tokens=plan.lengths[1],
+        texts=plan.texts,
         repeats=plan.repeats,
         slo_scale=plan.slo_scale,
         seed=plan.seed,
@@ -192,23 +182,24 @@ def throughput(
     out: Annotated[Path, typer.Option(help="JSON file to write, or to go on with")],
     target: Annotated[str, typer.Option(help="checkpoint folder of the target; none: the demo's, grown")] = "",
     params: Annotated[str, typer.Option(help=f"size to grow it to: {', '.join(SHAPES)}")] = "110M",
-    requests: Annotated[str, typer.Option(help="requests at once, separated by commas")] = "1,4,8,16,32",
-    policies: Annotated[str, typer.Option(help="policies, separated by commas")] = "ar,spec:4,adaserve",
+    requests: Annotated[str, typer.Option(help="requests at once, separated by commas")] = "1,2,4,8,16,32",
+    policies: Annotated[
+        str, typer.Option(help="policies, separated by commas")
+    ] = "ar,spec:1,spec:2,spec:3,spec:4,adaserve,nightjar",
     temperatures: Annotated[str, typer.Option(help="temperatures, separated by commas")] = "0,0.8",
-    repeats: Annotated[int, typer.Option(help="rounds of each point; one more, for warming up, is left out")] = 5,
-    new_tokens: Annotated[int, typer.Option(help="tokens that each request generates")] = 128,
-    settle_tokens: Annotated[int, typer.Option(help="tokens of each prompt before a measurement, not timed")] = 32,
+    repeats: Annotated[int, typer.Option(help="rounds of each point")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="mean number of tokens that a request generates")] = 96,
+    texts: Annotated[int, typer.Option(help="least number of requests that end in what is measured")] = 8,
     slo_scale: Annotated[float, typer.Option(help="TPOT target over the baseline latency; 0: none")] = 0.0,
-    skip_transformers: Annotated[bool, typer.Option(help="measure the engine only")] = False,
 ) -> None:
-    """Measure tokens per second of every policy and of transformers."""
+    """Measure tokens per second of every policy in closed loops."""
     plan = Plan(
         comma_list("requests", requests, int), comma_list("temperatures", temperatures, float),
-        comma_list("policies", policies, str), repeats, new_tokens, settle_tokens, slo_scale or None, config.seed,
+        comma_list("policies", policies, str), repeats, new_tokens, texts, slo_scale or None, config.seed,
     )  # fmt: skip
     folder = Path(target).expanduser() if target else grown_target(params)
     name = "" if target else f"demo grown to {params}"
-    show(run(replace(config, target=str(folder)), plan, out, target_name=name, skip_transformers=skip_transformers))
+    show(run(replace(config, target=str(folder)), plan, out, target_name=name))
 
 
 if __name__ == "__main__":

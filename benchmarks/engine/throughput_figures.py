@@ -8,12 +8,12 @@ from statistics import fmean, median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.throughput_rows import REFERENCE, Figures, ThroughputRow, aims
-from benchmarks.engine.throughput_systems import Measured
+from benchmarks.engine.throughput_rows import REFERENCE, Figures, ThroughputRow, aims, paired_ratio
+from benchmarks.engine.throughput_systems import Looped
 
 THROUGHPUT = (
-    "requests", "T", "system", "decode\ntokens/s", f"times {REFERENCE}", "whole call\ntokens/s", f"times {REFERENCE}",
-    "tokens\nper step", "accepted", "texts that\ndiffer", "others'\nshare",
+    "requests", "T", "policy", "tokens/s", f"times {REFERENCE}", "tokens\nper step", "accepted", "texts that\ndiffer",
+    "others'\nshare",
 )  # fmt: skip
 STEPS = (
     "requests", "T", "policy", "steps", "depth x width\nwhen drafting", "drafts in", "tree tokens\nper row",
@@ -21,56 +21,55 @@ STEPS = (
 )  # fmt: skip
 
 
-def point_figures(
-    found: dict[str, list[Measured]], policies: Sequence[str], requests: int, temperature: float
-) -> list[Figures]:
-    """Rows of one point. Policies are compared with `ar`, or the first, at every temperature, since the same seed is
-    to give the same text; transformers draws by another generator and is compared where it is greedy."""
-    reference = REFERENCE if REFERENCE in found else policies[0]
-    texts = [measured.token_ids for measured in found[reference]]
-    rows = []
-    for system, rounds in found.items():
-        comparable = system != reference and (system in policies or temperature == 0)
-        rows.append(figures_of(system, requests, temperature, rounds, texts if comparable else []))
-    return rows
+def point_figures(found: dict[str, list[Looped]], requests: int, temperature: float) -> list[Figures]:
+    """Rows of one point. Policies are compared with `ar`, or the first, as the same seed is to give the same text."""
+    reference = REFERENCE if REFERENCE in found else next(iter(found))
+    texts = [looped.token_ids for looped in found[reference]]
+    return [
+        figures_of(policy, requests, temperature, rounds, texts if policy != reference else [])
+        for policy, rounds in found.items()
+    ]
 
 
 def figures_of(
-    system: str, requests: int, temperature: float, rounds: Sequence[Measured], texts: Sequence[list[list[int]]]
+    policy: str, requests: int, temperature: float, rounds: Sequence[Looped], texts: Sequence[list[list[int]]]
 ) -> Figures:
-    """A system's row. texts: of each round, what its own are compared with; empty: nothing."""
-    pairs = [(a, b) for r, text in zip(rounds, texts, strict=False) for a, b in zip(r.token_ids, text, strict=True)]
-    totals = [r.totals for r in rounds if r.totals is not None]
-    count = sum(t.steps for t in totals)
-    steps = [step for r in rounds for step in r.steps if step.rows]
-    drafting = [step for step in steps if step.depth]
-    drafted, forwards = sum(r.drafted for r in rounds), sum(r.forwards for r in rounds)
-    decode_tps = [r.decode_tps for r in rounds if r.decode_tps is not None]
-    others = [r.others_share for r in rounds if r.others_share is not None]
+    """A policy's row. texts: of each round, what its own are compared with, as far as both came; empty: nothing."""
+    pairs = [
+        (ours, theirs)
+        for looped, text in zip(rounds, texts, strict=False)
+        for ours, theirs in zip(looped.token_ids, text, strict=True)
+        if ours and theirs
+    ]
+    differing = [(ours, theirs) for ours, theirs in pairs if equal_tokens(ours, theirs) < min(len(ours), len(theirs))]
+    steps = [step for looped in rounds for step in looped.steps]
+    decoding = [step for step in steps if step.rows]
+    drafting = [step for step in decoding if step.depth]
+    rows, emitted, nodes = (sum(getattr(step, name) for step in decoding) for name in ("rows", "emitted", "nodes"))
+    others = [looped.others_share for looped in rounds if looped.others_share is not None]
 
-    def per_step_ms(*names: str) -> float | None:
-        return 1e3 * sum(getattr(t, name) for t in totals for name in names) / count if count else None
+    def per_step_ms(*names: str) -> float:
+        return 1e3 * sum(getattr(looped.totals, name) for looped in rounds for name in names) / len(steps)
 
     return Figures(
-        system=system,
+        system=policy,
         requests=requests,
         temperature=temperature,
-        whole_tps=[r.whole_tps for r in rounds],
-        decode_tps=decode_tps or None,
-        tokens_per_step=sum(r.decoded_tokens for r in rounds) / forwards if forwards else None,
-        acceptance_rate=sum(r.accepted for r in rounds) / drafted if drafted else None,
-        drafting_share=len(drafting) / len(steps) if steps else None,
+        tps=[looped.tps for looped in rounds],
+        tokens_per_step=emitted / rows,
+        acceptance_rate=(emitted - rows) / (nodes - rows) if nodes > rows else None,
+        drafting_share=len(drafting) / len(decoding),
         depth=fmean(step.depth for step in drafting) if drafting else None,
         width=fmean(step.width for step in drafting) if drafting else None,
-        tree_tokens=sum(step.nodes for step in steps) / sum(step.rows for step in steps) if steps else None,
-        steps=count / len(rounds) if count else None,
-        step_ms=1e3 * sum(r.wall_s for r in rounds) / count if count else None,
+        tree_tokens=nodes / rows,
+        steps=len(steps) / len(rounds),
+        step_ms=1e3 * sum(looped.seconds for looped in rounds) / len(steps),
         draft_ms=per_step_ms("draft_s"),
         verify_ms=per_step_ms("verify_s"),
         deciding_ms=per_step_ms("plan_s", "select_s", "commit_s"),
-        sequences=len(pairs),
-        differing=sum(a != b for a, b in pairs),
-        equal_tokens=min((equal_tokens(a, b) for a, b in pairs), default=None),
+        texts_compared=len(pairs),
+        differing=len(differing),
+        equal_tokens=min((equal_tokens(a, b) for a, b in differing), default=None),
         others_share=max(others) if others else None,
     )
 
@@ -81,19 +80,18 @@ def equal_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def show(rows: Sequence[ThroughputRow]) -> None:
-    """Throughput, then what the engine's steps were, then the aims, met or not."""
+    """Show tokens/s, then what the engine's steps were, then the aims, met or not."""
     console = Console(width=170)
     first = rows[0]
     size = "" if first.target_params is None else f" ({first.target_params / 1e6:.1f}M)"
     console.print(
-        f"{first.target}{size}, draft {first.draft}, {first.dtype}, {first.new_tokens} new tokens each; "
-        f"{first.machine}; commit {first.commit[:12]}",
+        f"{first.target}{size}, draft {first.draft}, {first.dtype}, {first.min_new_tokens} to {first.max_new_tokens} "
+        f"new tokens each; {first.machine}; commit {first.commit[:12]}",
         highlight=False,
     )
-    references = {(row.requests, row.temperature): row for row in rows if row.system == REFERENCE}
-    by_point = [(row, references.get((row.requests, row.temperature))) for row in rows]
-    console.print(_table("throughput", THROUGHPUT, [_throughput_cells(*pair) for pair in by_point]))
-    console.print(_table("steps of the engine", STEPS, [_step_cells(row) for row in rows if row.steps]))
+    references = {row.point: row for row in rows if row.system == REFERENCE}
+    console.print(_table("closed loop", THROUGHPUT, [_throughput_cells(r, references.get(r.point)) for r in rows]))
+    console.print(_table("steps", STEPS, [_step_cells(row) for row in rows]))
     for aim in aims(rows):
         met = "[green]met[/green]   " if aim.met else "[red]MISSED[/red]"
         console.print(f"{met} {aim.text}", highlight=False)
@@ -113,14 +111,12 @@ def _point(row: ThroughputRow) -> tuple[str, str, str]:
 
 
 def _throughput_cells(row: ThroughputRow, reference: ThroughputRow | None) -> list[str]:
-    decode, whole = row.times(reference)
-    differ = f"{row.differing} of {row.sequences}" if row.sequences else ""
+    ratio = "" if reference is None or reference is row else str(paired_ratio(row.tps, reference.tps))
+    differ = f"{row.differing} of {row.texts_compared}" if row.texts_compared else ""
     return [
         *_point(row),
-        "" if row.decode_tps is None else f"{median(row.decode_tps):.1f}",
-        "" if decode is None else str(decode),
-        f"{median(row.whole_tps):.1f}",
-        "" if whole is None else str(whole),
+        f"{median(row.tps):.1f}",
+        ratio,
         _number(row.tokens_per_step),
         _number(row.acceptance_rate),
         f"{differ}, from token {row.equal_tokens}" if row.differing else differ,

@@ -7,7 +7,7 @@ scripts under benchmarks/ use it, and those that make documents of their results
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -19,8 +19,10 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.whole_file import SHARED, write_whole
 
 REFERENCE = "ar"
-ASSISTED = "transformers assisted"
-"""What the names of all settings of transformers' assisted generation begin with."""
+CHAIN = "spec:"
+"""What the names of policies with a fixed chain begin with."""
+WANTED = {"adaserve": 0.99, "nightjar": 0.98}
+"""By policy that chooses: the least ratio to the best of what it could have chosen, REFERENCE and every chain."""
 RESAMPLES = 10_000
 
 
@@ -28,17 +30,14 @@ RESAMPLES = 10_000
 class Conditions:
     """Where and with what a row was measured; the same for all rows of a run.
 
-    config: the engine's, without "auto" and without folders. threads: of torch, and the cores that jax sees.
-    slo_scale: TPOT target over the baseline latency; None: no target. settle_tokens: generated, and not timed, before
-    each measurement.
+    config: the engine's, without "auto" and without folders. texts: that end in the measured part of a loop, at least;
+    so many at once end before it. slo_scale: TPOT target over the baseline latency; None: no target.
     """
 
     commit: str
     machine: str
     device: str
     jax_version: str
-    torch_version: str | None
-    transformers_version: str | None
     threads: int
     target: str
     target_params: int | None
@@ -49,8 +48,9 @@ class Conditions:
     prompts: str
     min_prompt_tokens: int
     max_prompt_tokens: int
-    new_tokens: int
-    settle_tokens: int
+    min_new_tokens: int
+    max_new_tokens: int
+    texts: int
     repeats: int
     slo_scale: float | None
     seed: int
@@ -60,33 +60,30 @@ class Conditions:
 class Figures:
     """One system at one number of requests and one temperature.
 
-    whole_tps: of each round, all new tokens over the whole call, prefill included. decode_tps: of each round, the
-    tokens emitted after the last prompt was prefilled over the time from then to the last token; None for
-    transformers, which does not say when that was. tokens_per_step: of a request, per forward of the
-    target that is not its prefill, the bonus token counted. acceptance_rate: accepted over verified draft nodes.
-    drafting_share: of the steps that decode; depth, width: means over those that draft; tree_tokens: verified per
-    decode row and step, root included. steps: of a round. step_ms and its parts: means over all steps, prefill too.
-    sequences: compared with the reference policy's, and how many of them differ; equal_tokens: the fewest before a
-    first difference. others_share: the largest share of the cores' time that other processes took in a timed call.
+    tps: of each round, tokens of all requests over the time, prefill included. tokens_per_step: of a request that
+    decodes, the bonus token counted. acceptance_rate: accepted over verified draft nodes. drafting_share: of the steps
+    that decode; depth, width: means over those that draft; tree_tokens: verified per decode row and step with the root.
+    steps: of a round. step_ms and its parts: means over all steps, prefill too. texts_compared: with the reference
+    policy's, and how many of them differ; equal_tokens: the fewest before a first difference. others_share: the largest
+    share of the cores' time that other processes took meanwhile.
     """
 
     system: str
     requests: int
     temperature: float
-    whole_tps: list[float]
-    decode_tps: list[float] | None
-    tokens_per_step: float | None
+    tps: list[float]
+    tokens_per_step: float
     acceptance_rate: float | None
-    drafting_share: float | None
+    drafting_share: float
     depth: float | None
     width: float | None
-    tree_tokens: float | None
-    steps: float | None
-    step_ms: float | None
-    draft_ms: float | None
-    verify_ms: float | None
-    deciding_ms: float | None
-    sequences: int
+    tree_tokens: float
+    steps: float
+    step_ms: float
+    draft_ms: float
+    verify_ms: float
+    deciding_ms: float
+    texts_compared: int
     differing: int
     equal_tokens: int | None
     others_share: float | None
@@ -104,15 +101,9 @@ class ThroughputRow(Figures, Conditions):
     def conditions(self) -> Conditions:
         return Conditions(**{f.name: getattr(self, f.name) for f in fields(Conditions)})
 
-    def times(self, reference: ThroughputRow | None) -> tuple[Ratio | None, Ratio | None]:
-        """How many times the reference this is, by decode tokens/s and by whole-call tokens/s; None where there is
-        nothing to compare."""
-        if reference is None or reference.system == self.system:
-            return None, None
-        decode = None
-        if self.decode_tps is not None and reference.decode_tps is not None:
-            decode = paired_ratio(self.decode_tps, reference.decode_tps)
-        return decode, paired_ratio(self.whole_tps, reference.whole_tps)
+    @property
+    def point(self) -> tuple[int, float]:
+        return self.requests, self.temperature
 
 
 @dataclass(frozen=True)
@@ -142,12 +133,12 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 @dataclass(frozen=True)
 class Aim:
-    """One aim at one point. against: the system that it compares with. wanted: the least ratio."""
+    """One policy's aim at one point. against: the best of what it could have chosen. wanted: the least ratio to it."""
 
     requests: int
     temperature: float
+    system: str
     against: str
-    measure: str
     wanted: float
     found: Ratio
 
@@ -158,38 +149,26 @@ class Aim:
     @property
     def text(self) -> str:
         return (
-            f"{self.requests} at once, temperature {self.temperature:g}: adaserve is {self.found} times "
-            f"{self.against} by {self.measure} tokens/s; the aim is {self.wanted:g}"
+            f"{self.requests} at once, temperature {self.temperature:g}: {self.system} is {self.found} times "
+            f"{self.against}; the aim is {self.wanted:g}"
         )
 
 
 def aims(rows: Sequence[ThroughputRow]) -> list[Aim]:
-    """What `adaserve` is to reach beside what it reached, of the points that were measured."""
-    points = dict.fromkeys((row.requests, row.temperature) for row in rows)
-    by_point = [{r.system: r for r in rows if (r.requests, r.temperature) == point} for point in points]
-    return [aim for systems in by_point if "adaserve" in systems for aim in _aims_of(systems)]
-
-
-def _aims_of(systems: dict[str, ThroughputRow]) -> Iterator[Aim]:
-    ours, plain, chain = (systems.get(name) for name in ("adaserve", REFERENCE, "spec:4"))
-    assert ours is not None
-    if plain is not None and (wanted := {1: 1.5, 8: 1.15}.get(ours.requests)):
-        yield from _decode_aim(ours, [plain], wanted)
-    if plain is not None and chain is not None and ours.requests in (16, 32):
-        yield from _decode_aim(ours, [plain, chain], 0.98)
-    assisted = [row for name, row in systems.items() if name.startswith(ASSISTED)]
-    if assisted and ours.requests == 1:
-        best = max(assisted, key=lambda row: median(row.whole_tps))
-        found = paired_ratio(ours.whole_tps, best.whole_tps)
-        yield Aim(ours.requests, ours.temperature, best.system, "whole-call", 2.0, found)
-
-
-def _decode_aim(ours: ThroughputRow, others: list[ThroughputRow], wanted: float) -> Iterator[Aim]:
-    """Against the best of the others, by decode tokens/s."""
-    best = max(others, key=lambda row: median(row.decode_tps or [0.0]))
-    if ours.decode_tps and best.decode_tps:
-        found = paired_ratio(ours.decode_tps, best.decode_tps)
-        yield Aim(ours.requests, ours.temperature, best.system, "decode", wanted, found)
+    """What policies that choose are to reach beside what they reached, of the points that were measured."""
+    found: list[Aim] = []
+    for point in dict.fromkeys(row.point for row in rows):
+        here = [row for row in rows if row.point == point]
+        choices = [row for row in here if row.system == REFERENCE or row.system.startswith(CHAIN)]
+        if not choices:
+            continue
+        best = max(choices, key=lambda row: median(row.tps))
+        found += [
+            Aim(*point, row.system, best.system, WANTED[row.system], paired_ratio(row.tps, best.tps))
+            for row in here
+            if row.system in WANTED
+        ]
+    return found
 
 
 def write_rows(path: Path, rows: Sequence[ThroughputRow]) -> None:

@@ -1,36 +1,24 @@
-"""The systems that benchmarks/engine/throughput.py compares: this engine by policy, and transformers on torch.
+"""One engine that completes batches and closed loops of token ids by one policy after another, and notes its steps.
 
-Each takes the same batch of token ids and gives back token ids, times and counts. Knows no rounds, rows or tables.
+Knows no rounds, rows or tables.
 """
 
 from __future__ import annotations
 
-import os
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import DraftTrees, LogitEdits, Progress, StepOutcome, StepPlan
 from benchmarks.engine.cpu_time import Watch
-from benchmarks.engine.throughput_rows import ASSISTED
 
-PLAIN = "transformers"
-ASSISTANTS: dict[str, dict[str, Any]] = {
-    ASSISTED: {},
-    f"{ASSISTED}:4": {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"},
-    f"{ASSISTED}:4, no threshold": {
-        "num_assistant_tokens": 4,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    },
-}
-"""Assisted generation by transformers' own defaults and by other settings; the best of them is what counts."""
 TOTALS = ("steps", "plan_s", "draft_s", "select_s", "verify_s", "commit_s", "wait_s")
 
 
@@ -45,6 +33,27 @@ class Batch:
 
     def shortened(self, new_tokens: int) -> Batch:
         return replace(self, new_tokens=min(new_tokens, self.new_tokens))
+
+
+@dataclass(frozen=True)
+class Load:
+    """A closed loop: `at_once` requests run, and the next one replaces each that ends. lengths: new tokens of each.
+
+    It is measured from when as many requests have ended as run at once, so that the policy has learnt and requests end
+    at different times, until one ends and none is left to replace it.
+    """
+
+    at_once: int
+    prompts: Sequence[list[int]]
+    lengths: Sequence[int]
+    seeds: Sequence[int]
+    temperature: float
+
+    def request(self, index: int, slo: SLO) -> GenerateRequest:
+        sampling = SamplingParams(
+            max_tokens=self.lengths[index], temperature=self.temperature, seed=self.seeds[index], ignore_eos=True
+        )
+        return GenerateRequest(str(index), self.prompts[index], sampling, slo)
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,23 @@ class Measured:
         return sum(step.emitted for step in decoding) / (decoding[-1].ended_s - self.steps[last_prefill].ended_s)
 
 
+@dataclass(frozen=True)
+class Looped:
+    """A measured part of a closed loop. token_ids: of every request, as far as it came. tokens, seconds, steps, totals,
+    others_share: of the part."""
+
+    token_ids: list[list[int]]
+    tokens: int
+    seconds: float
+    steps: tuple[Step, ...]
+    totals: StepStats
+    others_share: float | None
+
+    @property
+    def tps(self) -> float:
+        return self.tokens / self.seconds
+
+
 class Engine:
     """One engine that serves every policy in turn. Notes each step by standing before its executor's `verify`.
 
@@ -144,9 +170,15 @@ class Engine:
             drafted=sum(m.drafted_tokens for m in metrics),
             accepted=sum(m.accepted_tokens for m in metrics),
             steps=tuple(self.noted_steps),
-            totals=StepStats(**{name: getattr(after, name) - getattr(before, name) for name in TOTALS}),
+            totals=_between(before, after),
             others_share=others_share,
         )
+
+    def loop(self, policy: str, load: Load) -> Looped:
+        """Run a closed loop by `policy`, which starts anew."""
+        self.llm.set_policy(policy)
+        self.noted_steps.clear()
+        return _Loop(self, load, self._slo).run()
 
     def _generate(self, batch: Batch, cache_salt: str = "") -> list[GenerateOutput]:
         params = [
@@ -159,57 +191,71 @@ class Engine:
         self.llm.close()
 
 
-class Transformers:
-    """transformers' `generate` on torch, f32, over the same two folders, with as many threads as there are cores."""
+@dataclass(frozen=True)
+class _Mark:
+    """What an engine had done at a moment."""
 
-    def __init__(self, target: Path, draft: Path):
-        import torch
-        import transformers
+    tokens: int
+    steps: int
+    totals: StepStats
 
-        self._torch = torch
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(os.cpu_count() or 1)
-        self._target, self._draft = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-            for folder in (target, draft)
-        )
-        for model in (self._target, self._draft):
-            model.generation_config.eos_token_id = None  # a text ends by its length alone, as with ignore_eos
-        self._draft_settings = self._draft.generation_config.to_dict()
-        self._forwards = 0
-        self._target.register_forward_hook(self._count)
 
-    @property
-    def systems(self) -> tuple[str, ...]:
-        return PLAIN, *ASSISTANTS
+class _Loop:
+    """Sink of a closed loop's requests. It submits the next one in the engine's thread, before the next step."""
 
-    def run(self, system: str, batch: Batch, settle_tokens: int) -> Measured:
-        """Complete a batch of one request. Assisted generation prefills in its first verification, plain generation
-        emits its first token by it; either way the first forward of the target is left out of the count."""
-        (prompt,), (seed,) = batch.prompts, batch.seeds
-        if settle_tokens:
-            self._generate(system, prompt, seed, batch.shortened(settle_tokens))
-        self._forwards = 0
-        watch = Watch()
-        token_ids = self._generate(system, prompt, seed, batch)
-        wall_s, others_share = watch.read()
-        return Measured([token_ids], wall_s, self._forwards - 1, others_share=others_share)
+    def __init__(self, engine: Engine, load: Load, slo: SLO):
+        self._engine, self._load, self._slo = engine, load, slo
+        self._token_ids: list[list[int]] = [[] for _ in load.prompts]
+        self._begun = self._ended = self._tokens = 0
+        self._first: _Mark | None = None
+        self._watch: Watch | None = None
+        self._found: Looped | None = None
+        self._over = threading.Event()
+        self._idle = threading.Event()
 
-    def _generate(self, system: str, prompt: list[int], seed: int, batch: Batch) -> list[int]:
-        torch = self._torch
-        options: dict[str, Any] = {"max_new_tokens": batch.new_tokens, "do_sample": batch.temperature > 0}
-        if batch.temperature > 0:
-            options |= {"temperature": batch.temperature, "top_k": 0, "top_p": 1.0}
-        if system != PLAIN:
-            settings = self._draft_settings | ASSISTANTS[system]
-            self._draft.generation_config = type(self._draft.generation_config).from_dict(settings)
-            options["assistant_model"] = self._draft
-        torch.manual_seed(seed)
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = self._target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return out[0, len(prompt) :].tolist()
+    def run(self) -> Looped:
+        for _ in range(self._load.at_once):
+            self._submit()
+        self._over.wait()
+        for index in range(len(self._token_ids)):
+            self._engine.local.abort(str(index))
+        self._idle.wait()
+        assert self._found is not None
+        return replace(self._found, token_ids=self._token_ids)
 
-    def _count(self, *_: object) -> None:
-        self._forwards += 1
+    def _submit(self) -> None:
+        request = self._load.request(self._begun, self._slo)
+        self._begun += 1
+        self._engine.local.submit(request, self)
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        self._token_ids[int(chunk.request_id)] += chunk.token_ids
+        self._tokens += len(chunk.token_ids)
+        if chunk.finish_reason is None:
+            return
+        self._ended += 1
+        if self._ended == self._load.at_once:
+            self._first, self._watch = self._mark(), Watch()
+        if self._begun < len(self._token_ids):
+            self._submit()
+            return
+        if self._found is None:
+            self._found = self._measured()
+            self._over.set()
+        if self._ended == self._begun:
+            self._idle.set()
+
+    def _mark(self) -> _Mark:
+        return _Mark(self._tokens, len(self._engine.noted_steps), replace(self._engine.llm.stats().scheduler))
+
+    def _measured(self) -> Looped:
+        assert self._first is not None and self._watch is not None
+        first, last = self._first, self._mark()
+        seconds, others_share = self._watch.read()
+        steps = tuple(self._engine.noted_steps[first.steps : last.steps])
+        return Looped([], last.tokens - first.tokens, seconds, steps, _between(first.totals, last.totals), others_share)
+
+
+def _between(before: StepStats, after: StepStats) -> StepStats:
+    """Return what was counted from one moment to another."""
+    return StepStats(**{name: getattr(after, name) - getattr(before, name) for name in TOTALS})

@@ -4,6 +4,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import SLO
 from benchmarks.engine.throughput_rows import read_rows
 from tests.bench.scripts import imported
 
@@ -26,8 +27,8 @@ def modules():
 def measured(modules, tmp_path_factory):
     """(out, plan, rows): two rounds of 2 requests, greedy and not."""
     out = tmp_path_factory.mktemp("throughput") / "rows.json"
-    plan = modules["main"].Plan((2,), (0.0, 0.8), POLICIES, repeats=2, new_tokens=12, settle_tokens=4)
-    return out, plan, modules["main"].run(CONFIG, plan, out, target_name="demo", skip_transformers=True)
+    plan = modules["main"].Plan((2,), (0.0, 0.8), POLICIES, repeats=2, new_tokens=12, texts=4)
+    return out, plan, modules["main"].run(CONFIG, plan, out, target_name="demo")
 
 
 @pytest.mark.slow
@@ -37,19 +38,21 @@ def test_every_policy_has_a_row_at_every_point(measured):
         (2, temperature, policy) for temperature in (0.0, 0.8) for policy in POLICIES
     ]
     for row in rows:
-        assert len(row.whole_tps) == len(row.decode_tps) == 2
-        assert min(row.whole_tps) > 0 and min(row.decode_tps) > 0
+        assert len(row.tps) == 2 and min(row.tps) > 0
         assert (row.target, row.draft, row.dtype, row.repeats) == ("demo", "demo", "f32", 2)
+        assert (row.min_new_tokens, row.max_new_tokens) == (6, 18)
         assert row.config["token_edges"] == [16, 64] and row.config["compile_cache"] is None
         assert row.step_ms >= row.draft_ms + row.verify_ms + row.deciding_ms > 0
 
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_under_every_policy(measured):
+    """Seven requests a round; the one that still runs at the end is compared as far as both came."""
     _, _, rows = measured
     assert [row.differing for row in rows] == [0] * 6
-    assert [row.sequences for row in rows] == [0, 4, 4] * 2
-    assert {row.equal_tokens for row in rows} == {None, 12}
+    assert all(row.texts_compared == 0 for row in rows[::3])
+    assert all(12 <= row.texts_compared <= 14 for row in (*rows[1:3], *rows[4:]))
+    assert {row.equal_tokens for row in rows} == {None}
 
 
 @pytest.mark.slow
@@ -69,10 +72,10 @@ def test_points_that_were_measured_are_not_measured_again(measured, modules, mon
     written = out.read_text()
     assert read_rows(out) == rows
     monkeypatch.setattr(modules["main"], "measure_point", lambda *_: pytest.fail("measured again"))
-    assert modules["main"].run(CONFIG, plan, out, target_name="demo", skip_transformers=True) == rows
+    assert modules["main"].run(CONFIG, plan, out, target_name="demo") == rows
     assert out.read_text() == written
     with pytest.raises(ConfigError, match=r"holds rows of another run; choose another --out, or remove it"):
-        modules["main"].run(CONFIG, plan, out, target_name="another", skip_transformers=True)
+        modules["main"].run(CONFIG, plan, out, target_name="another")
 
 
 @pytest.mark.slow
@@ -89,6 +92,7 @@ def test_more_requests_than_the_engine_runs_at_once_are_refused(modules, tmp_pat
         ({"requests": (0, 1)}, "--requests must be at least 1"),
         ({"repeats": 0}, "--repeats must be at least 1"),
         ({"new_tokens": 1}, "--new-tokens must be at least 2"),
+        ({"texts": 0}, "--texts must be at least 1"),
     ],
 )
 def test_plans_that_measure_nothing_are_refused(modules, changes, message):
@@ -115,17 +119,25 @@ def test_decode_throughput_leaves_prefill_out(modules):
     assert systems.Measured([[1]], wall_s=1.0, forwards=0).decode_tps is None
 
 
+@pytest.mark.slow
+def test_a_closed_loop_keeps_as_many_requests_running(modules):
+    """Every step of the measured part has both rows, and its tokens are those that its requests got."""
+    systems, main = modules["systems"], modules["main"]
+    engine = systems.Engine(CONFIG, SLO())
+    try:
+        plan = main.Plan((2,), (0.0,), ("ar",), new_tokens=12, texts=6)
+        prompts = modules["prompts"].Prompts(["abc = 1\n" * 40], engine.llm.tokenizer.encode)
+        load = main.load_of(prompts, plan, 2, 0.0, 0)
+        looped = engine.loop("ar", load)
+    finally:
+        engine.close()
+    assert len(load.prompts) == 2 + 6 + 1
+    assert all(step.rows + (step.prefill_tokens > 0) == 2 for step in looped.steps)
+    assert looped.tokens >= sum(step.emitted for step in looped.steps) > 0 and looped.seconds > 0
+    ended = [len(ids) == length for ids, length in zip(looped.token_ids, load.lengths, strict=True)]
+    assert ended.count(True) in (8, 9), "all but what still ran at the end"
+
+
 def test_tokens_are_counted_until_the_first_difference(modules):
     equal = modules["figures"].equal_tokens
     assert (equal([1, 2, 3], [1, 2, 3]), equal([1, 2, 3], [1, 5, 3]), equal([1, 2], [1, 2, 3])) == (3, 1, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_transformers_completes_the_same_greedy_text(modules, tmp_path):
-    plan = modules["main"].Plan((1,), (0.0,), ("ar",), repeats=1, new_tokens=8, settle_tokens=0)
-    rows = modules["main"].run(CONFIG, plan, tmp_path / "rows.json")
-    assert [row.system for row in rows] == ["ar", "transformers", *modules["systems"].ASSISTANTS]
-    assert [(row.sequences, row.differing) for row in rows[1:]] == [(1, 0)] * 4
-    assert rows[1].tokens_per_step == 1.0 and all(row.tokens_per_step >= 1.0 for row in rows[2:])
-    assert all(row.decode_tps is None for row in rows[1:])

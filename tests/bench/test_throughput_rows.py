@@ -5,27 +5,25 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from benchmarks.engine.throughput_rows import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
+from benchmarks.engine.throughput_rows import Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
 
 ROW = ThroughputRow(
-    commit="0" * 40, machine="m", device="cpu", jax_version="0.9", torch_version=None, transformers_version=None,
-    threads=2, target="demo", target_params=None, draft="demo", draft_params=None, dtype="f32", config={"seed": 0},
-    prompts="p", min_prompt_tokens=4, max_prompt_tokens=8, new_tokens=12, settle_tokens=4, repeats=2, slo_scale=None,
-    seed=0, system="ar", requests=1, temperature=0.0, whole_tps=[20.0, 30.0], decode_tps=[40.0, 60.0],
-    tokens_per_step=1.0, acceptance_rate=None, drafting_share=0.0, depth=None, width=None, tree_tokens=1.0, steps=12.0,
-    step_ms=1.0, draft_ms=0.0, verify_ms=0.9, deciding_ms=0.1, sequences=0, differing=0, equal_tokens=None,
-    others_share=None,
+    commit="0" * 40, machine="m", device="cpu", jax_version="0.9", threads=2, target="demo", target_params=None,
+    draft="demo", draft_params=None, dtype="f32", config={"seed": 0}, prompts="p", min_prompt_tokens=4,
+    max_prompt_tokens=8, min_new_tokens=6, max_new_tokens=18, texts=4, repeats=2, slo_scale=None, seed=0, system="ar",
+    requests=1, temperature=0.0, tps=[40.0, 60.0], tokens_per_step=1.0, acceptance_rate=None, drafting_share=0.0,
+    depth=None, width=None, tree_tokens=1.0, steps=12.0, step_ms=1.0, draft_ms=0.0, verify_ms=0.9, deciding_ms=0.1,
+    texts_compared=0, differing=0, equal_tokens=None, others_share=None,
 )  # fmt: skip
 
 
-def at(system: str, requests: int, decode: float | None, whole: float = 1.0) -> ThroughputRow:
+def at(system: str, requests: int, tps: float) -> ThroughputRow:
     """One round."""
-    tps = None if decode is None else [decode]
-    return replace(ROW, system=system, requests=requests, decode_tps=tps, whole_tps=[whole])
+    return replace(ROW, system=system, requests=requests, tps=[tps])
 
 
 def told(found: list[Aim]) -> list[tuple[int, str, str, float, float, bool]]:
-    return [(aim.requests, aim.against, aim.measure, aim.wanted, round(aim.found.median, 3), aim.met) for aim in found]
+    return [(aim.requests, aim.system, aim.against, aim.wanted, round(aim.found.median, 3), aim.met) for aim in found]
 
 
 def test_ratios_are_of_the_same_round():
@@ -46,48 +44,31 @@ def test_the_bootstrap_leaves_out_what_is_rarer_than_one_in_forty():
     assert (five.median, five.low, five.high) == (3.0, 1.0, 5.0)
 
 
-def test_a_row_says_how_many_times_the_reference_it_is_where_both_were_measured():
-    """transformers does not say when its prompts were computed, and so has no decode tokens/s."""
-    ours = replace(ROW, system="adaserve", decode_tps=[80.0, 90.0], whole_tps=[40.0, 90.0])
-    assert [each and (each.low, each.high) for each in ours.times(ROW)] == [(1.5, 2.0), (2.0, 3.0)]
-    assert ROW.times(ROW) == ours.times(None) == (None, None)
-    for one, other in ((ours, at("transformers", 1, None)), (at("transformers", 1, None), ours)):
-        decode, whole = replace(one, whole_tps=[10.0]).times(replace(other, whole_tps=[5.0]))
-        assert decode is None and whole is not None and whole.median == 2.0
-
-
-def test_aims_compare_with_the_best_of_the_others_and_hide_no_miss():
-    one = [at("ar", 1, 40, 38), at("adaserve", 1, 60, 50), at(ASSISTED, 1, None, 20), at(f"{ASSISTED}:4", 1, None, 30)]
-    many = [at("ar", 16, 100), at("spec:4", 16, 200), at("adaserve", 16, 190)]
+def test_aims_compare_with_the_best_of_what_could_be_chosen_and_hide_no_miss():
+    one = [at("ar", 1, 40), at("spec:2", 1, 50), at("adaserve", 1, 60), at("nightjar", 1, 49)]
+    many = [at("ar", 16, 200), at("spec:4", 16, 100), at("adaserve", 16, 190)]
     found = aims(one + many)
     assert told(found) == [
-        (1, "ar", "decode", 1.5, 1.5, True),
-        (1, f"{ASSISTED}:4", "whole-call", 2.0, 1.667, False),
-        (16, "spec:4", "decode", 0.98, 0.95, False),
+        (1, "adaserve", "spec:2", 0.99, 1.2, True),
+        (1, "nightjar", "spec:2", 0.98, 0.98, True),
+        (16, "adaserve", "ar", 0.99, 0.95, False),
     ]
-    assert found[-1].text == (
-        "16 at once, temperature 0: adaserve is 0.95 (0.95 to 0.95) times spec:4 by decode tokens/s; the aim is 0.98"
-    )
+    assert found[-1].text == ("16 at once, temperature 0: adaserve is 0.95 (0.95 to 0.95) times ar; the aim is 0.99")
 
 
-def test_points_without_an_aim_or_without_who_it_compares_with_have_none():
-    """No aim is for 2 at once; 16 are held to plain decoding and chains together, 8 to plain decoding."""
-    assert aims([at("ar", 2, 40), at("adaserve", 2, 60)]) == []
-    assert aims([at("ar", 16, 40), at("adaserve", 16, 60)]) == aims([at("spec:4", 16, 40), at("adaserve", 16, 9)]) == []
-    assert aims([at("adaserve", 8, 60)]) == aims([at("ar", 8, 40), at("spec:4", 8, 40)]) == []
-    assert aims([at("adaserve", 8, 60), at(ASSISTED, 8, None)]) == [], "assisted generation is timed alone"
-    assert aims([at("ar", 1, None), at("adaserve", 1, 60)]) == aims([at("ar", 1, 40), at("adaserve", 1, None)]) == []
+def test_points_without_who_is_judged_or_compared_with_have_no_aim():
+    assert aims([at("ar", 2, 40), at("spec:4", 2, 60)]) == aims([at("adaserve", 2, 60), at("slo", 2, 9)]) == []
 
 
 def test_points_are_judged_by_themselves():
     """The same number of requests at another temperature is another point."""
-    warm = [replace(each, temperature=0.8) for each in (at("ar", 8, 40), at("adaserve", 8, 44))]
+    warm = [replace(each, temperature=0.8) for each in (at("ar", 8, 40), at("adaserve", 8, 39))]
     found = aims([*warm, at("adaserve", 8, 60), at("ar", 8, 40)])
-    assert [(aim.temperature, aim.wanted, aim.met) for aim in found] == [(0.8, 1.15, False), (0.0, 1.15, True)]
+    assert [(aim.temperature, aim.found.median, aim.met) for aim in found] == [(0.8, 0.975, False), (0.0, 1.5, True)]
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):
-    path, rows = tmp_path / "rows.json", [ROW, at("transformers", 4, None)]
+    path, rows = tmp_path / "rows.json", [ROW, at("spec:4", 4, 1)]
     write_rows(path, rows)
     assert read_rows(path) == rows and len(path.read_text().splitlines()) == 4, "a row a line"
     assert [ThroughputRow.join(row.conditions, row) for row in rows] == rows
