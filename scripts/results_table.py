@@ -7,7 +7,7 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py. No number is typed. Imports no jax.
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from results_client import client_table
 from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_tables
 from results_nightjar import nightjar_tables
+from results_peers import peer_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_star import overhead_tables, table1_tables
@@ -52,6 +53,10 @@ LOADS = (
 )
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+PARTS = (
+    "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest | attention of the step "
+    "| step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
 OFF = (
     "| requests at once | pairs | with the draft loaded, tokens/s | without one | times | times, decoding only |\n"
@@ -192,6 +197,8 @@ def device_tables(result: dict[str, Any]) -> str:
         ]  # fmt: skip
         about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
         parts += [about, "\n".join([PROGRAMS, *steps])]
+        if shares := [_parts_line(step) for step in result["programs"]["parts"]]:
+            parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
     rates = (
         f"copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
         f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
@@ -199,6 +206,15 @@ def device_tables(result: dict[str, Any]) -> str:
     where = f"{result['machine']}; {result['device']}; {ceilings['dtype']}: {rates}"
     parts.append(f"{where}; jax {result['jax_version']}. Commit {result['commit'][:12]}.")
     return "\n\n".join(parts)
+
+
+def _parts_line(step: dict[str, Any]) -> str:
+    names = ("step", "products", "attention", "head", "sampling", "host", "rest")
+    return line(
+        str(step["rows"]), str(step["tokens"]), str(step["context"]),
+        *(number(1e3 * step[f"{name}_s"]) for name in names),
+        f"{step['attention_s'] / step['step_s']:.0%}", number(step["step_s"] / step["products_s"]),
+    )  # fmt: skip
 
 
 def off_path_table(result: dict[str, Any]) -> str:
@@ -237,6 +253,7 @@ POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
     "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
+    "peers": peer_tables,
 }  # fmt: skip
 
 

@@ -42,7 +42,8 @@ class Generator:
 
     def encode(self, body: dict[str, Any]) -> list[int]:
         if "messages" not in body:
-            return self.tokenizer(body["prompt"])["input_ids"]
+            prompt = body["prompt"]
+            return prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"]
         text = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -52,6 +53,8 @@ class Generator:
         options: dict[str, Any] = {"max_new_tokens": int(body.get("max_tokens", 16)), "do_sample": temperature > 0}
         if temperature > 0:
             options |= {"temperature": temperature, "top_k": 0, "top_p": float(body.get("top_p", 1.0))}
+        if body.get("ignore_eos"):
+            options["eos_token_id"] = None
         if body.get("seed") is not None:
             torch.manual_seed(int(body["seed"]))
         ids = torch.tensor([prompt], device=self._target.device)

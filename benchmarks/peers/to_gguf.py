@@ -55,7 +55,8 @@ def write(folder: Path, out: Path) -> None:
     writer.add_tokenizer_pre(SPLIT)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]])
+    pairs = tokenizer["model"]["merges"]
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in pairs])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
@@ -88,7 +89,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of q or k in the order of GGUF, whose rotary embedding turns neighbours: 0, D/2, 1, D/2 + 1, ..."""
+    """Return the rows of q or k in the order of GGUF, whose rotary embedding turns neighbours: 0, D/2, 1, D/2 + 1."""
     return np.ascontiguousarray(weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape))
 
 

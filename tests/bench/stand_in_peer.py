@@ -26,7 +26,8 @@ class PacedGenerator:
     tokenizer, max_context = Tokenizer(), MAX_CONTEXT
 
     def encode(self, body: dict[str, Any]) -> list[int]:
-        return [ord(each) for each in body["prompt"]]
+        prompt = body["prompt"]
+        return prompt if isinstance(prompt, list) else [ord(each) for each in prompt]
 
     def generate(self, prompt: list[int], body: dict[str, Any], streamer: Any) -> None:
         streamer.put(np.array(prompt))

@@ -1,0 +1,96 @@
+"""Tables of docs/results.md from a run of benchmarks/peers/compare.py. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.engine.throughput_rows import paired_ratio
+
+OURS = "adaserve_jax"
+FASTER = {"transformers": 1.8, "llama.cpp": 1.0, "vLLM": 1.3}
+"""Least ratio of tokens/s of one request alone, to the best way of each peer."""
+MORE = {"llama.cpp": 1.3, "vLLM": 1.2}
+"""Least ratio of goodput of 16 requests at once."""
+ATTAINED = 2.0
+"""Least ratio of joint attainment at the highest rate, to the best of all peers."""
+SERVERS = "| server | version | own requests alone, ms per token | same greedy text as ours |\n|---|---|---|---|"
+LOADS = (
+    "| load | server | tokens/s | goodput, tokens/s | TPOT met | TPOT and TTFT met | TPOT p50 / p99, ms | TTFT p50 / p99, ms "
+    "| failed |\n|---|---|---|---|---|---|---|---|---|"
+)
+AIMS = "| load | figure | against | aim | found | |\n|---|---|---|---|---|---|"
+
+
+def peer_tables(result: dict[str, Any]) -> str:
+    """Return command, servers, loads and aims of one run."""
+    rows = result["rows"]
+    names = [server["name"] for server in result["servers"]]
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    servers = [
+        _line(
+            server["name"], server["version"], f"{result['alone_ms'][server['name']]:.1f}",
+            "yes" if result["same_greedy_text"][server["name"]] else "no",
+        )
+        for server in result["servers"]
+    ]  # fmt: skip
+    figures = [_figures(load, name, _of(rows, load, name)) for load in loads for name in names]
+    tight, relaxed = result["targets_ms"].values()
+    about = (
+        f"Target {result['target']}, temperature {result['temperature']:g}, {result['new_tokens'][0]} to "
+        f"{result['new_tokens'][1]} new tokens; TPOT targets {tight:.1f} and {relaxed:.1f} ms in turns, TTFT target "
+        f"{result['ttft_ms']:.0f} ms; capacity {result['capacity_rps']:.2f} requests/s; open loops of "
+        f"{result['duration_s']:g} s and {result['drain_s']:g} s for the last; medians of {result['rounds']} rounds. "
+        f"{result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n\n".join([
+        f"Measured with `{result['command']}`:", "\n".join([SERVERS, *servers]), "\n".join([LOADS, *figures]), about,
+        "Aims and results:", "\n".join([AIMS, *_aims(rows, names, loads)]),
+    ])  # fmt: skip
+
+
+def _of(rows: Sequence[dict[str, Any]], load: str, name: str) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["load"], row["server"]) == (load, name)]
+
+
+def _figures(load: str, name: str, rounds: Sequence[dict[str, Any]]) -> str:
+    def middle(field: str) -> float:
+        return median(row[field] for row in rounds)
+
+    return _line(
+        load, name, f"{middle('tokens_per_s'):.1f}", f"{middle('goodput'):.1f}", f"{middle('attained'):.2f}",
+        f"{middle('joint'):.2f}", f"{middle('tpot_p50'):.1f} / {middle('tpot_p99'):.1f}",
+        f"{middle('ttft_p50'):.0f} / {middle('ttft_p99'):.0f}", f"{sum(row['failed'] for row in rounds)}",
+    )  # fmt: skip
+
+
+def _aims(rows: Sequence[dict[str, Any]], names: Sequence[str], loads: Sequence[str]) -> list[str]:
+    """Return a line per aim: this package over the best way of a peer, round by round."""
+    ours = next(name for name in names if name.startswith(OURS))
+    peers = [name for name in names if name != ours]
+    wanted = [
+        ("closed 1", "tokens_per_s", FASTER.items()),
+        ("closed 16", "goodput", MORE.items()),
+        (loads[-1], "joint", [("", ATTAINED)]),
+    ]
+    lines: list[str] = []
+    for load, field, aims in wanted:
+        for peer, aim in aims:
+            others = [name for name in peers if name.startswith(peer)]
+            if not others:
+                continue
+            best = max(others, key=lambda name: median(row[field] for row in _of(rows, load, name)))
+            figures = [[row[field] for row in _of(rows, load, name)] for name in (ours, best)]
+            if min(figures[1]) <= 0:
+                found, met = "the peer has none", min(figures[0]) > 0
+            else:
+                ratio = paired_ratio(*figures)
+                found, met = str(ratio), ratio.median >= aim
+            what = {"tokens_per_s": "tokens/s", "joint": "TPOT and TTFT met"}.get(field, field)
+            lines.append(_line(load, what, best, f"{aim:g}", found, "met" if met else "**missed**"))
+    return lines
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

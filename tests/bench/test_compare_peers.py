@@ -1,0 +1,109 @@
+"""The comparison with peers: its client and its figures, on stand-ins; and the weights of a GGUF file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bench.scripts import FOLDER, imported
+
+STAND_IN = Path(__file__).with_name("stand_in_peer.py")
+TARGETS_MS = {"tight": 10.0, "relaxed": 1000.0}
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    with imported("peers.compare", "peers.to_gguf", "peers.common") as read:
+        yield read
+
+
+def stand_in(compare, name: str):
+    command = (sys.executable, str(STAND_IN), str(FOLDER / "peers"))
+    return compare.Server(name, command, "/health", "1", True, {}, {"PYTHONPATH": str(FOLDER.parent)})
+
+
+def test_servers_take_turns_and_are_asked_for_whole_texts(scripts, tmp_path):
+    """Of two servers one is stopped while the other is measured. A stand-in sends two tokens every 4 ms."""
+    compare = scripts["compare"]
+    asked = [compare.Asked([97, 98], 7, index, ("tight", "relaxed")[index % 2]) for index in range(9)]
+    with compare.up([stand_in(compare, "one"), stand_in(compare, "two")], tmp_path / "logs") as running:
+        states = [Path(f"/proc/{each.group}/stat").read_text().rpartition(")")[2].split()[0] for each in running]
+        assert states == ["T", "T"]
+        for one in running:
+            drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
+            row = compare.driven(one, "closed 2", 0, TARGETS_MS, drive.closed, asked, 2)
+            assert (row.server, row.failed, row.attained) == (one.server.name, 0, 1.0)
+            assert row.requests in (6, 7) and row.goodput > 0 and row.ttft_p50 > 0 and row.tpot_p50 > 0
+            due = [replace(each, due_s=0.01 * index) for index, each in enumerate(asked)]
+            row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, due, 10.0)
+            assert (row.requests, row.failed) == (9, 0)
+        groups = [each.group for each in running]
+    for group in groups:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+
+
+def test_requests_that_take_too_long_or_have_no_server_failed(scripts, tmp_path):
+    compare, common = scripts["compare"], scripts["common"]
+    asked = [compare.Asked([97], 2000, 0, "tight"), compare.Asked([97], 2, 1, "tight")]
+    with compare.up([stand_in(compare, "one")], tmp_path / "logs") as (one,):
+        drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
+        row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, list(reversed(asked)), 0.5)
+        assert (row.requests, row.failed) == (2, 1)
+    gone = compare.Drive(stand_in(compare, "none"), common.free_port(), 0.0, TARGETS_MS)
+    heard, _, _ = asyncio.run(gone.open(asked[:1], 5.0))
+    assert heard[0].error is not None and "ConnectionRefusedError" in heard[0].error
+
+
+def test_figures_count_what_came_while_the_load_was_measured(scripts):
+    """From 1 s to 3 s. Of three requests that ended then, one met its target, one did not, and one failed; a fourth
+    ended before, and two tokens of a fifth came."""
+    compare = scripts["compare"]
+
+    def heard(slo_class: str, at_s: list[float], sent_s: float = 0.5, error: str | None = None):
+        return compare.Heard(compare.Asked([1], len(at_s), 0, slo_class), sent_s, at_s, error)
+
+    some = [
+        heard("relaxed", [1.5, 2.0, 2.4]),
+        heard("tight", [1.5, 2.0]),
+        heard("tight", [], error="cut off"),
+        heard("relaxed", [0.7, 0.8]),
+        heard("relaxed", [2.5, 2.9, 3.5]),
+    ]
+    row = compare.figures("s", "closed 4", 2, some, 1.0, 3.0, TARGETS_MS)
+    assert (row.requests, row.failed, row.tokens_per_s, row.goodput) == (3, 1, 3.5, 1.5)
+    assert (row.attained, row.joint) == (1 / 3, 1 / 3)
+    assert row.tpot_p50 == pytest.approx(475) and row.ttft_p50 == pytest.approx(1000)
+    late = [replace(some[0], sent_s=-2.0)]
+    assert compare.figures("s", "open 1", 0, late, 1.0, 3.0, TARGETS_MS).joint == 0.0
+
+
+def test_every_server_is_asked_the_same(scripts):
+    requests = scripts["compare"].Requests("demo")
+    assert requests.cut(4, (0, 1)) == requests.cut(4, (0, 1)) != requests.cut(4, (0, 2))
+    arriving = requests.arriving(20.0, 2.0, (0, 5, 1))
+    times = [each.due_s for each in arriving]
+    assert times == sorted(times) and times[0] > 0 and times[-1] < 2.0 and 20 < len(times) < 70
+    assert {each.slo_class for each in arriving} == {"tight", "relaxed"}
+
+
+def test_rotary_rows_are_reordered_so_that_pairs_are_neighbours(scripts):
+    """Hugging Face turns rows i and i + D/2 of a head together, GGUF's Llama rows 2 i and 2 i + 1."""
+    weight = np.arange(2 * 4 * 3).reshape(8, 3)
+    found = scripts["to_gguf"].interleaved(weight, 2)
+    assert (found[:, 0] // 3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_weights_have_the_names_of_gguf(scripts):
+    name = scripts["to_gguf"].gguf_name
+    assert name("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
+    assert name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
+    assert [name(each) for each in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")] == [
+        "token_embd.weight", "output_norm.weight", "output.weight"
+    ]  # fmt: skip
