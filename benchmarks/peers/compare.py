@@ -52,7 +52,7 @@ SCALES = {TIGHT: 1.5, RELAXED: 4.0}
 TTFT_S = 2.0
 """TTFT target of all requests in open loops; with the TPOT target it is the joint one."""
 CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
-TEXTS = {1: 8, 4: 16, 16: 32}
+TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
 NEW_TOKENS = (48, 144)
 GGUF = ("to_gguf.py writes one from a checkpoint folder",)
