@@ -103,7 +103,11 @@ def resolve(
         )
     dtype = dtype_of(config)
     placement = _placement(config, target)
-    verify = BucketSet(edges, rows, edges[-1] if config.deterministic else max_tree)
+    attention = choose_attention(
+        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
+    )
+    verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
+    verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config)
     sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
@@ -114,9 +118,6 @@ def resolve(
         page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if speculates else 0,
         max_width=config.max_width if speculates else 0,
     )  # fmt: skip
-    attention = choose_attention(
-        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
-    )
     limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)
     return Resolved(
@@ -216,6 +217,11 @@ def _row_edges(largest: int) -> tuple[int, ...]:
     """Return 1, 8, 32, 128, 512 below `largest`, and `largest`: each edge adds a program per token edge."""
     edges = [edge for edge in (1, 8, 32, 128, 512) if edge < largest]
     return (*edges, largest)
+
+
+def _ends(rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first and the last row edge: the kernel for CPUs leaves out rows that are not there."""
+    return tuple(sorted({rows[0], rows[-1]}))
 
 
 def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:

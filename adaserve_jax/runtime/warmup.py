@@ -28,6 +28,8 @@ from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampl
 
 TYPICAL_CONTEXT = 256
 """Tokens of context at which the cost table anchors its lines, where max_context allows it."""
+LONG_S = 0.1
+"""A longer run is not repeated within a pass: disturbances add little to it."""
 MAX_SWITCH_TOKENS = 16_384
 """Most tokens, of all rows together, that are fed to time a switch. Longer lags take as long in proportion."""
 
@@ -53,8 +55,8 @@ class Effort:
     """Settings of a measurement.
 
     contexts: committed tokens in every row; the limits may cut them. passes: rounds over all programs. repeats: timed
-    runs of a pass at the first context, after one that is not timed. repeats_beyond: timed runs at each other context.
-    all_depths: time searches of every depth, not of the first and the last only.
+    runs of a pass at the first context; before those of the first pass, one is not timed. repeats_beyond: timed runs at
+    each other context. all_depths: time searches of every depth, not of the first and the last only.
     """
 
     contexts: tuple[int, ...]
@@ -97,10 +99,11 @@ def _measure_all(jobs: list[_Program], limits: Limits, effort: Effort, progress:
         for done, job in enumerate(jobs, 1):
             for context in contexts:
                 first = context == contexts[0]
-                if first:
+                if first and not number:
                     job.run_at(context)()
                 for _ in range(effort.repeats if first else effort.repeats_beyond):
-                    job.measure(context)
+                    if job.measure(context) > LONG_S:
+                        break
             if progress is not None:
                 progress("timing", number * len(jobs) + done, effort.passes * len(jobs))
 
@@ -182,12 +185,14 @@ class _Program:
     times: dict[Any, float]
     sizes: tuple[int, ...]
 
-    def measure(self, context: int) -> None:
-        """Run it once and keep the time if it is the least."""
+    def measure(self, context: int) -> float:
+        """Run it once, keep the time if it is the least, and return it."""
         run, key = self.run_at(context), (*self.sizes, context)
         started = time.perf_counter()
         run()
-        self.times[key] = min(time.perf_counter() - started, self.times.get(key, math.inf))
+        seconds = time.perf_counter() - started
+        self.times[key] = min(seconds, self.times.get(key, math.inf))
+        return seconds
 
 
 def _programs(executor: MeasuredExecutor, timings: Timings, all_depths: bool) -> Iterator[_Program]:

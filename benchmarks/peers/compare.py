@@ -149,7 +149,7 @@ async def ask(server: Server, port: int, asked: Asked, temperature: float, targe
             connection.send("POST", "/v1/completions", json.dumps(body).encode())
             answer = await connection.head(heard.sent_s)
             if answer.status != 200:
-                heard.error = f"status {answer.status}: {await connection.read(answer)}"[:300]
+                heard.error = f"status {answer.status}: {(await connection.read(answer)).body}"[:300]
             else:
                 await _listen(connection, answer, heard)
         finally:
