@@ -7,7 +7,8 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py. No number is typed. Imports no jax.
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py. No number is
+typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ LOADS = (
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
 PARTS = (
-    "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest | attention of the step "
-    "| step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest "
+    "| attention of the step | step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
 OFF = (

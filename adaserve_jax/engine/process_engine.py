@@ -38,6 +38,8 @@ from adaserve_jax.types import Progress
 
 HEARTBEAT_LIMIT_S = 60.0
 """Silence after which the engine process is killed."""
+LOOK_LIMIT_S = 1.0
+"""Most silence that one look for messages counts."""
 CLOSE_LIMIT_S = 15.0
 """Time that the process has to end after `close`, before it is killed."""
 DYING_LIMIT_S = 1.0
@@ -190,18 +192,20 @@ class ProcessEngine:
 
     def _receive(self, child: subprocess.Popen[bytes], replies: zmq.Socket) -> None:
         """Read messages until the child has ended and all that it sent is read."""
-        heard = time.monotonic()
+        looked, silent_s = time.monotonic(), 0.0
         why = ""
         while True:
+            now = time.monotonic()  # leaps while this process is suspended, and then its child is too
+            silent_s, looked = silent_s + min(now - looked, LOOK_LIMIT_S), now
             ended = child.poll() is not None  # before reading, so that nothing that it sent is missed
             if self._reported_death is not None and time.monotonic() - self._reported_death[0] > DYING_LIMIT_S:
                 child.kill()
             if replies.poll(0 if ended else 50):
-                heard = time.monotonic()
+                silent_s = 0.0
                 self._take(ipc.decode_from_engine(replies.recv()))
             elif ended:
                 break
-            elif self._info is not None and time.monotonic() - heard > HEARTBEAT_LIMIT_S:
+            elif self._info is not None and silent_s > HEARTBEAT_LIMIT_S:
                 why = f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended"
                 child.kill()
         replies.close(linger=0)

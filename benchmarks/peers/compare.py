@@ -50,7 +50,7 @@ TIGHT, RELAXED = "tight", "relaxed"
 SCALES = {TIGHT: 1.5, RELAXED: 4.0}
 """TPOT targets, in times per token alone."""
 TTFT_S = 2.0
-"""TTFT target of all requests in open loops; with the TPOT target it is the joint one."""
+"""TTFT target of all requests; with the TPOT target it is the joint one."""
 CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
 TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
@@ -141,7 +141,7 @@ async def ask(server: Server, port: int, asked: Asked, temperature: float, targe
         "temperature": temperature, "top_p": 1.0, "seed": asked.seed, "ignore_eos": True, **server.body,
     }  # fmt: skip
     if server.told and targets_ms:
-        body["slo_tpot_ms"] = targets_ms[asked.slo_class]
+        body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
     heard = Heard(asked, time.monotonic())
     try:
         connection = await Connection.open(port)
@@ -314,9 +314,12 @@ async def warm(running: Running) -> None:
     """Raise SystemExit unless the server answers as it is asked to."""
     asked = Asked(list(range(300, 340)), 16, 0, RELAXED)
     for temperature in (0.0, 0.8):
-        heard = await ask(running.server, running.port, asked, temperature, {})
-        if heard.error is not None:
-            raise common.stop(f"{running.server.name} does not answer as it must: {heard.error}")
+        _check(running, await ask(running.server, running.port, asked, temperature, {}))
+
+
+def _check(one: Running, heard: Heard) -> None:
+    if heard.error is not None:
+        raise common.stop(f"{one.server.name} does not answer as it must: {heard.error}")
 
 
 def servers_of(options: argparse.Namespace) -> list[Server]:
@@ -456,7 +459,10 @@ def alone(one: Running, requests: Requests) -> float:
         return [await ask(one.server, one.port, each, 0.0, {}) for each in requests.cut(3, (7, 7))]
 
     with one.awake():
-        return median(1e3 * heard.tpot_s for heard in asyncio.run(run()))
+        heard = asyncio.run(run())
+    for each in heard:
+        _check(one, each)
+    return median(1e3 * each.tpot_s for each in heard)
 
 
 def greedy_text(one: Running, requests: Requests) -> str:

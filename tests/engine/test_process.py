@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -263,6 +264,18 @@ def test_a_frozen_process_is_ended(monkeypatch):
         assert sink.ended.wait(PATIENCE_S)
         assert "no sign of life for 0.6 s" in sink.last().error and sink.last().error_code == "engine_dead"
         assert not engine.is_alive()
+
+
+def test_a_suspension_of_the_whole_machine_is_no_silence(monkeypatch):
+    """After it the clock has leapt by an hour, and the engine has had no time to say anything."""
+    leap_s = 0.0
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap_s))
+    with new_engine() as engine:
+        leap_s = 3600.0
+        sink = Collected()
+        engine.submit(request("goes-on", "abc"), sink)
+        assert sink.ended.wait(PATIENCE_S)
+        assert sink.last().error is None and engine.is_alive()
 
 
 def test_close_while_loading_ends_start():
