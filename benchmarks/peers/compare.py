@@ -51,6 +51,8 @@ SCALES = {TIGHT: 1.5, RELAXED: 4.0}
 """TPOT targets, in times per token alone."""
 TTFT_S = 2.0
 """TTFT target of all requests; with the TPOT target it is the joint one."""
+PATIENT = ("--max-queue-wait", "0")
+"""No request is refused for the wait that is predicted for it, since no peer refuses any."""
 CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
 TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
@@ -327,7 +329,7 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
     greedy_extras = {"top_k": 0, "min_p": 0.0}
     made = {
         OURS: lambda o: Server(
-            f"{OURS}, adaserve", tuple(adaserve.command(o)), "/ready", __version__, True, greedy_extras, told=True
+            f"{OURS}, adaserve", (*adaserve.command(o), *PATIENT), "/ready", __version__, True, greedy_extras, told=True
         ),
         "llama.cpp": lambda o: Server(
             _named("llama.cpp", o), tuple(_llama(o)), "/health", _version(o.llama_server), common.drafted(o),

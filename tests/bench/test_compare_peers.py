@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.bench.scripts import FOLDER, imported
+from tests.waiting import wait_until
 
 STAND_IN = Path(__file__).with_name("stand_in_peer.py")
 TARGETS_MS = {"tight": 10.0, "relaxed": 1000.0}
@@ -33,8 +34,8 @@ def test_servers_take_turns_and_are_asked_for_whole_texts(scripts, tmp_path):
     compare = scripts["compare"]
     asked = [compare.Asked([97, 98], 7, index, ("tight", "relaxed")[index % 2]) for index in range(9)]
     with compare.up([stand_in(compare, "one"), stand_in(compare, "two")], tmp_path / "logs") as running:
-        states = [Path(f"/proc/{each.group}/stat").read_text().rpartition(")")[2].split()[0] for each in running]
-        assert states == ["T", "T"]
+        stopped = [Path(f"/proc/{each.group}/stat") for each in running]
+        wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stopped))
         for one in running:
             drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
             row = compare.driven(one, "closed 2", 0, TARGETS_MS, drive.closed, asked, 2)
