@@ -15,7 +15,7 @@ MORE = {"llama.cpp": 1.3, "vLLM": 1.2}
 """Least ratio of goodput of 16 requests at once."""
 ATTAINED = 2.0
 """Least ratio of joint attainment at the highest rate, to the best of all peers."""
-SERVERS = "| server | version | own requests alone, ms per token | same greedy text as ours |\n|---|---|---|---|"
+SERVERS = "| server | version | one request alone, ms per token | same greedy text |\n|---|---|---|---|"
 LOADS = (
     "| load | server | tokens/s | goodput, tokens/s | TPOT met | TPOT and TTFT met | TPOT p50 / p99, ms "
     "| TTFT p50 / p99, ms | failed |\n|---|---|---|---|---|---|---|---|---|"

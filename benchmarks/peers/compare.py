@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -377,7 +378,9 @@ def _llama(options: argparse.Namespace) -> list[str]:
 
 
 def _version(program: str) -> str:
-    return " ".join(common.output(program, "--version").split())[-60:]
+    said = common.output(program, "--version")
+    found = re.search(r"version: (\S+)", said)
+    return found[1] if found else said.split()[-1]
 
 
 def _transformers() -> str:
