@@ -37,6 +37,10 @@ the next tokens slower than the last.
 """
 SLACK_SHARE = 0.5
 """Share of the least slack that background work may use before the next step."""
+RESERVE = 0.01
+"""Share of a TPOT target that pacing keeps in reserve. Steps vary, and a sequence paced exactly at its target ends as
+often just above it as below. In simulation this much raises attainment and goodput, and more raises neither.
+"""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
@@ -56,8 +60,8 @@ class Pace:
     horizon: np.ndarray
 
     def need_rate(self, now: float) -> np.ndarray:
-        """Return f64[R], tokens per second that put each row on its target, as of `now`."""
-        return need_rate(now - self.start_s, self.tpot_slo_s, self.num_decoded, self.horizon)
+        """Return f64[R], tokens per second that put each row on its target less the reserve, as of `now`."""
+        return need_rate(now - self.start_s, (1 - RESERVE) * self.tpot_slo_s, self.num_decoded, self.horizon)
 
     def due_s(self, now: float) -> np.ndarray:
         """Return f64[R], seconds from `now` until each row's next token is due; 0 if it is late, inf without a

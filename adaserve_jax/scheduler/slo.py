@@ -78,23 +78,23 @@ class FeasibilityVerdict:
             return None
         return self.least_tpot_s is None and self.least_ttft_s is None and self.least_thinking_tpot_s is None
 
-    def without_infeasible(self, request: Sequence) -> Sequence:
+    def without_infeasible(self, sequence: Sequence) -> Sequence:
         """Return `sequence` without the targets that are out of reach."""
         if self.feasible is not False:
-            return request
+            return sequence
         return replace(
-            request,
-            tpot_slo_s=request.tpot_slo_s if self.least_tpot_s is None else None,
-            ttft_slo_s=request.ttft_slo_s if self.least_ttft_s is None else None,
-            thinking_tpot_slo_s=request.thinking_tpot_slo_s if self.least_thinking_tpot_s is None else None,
+            sequence,
+            tpot_slo_s=sequence.tpot_slo_s if self.least_tpot_s is None else None,
+            ttft_slo_s=sequence.ttft_slo_s if self.least_ttft_s is None else None,
+            thinking_tpot_slo_s=sequence.thinking_tpot_slo_s if self.least_thinking_tpot_s is None else None,
         )
 
-    def refusal(self, request: Sequence) -> RequestError:
+    def refusal(self, sequence: Sequence) -> RequestError:
         """Return the error that names the least feasible targets of an infeasible sequence."""
         targets = (
-            ("slo_tpot_ms", request.tpot_slo_s, self.least_tpot_s),
-            ("slo_ttft_ms", request.ttft_slo_s, self.least_ttft_s),
-            ("slo_thinking_tpot_ms", request.thinking_tpot_slo_s, self.least_thinking_tpot_s),
+            ("slo_tpot_ms", sequence.tpot_slo_s, self.least_tpot_s),
+            ("slo_ttft_ms", sequence.ttft_slo_s, self.least_ttft_s),
+            ("slo_thinking_tpot_ms", sequence.thinking_tpot_slo_s, self.least_thinking_tpot_s),
         )
         wrong = [(name, asked, least) for name, asked, least in targets if asked is not None and least is not None]
         said = " and ".join(
@@ -130,15 +130,15 @@ class Feasibility:
         """Drop the cached estimate after the tables have learned."""
         self._least_tpot_s = None
 
-    def judge(self, request: Sequence) -> FeasibilityVerdict:
+    def judge(self, sequence: Sequence) -> FeasibilityVerdict:
         """Return the verdict on a sequence. Without a second output token there is no time per token to miss."""
-        tpot_s, ttft_s, thinking_s = request.tpot_slo_s, request.ttft_slo_s, request.thinking_tpot_slo_s
+        tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None:
             return FeasibilityVerdict(judged=False)
-        is_paced = (tpot_s is not None or thinking_s is not None) and request.sampling.max_tokens > 1
+        is_paced = (tpot_s is not None or thinking_s is not None) and sequence.sampling.max_tokens > 1
         least_tpot_s = self.least_tpot_s() if is_paced else None
-        scored = request.sampling.prompt_logprobs is not None
-        least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(request.prompt_ids), scored=scored)
+        scored = sequence.sampling.prompt_logprobs is not None
+        least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(sequence.prompt_ids), scored=scored)
         return FeasibilityVerdict(
             True,
             _if_below(tpot_s, least_tpot_s),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler.planner import RESERVE
 from tests.scheduler.harness import Run, limits_of, request_of
 
 
@@ -66,4 +67,5 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
     )
     run.scheduler.add(request_of("c", tpot_slo_s=0.04))
     run.step()
-    assert asked[-1] == ([25.0, 25.0, 25.0], 1)
+    paced = 25.0 / (1 - RESERVE)
+    assert asked[-1] == (pytest.approx([paced, paced, 25.0]), 1)
