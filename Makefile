@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS_VENV := .venv-clients
+AOT_VENV := .venv-aot
 STAMP := $(VENV)/.installed
 # Bytecode is kept, whatever the environment says: every process that tests start needs it.
 KEEP := PYTHONDONTWRITEBYTECODE=
@@ -11,7 +12,7 @@ ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-clients coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
+.PHONY: help serve test test-slow test-clients test-aot coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -43,6 +44,13 @@ $(CLIENTS_VENV)/.installed: pyproject.toml | $(BIN)/python
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(CLIENTS_VENV)/bin/pip install --quiet --group clients
 	@touch $@
 
+# A place of their own: with CUDA's plug-in beside it, jax would look for a driver at every start.
+$(AOT_VENV)/.installed: pyproject.toml
+	@echo "installing compilers for GPUs and TPUs into $(AOT_VENV) (a minute or two the first time)"
+	@$(PYTHON) -m venv $(AOT_VENV)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(AOT_VENV)/bin/pip install --quiet --editable '.[server,cuda-aot,tpu-aot]' 'pytest>=9,<10' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.130,<7'
+	@touch $@
+
 serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
 	@$(BIN)/adaserve serve $(ARGS)
 
@@ -54,6 +62,9 @@ test-slow: $(STAMP).test ## run everything, the slow tests too
 
 test-clients: $(STAMP).test $(CLIENTS_VENV)/.installed ## run real clients and fuzzing against the embedded pair (some minutes)
 	@$(KEEP) CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+test-aot: $(AOT_VENV)/.installed ## compile small engines for a GPU and a TPU that are not here (some minutes)
+	@$(KEEP) JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -m aot tests/runtime/test_absent_engine.py $(ARGS)
 
 coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
 	@$(BIN)/coverage erase
@@ -107,4 +118,4 @@ site: $(STAMP).docs ## build the documentation as pages that open from a disk: s
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 clean: ## remove what was installed, built and cached here
-	rm -rf $(VENV) $(CLIENTS_VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS_VENV) $(AOT_VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

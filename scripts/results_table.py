@@ -1,5 +1,5 @@
-"""Writes the measured tables of docs/results.md, reproduce.md and cluster-plan.md, between their markers, from what is
-committed under benchmarks/results.
+"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md and howto/gpu-and-tpu.md, between their markers,
+from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -7,8 +7,8 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py. No number is
-typed. Imports no jax.
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
+absent-devices.json: of absent_devices.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_absent import absent_table
 from results_client import client_table
 from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_tables
@@ -39,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
+ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
     "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
@@ -290,9 +292,12 @@ def main() -> int:
     cluster = CLUSTER_PAGE.read_text()
     planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
     planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
+    accelerators = ACCELERATOR_PAGE.read_text()
+    absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
+        ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]
     for path in stale:

@@ -1,11 +1,14 @@
-"""`adaserve profile`: measures the times of steps into a file that engines and simulations start from."""
+"""`adaserve profile`: measures the times of steps into a file that engines and simulations start from.
+
+With `--device` it compiles the engine for a device that is not here, and computes the times.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -18,6 +21,9 @@ from adaserve_jax.memory.ledger import MIB, Ledger, Workspace
 from adaserve_jax.results.profile import Profile, write_profile
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.workloads.traces import load_trace
+
+if TYPE_CHECKING:
+    from adaserve_jax.runtime.absent_engine import CompiledProgram
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
@@ -95,8 +101,26 @@ def profile(
         list[Path] | None, typer.Option(help="trace to search on, may be given again; none: generated ones")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="image of the roofline to write too, .png or .svg")] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="compile for this device, which need not be here, and compute times instead of measuring: h100, h200, "
+            "a100, l40s, v5e, v5p, v6e or tpu7x; --tp of them. Models need no weights, only config.json"
+        ),
+    ] = "",
+    programs: Annotated[
+        Literal["largest", "all", "none"],
+        typer.Option(help="with --device: programs to compile, the largest of each kind, all, or none"),
+    ] = "largest",
+    layers: Annotated[
+        int, typer.Option(min=0, help="with --device: layers to compile, which stand for all; 0: every layer")
+    ] = 2,
 ) -> None:
     """Measure draft and verify times at every size, depth and context; propose budgets. File: docs/profile.md."""
+    if device:
+        if memory or exact or search or trace or plot is not None:
+            raise ConfigError("--device measures nothing; leave out --memory, --exact, --search, --trace and --plot")
+        return _profile_absent(config, device, out, name, acceptance or None, programs, layers)
     if memory:
         if search or trace or plot is not None:
             raise ConfigError("--memory measures nothing; leave out --search, --trace and --plot")
@@ -153,6 +177,66 @@ def _show_memory(config: EngineConfig, out: Path | None, *, exact: bool) -> None
     if out is not None:
         write_ledger(out, ledger)
     resolved.check_memory(workspace)
+
+
+def _profile_absent(
+    config: EngineConfig, name_of_device: str, out: Path | None, name: str, acceptance: float | None,
+    programs: Literal["largest", "all", "none"], layers: int,
+) -> None:  # fmt: skip
+    """Compile an engine for a device that is not here; show what its compiler says, the ledger and computed times.
+
+    Raises ConfigError: the engine does not fit the device, or a program does not compile; all is shown before.
+    """
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        from adaserve_jax.bench.roofline import Assumptions, computed_profile  # imports jax
+        from adaserve_jax.runtime.absent_device import device_named
+        from adaserve_jax.runtime.absent_engine import compile_absent, plan_absent
+
+        engine = plan_absent(config, device_named(name_of_device), elastic=policy_of(config).elastic, layers=layers)
+        compiled = (
+            [] if programs == "none" else compile_absent(engine, every_bucket=programs == "all", progress=progress)
+        )
+        computed = computed_profile(engine, name=name, acceptance=acceptance, assumed=Assumptions())
+    ledger = engine.resolved.ledger()
+    tables = [_memory_table(ledger, title, expanded) for title, expanded in _layouts(ledger).items()]
+    if compiled:
+        tables.insert(0, _programs_table(compiled, f"programs for {engine.device.title}, {layers or 'all'} layers"))
+    console = table_console(*tables)
+    console.print(*tables)
+    console.print(f"limit {ledger.limit.bytes / MIB:,.1f} MiB: {ledger.limit.source}", soft_wrap=True)
+    limits = engine.resolved.limits
+    console.print(
+        f"{limits.num_pages} pages of {limits.page_size} tokens: {limits.num_pages // limits.max_pages_per_request} "
+        f"requests of {limits.max_context} tokens at once",
+        soft_wrap=True,
+    )
+    _print(computed)
+    assumed = ", ".join(f"{each} {value:g}" for each, value in (computed.computed or {}).items())
+    console.print(f"computed, not measured, from {assumed}", soft_wrap=True)
+    if out is not None:
+        write_profile(out, computed)
+        say(f"written: {out}", style="dim")
+    engine.resolved.check_memory()
+    failed = [each for each in compiled if each.error is not None]
+    if failed:
+        raise ConfigError(f"{failed[0].kind} does not compile for {engine.device.title}: {failed[0].error}")
+
+
+def _programs_table(compiled: list[CompiledProgram], title: str) -> Table:
+    headers = ("program", "shape", "arguments, MiB", "of them counted", "temporary, MiB", "in place, MiB",
+               "copies of a pool", "exchanged, MiB", "compiled in, s")  # fmt: skip
+    table = number_table(headers, texts=2, title=title)
+    for each in compiled:
+        if each.error is not None:
+            table.add_row(each.kind, each.shape, "does not compile", "", "", "", "", "", f"{each.seconds:.1f}")
+            continue
+        counted = "" if each.ledger_bytes is None else f"{each.ledger_bytes / max(1, each.argument_bytes):.1%}"
+        table.add_row(
+            each.kind, each.shape, _mib(each.argument_bytes), counted, _mib(each.temporary_bytes),
+            _mib(each.alias_bytes), str(each.pool_copies), _mib(sum(each.collectives.values())), f"{each.seconds:.1f}",
+        )  # fmt: skip
+    return table
 
 
 def _print(measured: Profile) -> None:

@@ -1,10 +1,13 @@
-"""Imports of Pallas, whose names move between releases of jax. Kernels import it from here only.
+"""What kernels need to know of jax: Pallas, whose names move between releases, and the platform to compile for.
 
 `plgpu` and `pltpu` import on every platform; nothing here needs a device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -12,7 +15,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["gpu_interpret", "gpu_load", "pl", "plgpu", "pltpu", "tpu_interpret"]
+__all__ = ["compiling_for", "gpu_interpret", "gpu_load", "pl", "platform", "plgpu", "pltpu", "tpu_interpret"]
+
+_chosen: ContextVar[str | None] = ContextVar("platform", default=None)
+
+
+def platform() -> str:
+    """Return the platform that programs are traced for: jax's own, or that of `compiling_for`."""
+    return _chosen.get() or jax.default_backend()
+
+
+@contextmanager
+def compiling_for(chosen: str) -> Iterator[None]:
+    """Trace for another platform, cpu, gpu or tpu, than jax's own inside the block, in this thread."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
 
 
 def tpu_interpret(detect_races: bool = False) -> Any:

@@ -184,7 +184,7 @@ class Profile:
     acceptance: chance that the target takes the draft's first choice; None if not measured. c1, c2: of AdaServe's
     eq. 8 and 9; None if not searched. errors: of the predictions, by kind. proposal: settings that the times suggest.
     serving: factors of verify and draft times while serving, and overhead_s of a step outside them; None if not
-    measured.
+    measured. computed: what the times were computed from, by name; None: they were measured.
     """
 
     name: str
@@ -201,6 +201,7 @@ class Profile:
     errors: dict[str, Any] | None = None
     proposal: dict[str, Any] | None = None
     serving: Annotated[dict[str, float], AfterValidator(_have_factors)] | None = None
+    computed: dict[str, float] | None = None
 
     def check(self, identity: Identity, where: str) -> None:
         """Raise ConfigError, which names the difference, unless these times hold for `identity`."""

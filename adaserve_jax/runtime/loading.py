@@ -204,14 +204,33 @@ def plan_memory(
     """
     pair, resolved = plan_shapes(config, elastic=elastic, training_bytes=training_bytes)
     use_compile_cache(config.compile_cache)
+    abstract = declare_shapes(pair, resolved, progress)
+    return resolved, workspace_of(compile_all(abstract.declared, progress), abstract.resampler.shapes.bytes)
+
+
+@dataclass(frozen=True)
+class AbstractEngine:
+    """An engine of shapes in place of arrays, with all of its programs to compile."""
+
+    target: DeviceModel
+    drafter: LocalDrafter | None
+    resampler: Resampler
+    declared: list[Declared]
+
+
+def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | None = None) -> AbstractEngine:
+    """Declare every program of an engine on the devices of `resolved` without making an array.
+
+    Raises CheckpointError: the draft's acceptance table cannot be read.
+    """
+    config = resolved.config
     abstract = replace(resolved, placement=AbstractPlacement.like(resolved.placement))
     target = load_target(pair, abstract, progress, read=_abstract_params)
     resampler = Resampler(target, resolved.limits)
-    on_one = AbstractPlacement.like(Placement.on_one())
-    drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_one)
+    on_first = AbstractPlacement(resolved.placement.devices[:1])
+    drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_first)
     capture = None if config.learning is None else LogitCapture(target, config.learning)
-    declared = declare_all(target, resolved.limits, resampler, capture, drafter)
-    return resolved, workspace_of(compile_all(declared, progress), resampler.shapes.bytes)
+    return AbstractEngine(target, drafter, resampler, declare_all(target, resolved.limits, resampler, capture, drafter))
 
 
 def _abstract_params(

@@ -25,6 +25,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.api import (
     reads_slabs,
     unsupported,
 )
+from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
@@ -72,16 +73,17 @@ class Resolved:
 
 def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, elastic: bool = False,
-    training_bytes: int = 0,
+    training_bytes: int = 0, absent: AbsentDevice | None = None,
 ) -> Resolved:  # fmt: skip
     """Replace every "auto" of a configuration by what device, models and memory allow.
 
     draft: the local draft's configuration; None without one. elastic: True where the policy exchanges the draft for
-    pages and config.elastic is "auto". training_bytes: memory to leave to learning beside serving.
+    pages and config.elastic is "auto". training_bytes: memory to leave to learning beside serving. absent: the device
+    to plan for in place of those that jax sees.
     Raises ConfigError: the parts do not fit each other; the message says which to change.
     """
-    device = jax.local_devices()[0]
-    on_cpu = device.platform == "cpu"
+    platform = _platform(absent)
+    on_cpu = platform == "cpu"
     supported = min(model.max_position for model in (target, draft) if model is not None)
     if config.max_context > supported:
         raise ConfigError(
@@ -89,7 +91,7 @@ def resolve(
         )
     config = replace(
         config,
-        dtype=_dtype_name(config),
+        dtype=_dtype_name(config, platform),
         max_requests=config.max_requests or max(config.row_edges, default=32 if on_cpu else 128),
         max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
     )
@@ -102,13 +104,13 @@ def resolve(
             "verifies one token; raise max_tree_tokens and max_batch_tokens or lower max_requests"
         )
     dtype = dtype_of(config)
-    placement = _placement(config, target)
+    placement = _placement(config, target, absent)
     attention = choose_attention(
-        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
+        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, platform
     )
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
-    memory = memory_limit(config)
+    memory = memory_limit(config, absent)
     sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
@@ -136,13 +138,17 @@ def resolve(
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:
     """Return the type of weights and KV; with "auto", f32 on a CPU and bf16 elsewhere."""
-    return jnp.dtype(jnp.float32 if _dtype_name(config) == "f32" else jnp.bfloat16)
+    return jnp.dtype(jnp.float32 if _dtype_name(config, _platform(None)) == "f32" else jnp.bfloat16)
 
 
-def _dtype_name(config: EngineConfig) -> str:
+def _platform(absent: AbsentDevice | None) -> str:
+    return jax.local_devices()[0].platform if absent is None else absent.platform
+
+
+def _dtype_name(config: EngineConfig, platform: str) -> str:
     if config.dtype != "auto":
         return config.dtype
-    return "f32" if jax.local_devices()[0].platform == "cpu" else "bf16"
+    return "f32" if platform == "cpu" else "bf16"
 
 
 def choose_attention(
@@ -240,9 +246,9 @@ def draft_buckets(largest: int, max_rows: int) -> BucketSet:
     return BucketSet(tuple(sorted(tokens)), tuple(sorted(rows)), None)
 
 
-def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
+def _placement(config: EngineConfig, target: ModelConfig, absent: AbsentDevice | None) -> Placement:
     """Return the target's devices. Several processes use all of theirs, since each must hold a part."""
-    devices = jax.devices()
+    devices = jax.devices() if absent is None else absent.devices(config.tp)
     if config.tp > len(devices):
         hint = "; a CPU shows more with XLA_FLAGS=--xla_force_host_platform_device_count=N"
         raise ConfigError(
@@ -295,16 +301,20 @@ def _extension_pages(
     return pages
 
 
-def memory_limit(config: EngineConfig) -> MemoryLimit:
+def memory_limit(config: EngineConfig, absent: AbsentDevice | None = None) -> MemoryLimit:
     """Return `memory_limit_mib`, or less where the first device has less.
 
-    A device that does not report its memory is taken to have what this process may use of the host's.
+    A device that does not report its memory is taken to have what this process may use of the host's. absent: the
+    device to plan for in place of the first that jax sees.
     """
-    device = jax.local_devices()[0]
-    own, source = (device.memory_stats() or {}).get("bytes_limit"), "what the device gives"
-    on_host = device.platform == "cpu"
-    if own is None:
-        own, source = process_memory()
+    if absent is None:
+        device = jax.local_devices()[0]
+        own, source = (device.memory_stats() or {}).get("bytes_limit"), "what the device gives"
+        on_host = device.platform == "cpu"
+        if own is None:
+            own, source = process_memory()
+    else:
+        own, source, on_host = absent.limit_bytes, f"{absent.memory_share:.0%} of {absent.title}", False
     if 0 < config.memory_limit_mib * MIB < own:
         return MemoryLimit(config.memory_limit_mib * MIB, "memory_limit_mib", own, on_host)
     return MemoryLimit(own, source, own, on_host)

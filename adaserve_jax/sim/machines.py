@@ -177,7 +177,8 @@ class ProfiledMachine(Machine):
         levels = [seconds for _, seconds in sorted(costs.draft_level_s.items())]
         return cls(
             name=profile.name,
-            about=f"{profile.identity.machine}; {profile.identity.device}, measured {profile.made_at}",
+            about=f"{profile.identity.machine}; {profile.identity.device}, "
+            f"{'measured' if profile.computed is None else 'computed, not measured,'} {profile.made_at}",
             verify_ms={tokens: s * 1e3 for (tokens, r), s in costs.verify_s.items() if r == rows},
             draft_level_ms=levels[0] * 1e3 if levels else 0.0,
             max_depth=limits.max_depth,

@@ -13,11 +13,11 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.warmup import measure
 from adaserve_jax.scheduler.scheduler import Scheduler
-from tests.hlo import copies_of
 
 
 def models_of(executor: ModelExecutor) -> list[DeviceModel]:

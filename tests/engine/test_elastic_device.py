@@ -16,6 +16,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ElasticError, EngineDeadError, IntegrityError
+from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
@@ -34,7 +35,6 @@ from tests.engine.driven_texts import (
     moved,
     plain,
 )
-from tests.hlo import copies_of
 from tests.waiting import wait_until
 
 SMALL = {

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.page_moves import check_moves, move_pages
-from tests.hlo import copies_of
 
 TARGET_PAGES, SOURCE_PAGES, ENTRIES = 8, 5, 4
 MOVE = jax.jit(move_pages)

@@ -13,6 +13,7 @@ import pytest
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.pools import InFlight, commit
@@ -20,7 +21,6 @@ from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify, step_layout
 from adaserve_jax.tree.verify import PREFILL
 from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
-from tests.hlo import copies_of
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 

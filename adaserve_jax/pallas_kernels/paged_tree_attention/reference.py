@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from adaserve_jax.pallas_kernels.compat import platform
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     PackedTokens,
     Pool,
@@ -69,7 +70,7 @@ def merge(first: Partial, second: Partial) -> jax.Array:
 
 
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 def context_partial(

@@ -1,0 +1,227 @@
+"""Compiles an engine's programs for a device that is not here, and reports what its compiler says of each.
+
+No weight is made. A few layers stand for all: programs are unrolled, so a layer more adds the same work again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.pallas_kernels.compat import compiling_for
+from adaserve_jax.runtime.absent_device import AbsentDevice
+from adaserve_jax.runtime.compile import Bucket, Declared
+from adaserve_jax.runtime.loading import AbstractEngine, ModelPair, declare_shapes
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.sizing import Resolved, page_bytes, resolve, weight_bytes
+from adaserve_jax.types import Progress
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+_SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What the compiler says of one program.
+
+    kind: verify, commit, catch-up, search, resample, capture, extension, move, empty pools; "..., two slabs" where the
+    pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
+    *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
+    arithmetic; None where it has none. pool_copies: instructions that copy or convert a whole pool. collectives: bytes
+    of results by operation.
+    """
+
+    kind: str
+    shape: str
+    seconds: float
+    error: str | None = None
+    argument_bytes: int = 0
+    temporary_bytes: int = 0
+    result_bytes: int = 0
+    alias_bytes: int = 0
+    code_bytes: int = 0
+    ledger_bytes: int | None = None
+    pool_copies: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AbsentEngine:
+    """An engine planned for a device that is not here.
+
+    resolved: with all layers. layers: that programs are compiled with, of the target and of the draft.
+    """
+
+    device: AbsentDevice
+    pair: ModelPair
+    resolved: Resolved
+    layers: int
+
+
+def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> AbsentEngine:
+    """Plan an engine for an absent device from the models' configurations alone; weights and vocabularies may be
+    missing. layers: to compile; 0: all.
+
+    Raises CheckpointError, ConfigError: as `plan_shapes` does; ConfigError: the device's compiler is not installed.
+    """
+    if config.num_processes > 1:
+        raise ConfigError(f"--device plans one process, got num_processes {config.num_processes}; leave it out")
+    folder = resolve_folder(config.target, "target")
+    drafts = [resolve_folder(path, "draft") for path in config.draft_folders.values()]
+    draft = ModelConfig.from_folder(drafts[0]) if drafts else None
+    pair = ModelPair(folder, ModelConfig.from_folder(folder), draft, tuple(drafts))
+    return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
+
+
+def compile_absent(
+    engine: AbsentEngine, *, every_bucket: bool = False, progress: Progress | None = None
+) -> list[CompiledProgram]:
+    """Compile the programs of an engine, of each kind the largest, or all with `every_bucket`, and report on each.
+
+    A program that does not compile is reported with the compiler's error.
+    """
+    pair = engine.pair if not engine.layers else _cut(engine.pair, engine.layers)
+    with compiling_for(engine.device.platform):
+        abstract = declare_shapes(pair, engine.resolved)
+        chosen = abstract.declared if every_bucket else _largest(abstract.declared)
+        reports = []
+        for done, declared in enumerate(chosen, 1):
+            reports.append(_report(declared, abstract, pair, engine.resolved))
+            if progress is not None:
+                progress("compiling", done, len(chosen))
+    return reports
+
+
+def _cut(pair: ModelPair, layers: int) -> ModelPair:
+    def first(config: ModelConfig) -> ModelConfig:
+        count = min(layers, config.num_layers)
+        return replace(config, num_layers=count, windows=config.windows[:count])
+
+    return replace(pair, target=first(pair.target), draft=None if pair.draft is None else first(pair.draft))
+
+
+def _largest(declared: Iterable[Declared]) -> list[Declared]:
+    """Return the last program of each kind: buckets, and what is declared for them, are in increasing order."""
+    return list({kind_of(program.key): program for program in declared}.values())
+
+
+def kind_of(key: tuple[Any, ...]) -> str:
+    """Return the kind of a program in words, from its key."""
+    role, *rest = key
+    slabs = ", two slabs" if rest[-1:] == ["extended"] else ""
+    first = rest[0] if isinstance(rest[0], str) else ""
+    if not first:
+        return ("verify" if role == "target" else "catch-up") + slabs
+    if first == "commit":
+        return ("commit" if role == "target" else "commit of the draft") + slabs
+    if first == "search":
+        return f"search, width {rest[2]}"
+    return {"pools": "empty pools of the draft", "extension": "empty extension"}.get(first, first)
+
+
+def _shape_of(key: tuple[Any, ...]) -> str:
+    bucket = next((part for part in key if isinstance(part, Bucket)), None)
+    if bucket is not None:
+        return f"{bucket.rows} rows, {bucket.tokens} tokens"
+    numbers = [part for part in key if isinstance(part, int)]
+    if "search" in key:
+        return f"{numbers[0]} rows"
+    return f"{numbers[0]} tokens" if numbers else ""
+
+
+def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resolved: Resolved) -> CompiledProgram:
+    kind, shape, started = kind_of(declared.key), _shape_of(declared.key), time.perf_counter()
+    first = jax.sharding.SingleDeviceSharding(resolved.placement.devices[0])
+    arguments = jax.tree.map(lambda leaf: _on(first, leaf), declared.arguments)
+    try:
+        function = declared.function if arguments else _placed(declared.function, first)
+        compiled = function.lower(*arguments).compile()
+    except Exception as error:  # whatever a compiler raises is the report
+        return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
+    seconds = time.perf_counter() - started
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    return CompiledProgram(
+        kind, shape, seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        result_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        ledger_bytes=_ledger_bytes(declared, pair, resolved),
+        pool_copies=sum(len(copies_of(text, pool)) for pool in _pool_shapes(abstract)),
+        collectives=collectives_of(text),
+    )  # fmt: skip
+
+
+def _on(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an argument, on the first device unless it says where it lies."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _placed(function: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Return a jitted function without arguments, whose results lie there."""
+    return jax.jit(function.__wrapped__, out_shardings=sharding)
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"
+
+
+def _ledger_bytes(declared: Declared, pair: ModelPair, resolved: Resolved) -> int | None:
+    """Return the bytes of weights and pages that a forward of one slab takes, as the ledger counts them."""
+    kind, limits, partition = kind_of(declared.key), resolved.limits, resolved.placement.partition
+    if kind == "verify":
+        weights = weight_bytes(partition.whole(pair.target), resolved.dtype, resolved.config.quantize, partition)
+        page = page_bytes(partition.local(pair.target), limits.page_size, resolved.dtype)
+    elif kind == "catch-up" and pair.draft is not None:
+        weights, page = (
+            weight_bytes(pair.draft, resolved.dtype),
+            page_bytes(pair.draft, limits.page_size, resolved.dtype),
+        )
+    else:
+        return None
+    return weights + limits.num_pages * page
+
+
+def _pool_shapes(abstract: AbstractEngine) -> set[tuple[int, ...]]:
+    def shard(model: DeviceModel) -> tuple[int, ...]:
+        pool: Any = model.pools.k
+        return tuple(pool.sharding.shard_shape(pool.shape))
+
+    return {shard(abstract.target)} | ({shard(abstract.drafter.model)} if abstract.drafter is not None else set())
+
+
+def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """Return the instructions of a program's text that produce an array of this shape by copying or converting.
+
+    A small array that a TPU fetches into its VMEM, memory space 1, is not copied.
+    """
+    text = re.escape(",".join(map(str, shape)))
+    produced = re.findall(rf"(%\S+) = \w+\[{text}\](\S*) ([\w-]+)\(", hlo)
+    return [
+        name for name, layout, opcode in produced if "S(1)" not in layout and re.search("copy|convert", opcode + name)
+    ]
+
+
+def collectives_of(hlo: str) -> dict[str, int]:
+    """Return the bytes of the results of each kind of exchange between devices in a program's text."""
+    found: Counter[str] = Counter()
+    for result, operation in re.findall(rf" = (\S+|\(.*?\)) ({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo):
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", result):
+            count = 1
+            for size in filter(None, sizes.split(",")):
+                count *= int(size)
+            found[operation] += count * _SIZES.get(dtype, 4)
+    return dict(found)

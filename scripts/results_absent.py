@@ -1,0 +1,52 @@
+"""Table of docs/howto/gpu-and-tpu.md from a run of benchmarks/kernels/absent_devices.py. Imports no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+HEADER = (
+    "| device | target, devices | attention | fits; pages; requests of full context | programs that compile "
+    "| copies of a pool | arguments that the ledger counts | exchanged by verify |\n|---|---|---|---|---|---|---|---|"
+)
+MIB = 1 << 20
+
+
+def absent_table(result: dict[str, Any]) -> str:
+    """Return a row for each engine, and below the table what did not compile, in the compiler's words."""
+    engines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        engines.setdefault((row["device"], row["target"], row["tp"], row["attention"]), []).append(row)
+    lines, refusals = [], []
+    for (device, target, tp, attention), rows in engines.items():
+        failed = [row for row in rows if row.get("error")]
+        refusals += [f"* `{device}`, {target}, `{attention}`, {row['kind']}: {row['error']}" for row in failed]
+        if rows[0]["kind"] == "plan":
+            lines.append(f"| {device} | {target}, {tp} | `{attention}` | not planned | | | | |")
+            continue
+        first = rows[0]
+        held = f"{'yes' if first['fits'] else 'no'}; {first['pages']:,}; {first['requests']} of {first['context']:,}"
+        shares = [row["ledger_bytes"] / row["argument_bytes"] for row in rows if row.get("ledger_bytes")]
+        exchanged = sum(_verify(rows).get("collectives", {}).values())
+        lines.append(
+            f"| {device} | {target}, {tp} | `{attention}` | {held} | {len(rows) - len(failed)} of {len(rows)} "
+            f"| {sum(row['pool_copies'] for row in rows)} | {_range(shares)} "
+            f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
+        )
+    about = (
+        "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "
+        f"of each kind, {result['layers']} layers, the 1B as draft, bf16, no weights. Compiled for, not run on. jax "
+        f"{result['jax_version']}, commit {result['commit'][:12]}."
+    )
+    parts = ["\n".join([HEADER, *lines]), "\n".join(dict.fromkeys(refusals)), about]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _verify(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return next((row for row in rows if row["kind"] == "verify"), {})
+
+
+def _range(shares: list[float]) -> str:
+    if not shares:
+        return ""
+    return f"{min(shares):.1%} to {max(shares):.1%}"

@@ -1,0 +1,117 @@
+"""Engines for devices that are not here: compiled by the vendors' compilers, where these are installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice, device_named, missing_compiler
+from adaserve_jax.runtime.absent_engine import collectives_of, copies_of, plan_absent
+from adaserve_jax.sim.machines import load_machine
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def folder_of(root: Path, name: str, **changes: int) -> Path:
+    folder = root / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL | changes))
+    return folder
+
+
+def profile(tmp_path: Path, device: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `adaserve profile --device` on a small pair without weights, in a process of its own."""
+    target, draft = folder_of(tmp_path, "target"), folder_of(tmp_path, "draft", num_hidden_layers=2)
+    command = [
+        sys.executable, "-m", "adaserve_jax.cli", "profile", "--device", device, "--target", str(target), "--draft",
+        str(draft), "--max-requests", "8", "--max-batch-tokens", "64", "--max-context", "1024", "--num-pages", "64",
+        "--acceptance", "0.7", *options,
+    ]  # fmt: skip
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+def need_compiler(device: AbsentDevice) -> None:
+    extra = missing_compiler(device.platform)
+    if extra is not None:
+        pytest.skip(f"NOT COMPILED FOR {device.name.upper()}: its compiler, extra {extra}, is not installed")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["h100", "v6e"])
+def test_a_small_engine_compiles_for_a_device_that_is_not_here(tmp_path: Path, name: str) -> None:
+    need_compiler(DEVICES[name])
+    out = tmp_path / "machine.json"
+    done = profile(tmp_path, name, "--elastic", "on", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 9}
+    expected = {"verify", "commit", "catch-up", "search, width 1", "resample", "verify, two slabs", "commit, two slabs",
+                "move", "empty extension"}  # fmt: skip
+    assert expected <= rows.keys()
+    for kind in expected - {"empty extension"}:
+        assert rows[kind][6] == "0", rows[kind]  # copies of a pool
+    for kind in ("verify", "catch-up"):
+        assert 0.99 <= float(rows[kind][3].rstrip("%")) / 100 <= 1.0, rows[kind]
+    machine = load_machine(str(out))
+    assert "computed, not measured" in machine.about and machine.baseline_s > 0
+
+
+def split(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│┃ ").split("│")]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_a_target_over_four_devices_exchanges_sums(tmp_path: Path, name: str) -> None:
+    need_compiler(DEVICES[name])
+    done = profile(tmp_path, name, "--tp", "4")
+    assert done.returncode == 0, done.stderr
+    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 9}
+    assert float(rows["verify"][7]) > 0 and rows["catch-up"][7] == ""
+
+
+def test_unknown_devices_and_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no device 'b300' is known to compile for: give one of h100"):
+        device_named("b300")
+    target = folder_of(tmp_path, "target")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    config = EngineConfig(target=str(target), draft=None)
+    for name, extra in (("a100", "cuda-aot"), ("v5p", "tpu-aot")):
+        with pytest.raises(ConfigError, match=rf"is not installed; install it with pip install .*\[{extra}\]"):
+            plan_absent(config, device_named(name))
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="--device plans one process, got num_processes 2"):
+        several = EngineConfig(
+            target=str(target), draft=None, tp=2, num_processes=2, process_id=0, coordinator="host:1"
+        )
+        plan_absent(several, device_named("h100"))
+
+
+def test_what_a_program_exchanges_and_copies_is_read_from_its_text() -> None:
+    text = """
+      %sum = f32[64,128]{1,0} all-reduce(%x), channel_id=1
+      %all = (bf16[2,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%y)
+      %copy.1 = bf16[2,8,4,64,128]{4,3,2,1,0} copy(%pool)
+      %fetched = bf16[2,8,4,64,128]{4,3,2,1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+      %add = bf16[2,8,4,64,128]{4,3,2,1,0} add(%a, %b)
+    """
+    assert collectives_of(text) == {"all-reduce": 4 * 64 * 128, "all-gather": 2 * (8 + 32)}
+    assert copies_of(text, (2, 8, 4, 64, 128)) == ["%copy.1"]
+
+
+def test_options_that_measure_do_not_go_with_a_device() -> None:
+    command = [sys.executable, "-m", "adaserve_jax.cli", "profile", "--device", "h100", "--memory"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "--device measures nothing; leave out --memory" in done.stderr.replace("\n", " ")
