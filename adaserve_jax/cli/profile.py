@@ -120,7 +120,7 @@ def profile(
     if device:
         if memory or exact or search or trace or plot is not None:
             raise ConfigError("--device measures nothing; leave out --memory, --exact, --search, --trace and --plot")
-        return _profile_absent(config, device, out, name, acceptance or None, programs, layers)
+        return profile_absent(config, device, out, name, acceptance or None, programs, layers)
     if memory:
         if search or trace or plot is not None:
             raise ConfigError("--memory measures nothing; leave out --search, --trace and --plot")
@@ -179,7 +179,7 @@ def _show_memory(config: EngineConfig, out: Path | None, *, exact: bool) -> None
     resolved.check_memory(workspace)
 
 
-def _profile_absent(
+def profile_absent(
     config: EngineConfig, name_of_device: str, out: Path | None, name: str, acceptance: float | None,
     programs: Literal["largest", "all", "none"], layers: int,
 ) -> None:  # fmt: skip
@@ -225,16 +225,18 @@ def _profile_absent(
 
 def _programs_table(compiled: list[CompiledProgram], title: str) -> Table:
     headers = ("program", "shape", "arguments, MiB", "of them counted", "temporary, MiB", "in place, MiB",
-               "copies of a pool", "exchanged, MiB", "compiled in, s")  # fmt: skip
+               "copies of a pool", "exchanged, MiB", "registers", "spilled, bytes", "compiled in, s")  # fmt: skip
     table = number_table(headers, texts=2, title=title)
     for each in compiled:
         if each.error is not None:
-            table.add_row(each.kind, each.shape, "does not compile", "", "", "", "", "", f"{each.seconds:.1f}")
+            table.add_row(each.kind, each.shape, "does not compile", *[""] * 7, f"{each.seconds:.1f}")
             continue
         counted = "" if each.ledger_bytes is None else f"{each.ledger_bytes / max(1, each.argument_bytes):.1%}"
         table.add_row(
             each.kind, each.shape, _mib(each.argument_bytes), counted, _mib(each.temporary_bytes),
-            _mib(each.alias_bytes), str(each.pool_copies), _mib(sum(each.collectives.values())), f"{each.seconds:.1f}",
+            _mib(each.alias_bytes), str(each.pool_copies), _mib(sum(each.collectives.values())),
+            *("" if figure is None else str(figure) for figure in (each.registers, each.spilled_bytes)),
+            f"{each.seconds:.1f}",
         )  # fmt: skip
     return table
 

@@ -5,11 +5,16 @@ No weight is made. A few layers stand for all: programs are unrolled, so a layer
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from adaserve_jax.runtime.sizing import Resolved, page_bytes, resolve, weight_by
 from adaserve_jax.types import Progress
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+MOSAIC_DUMP = "MOSAIC_GPU_DUMP_TO"
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
@@ -37,7 +43,8 @@ class CompiledProgram:
     pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
     *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
     arithmetic; None where it has none. pool_copies: instructions that copy or convert a whole pool. collectives: bytes
-    of results by operation.
+    of results by operation. registers, shared_bytes: of a GPU, the most of any kernel; spilled_bytes: of all kernels,
+    stored to memory for want of registers; None where ptxas is not installed, and on a TPU.
     """
 
     kind: str
@@ -52,6 +59,9 @@ class CompiledProgram:
     ledger_bytes: int | None = None
     pool_copies: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
+    registers: int | None = None
+    shared_bytes: int | None = None
+    spilled_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     arguments = jax.tree.map(lambda leaf: _on(first, leaf), declared.arguments)
     try:
         function = declared.function if arguments else _placed(declared.function, first)
-        compiled = function.lower(*arguments).compile()
+        compiled, kernels = _compile(function.lower(*arguments), resolved.placement.devices[0])
     except Exception as error:  # whatever a compiler raises is the report
         return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
     seconds = time.perf_counter() - started
@@ -159,7 +169,53 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
         ledger_bytes=_ledger_bytes(declared, pair, resolved),
         pool_copies=sum(len(copies_of(text, pool)) for pool in _pool_shapes(abstract)),
         collectives=collectives_of(text),
+        **kernels,
     )  # fmt: skip
+
+
+def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, int]]:
+    """Compile a program. Returns it, and for a GPU registers, shared and spilled bytes of its kernels, as ptxas says.
+
+    A Mosaic kernel that this process compiled before is not compiled again, and does not count again.
+    """
+    ptxas = _ptxas()
+    if device.platform != "gpu" or ptxas is None:
+        return lowered.compile(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = os.environ.get(MOSAIC_DUMP)
+        os.environ[MOSAIC_DUMP] = folder
+        try:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        finally:
+            os.environ.pop(MOSAIC_DUMP)
+            if kept is not None:
+                os.environ[MOSAIC_DUMP] = kept
+        said = [path.read_text() for path in Path(folder).glob("*.ptxas")]
+        kernels = [path for path in Path(folder).glob("*.ptx") if not path.with_suffix(".ptxas").exists()]
+        return compiled, read_ptxas("\n".join([*said, *(_assemble(ptxas, kernel) for kernel in kernels)]))
+
+
+def _ptxas() -> str | None:
+    """Return the path of ptxas of the package nvidia-cuda-nvcc; None if it is not installed."""
+    package = find_spec("nvidia.cuda_nvcc") if find_spec("nvidia") else None
+    places = [] if package is None else list(package.submodule_search_locations or ())
+    return next((str(path) for place in places if (path := Path(place, "bin", "ptxas")).exists()), None)
+
+
+def _assemble(ptxas: str, kernel: Path) -> str:
+    architecture = re.search(r"^\.target (\w+)", kernel.read_text(), re.MULTILINE)
+    assert architecture is not None
+    command = [ptxas, "--verbose", f"--gpu-name={architecture[1]}", str(kernel), "--output-file", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def read_ptxas(text: str) -> dict[str, int]:
+    """Return the most registers and shared bytes of any kernel, and the spilled bytes of all, from what ptxas says."""
+    return {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", text)), default=0),
+        "shared_bytes": max(map(int, re.findall(r"(\d+) bytes smem", text)), default=0),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", text))),
+    }
 
 
 def _on(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:

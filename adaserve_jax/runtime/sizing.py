@@ -106,7 +106,11 @@ def resolve(
     dtype = dtype_of(config)
     placement = _placement(config, target, absent)
     attention = choose_attention(
-        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, platform
+        config,
+        [placement.partition.local(target), *([draft] if draft else [])],
+        dtype,
+        platform,
+        _capability(placement, absent),
     )
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
@@ -152,9 +156,10 @@ def _dtype_name(config: EngineConfig, platform: str) -> str:
 
 
 def choose_attention(
-    config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, platform: str
+    config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, platform: str, capability: str = "9.0"
 ) -> Implementation:
-    """Return the implementation of attention. models: one device's part of each model.
+    """Return the implementation of attention. models: one device's part of each model. capability: compute capability
+    of a GPU.
 
     Raises ConfigError: the one in `config` cannot run on this platform or with these models.
     """
@@ -180,6 +185,11 @@ def choose_attention(
         return "cpu"
     if platform not in ("gpu", "tpu"):
         raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
+    if platform == "gpu" and not capability.startswith("9."):
+        raise ConfigError(
+            f"attention 'mosaic' is for Hopper GPUs, of compute capability 9, and this one has {capability}; use auto "
+            "or xla"
+        )
     implementation: Implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
     for model in models:
         if platform == "tpu" and model.head_dim % TPU_LANES:
@@ -189,6 +199,12 @@ def choose_attention(
             )
         check_supported(implementation, page_size=config.page_size, dtype=dtype, **_heads(model))
     return implementation
+
+
+def _capability(placement: Placement, absent: AbsentDevice | None) -> str:
+    if absent is not None and absent.chip is not None:
+        return ".".join(map(str, absent.chip.capability))
+    return str(getattr(placement.devices[0], "compute_capability", ""))
 
 
 def _heads(model: ModelConfig) -> dict[str, int]:

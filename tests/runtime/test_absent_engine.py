@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from adaserve_jax.cli.profile import profile_absent
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice, device_named, missing_compiler
-from adaserve_jax.runtime.absent_engine import collectives_of, copies_of, plan_absent
+from adaserve_jax.runtime.absent_engine import CompiledProgram, collectives_of, copies_of, plan_absent, read_ptxas
 from adaserve_jax.sim.machines import load_machine
 
 SMALL = {
@@ -56,12 +57,13 @@ def test_a_small_engine_compiles_for_a_device_that_is_not_here(tmp_path: Path, n
     out = tmp_path / "machine.json"
     done = profile(tmp_path, name, "--elastic", "on", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 9}
+    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 11}
     expected = {"verify", "commit", "catch-up", "search, width 1", "resample", "verify, two slabs", "commit, two slabs",
                 "move", "empty extension"}  # fmt: skip
     assert expected <= rows.keys()
     for kind in expected - {"empty extension"}:
         assert rows[kind][6] == "0", rows[kind]  # copies of a pool
+        assert rows[kind][9] == ("0" if name == "h100" else ""), rows[kind]  # spilled bytes
     for kind in ("verify", "catch-up"):
         assert 0.99 <= float(rows[kind][3].rstrip("%")) / 100 <= 1.0, rows[kind]
     machine = load_machine(str(out))
@@ -78,7 +80,7 @@ def test_a_target_over_four_devices_exchanges_sums(tmp_path: Path, name: str) ->
     need_compiler(DEVICES[name])
     done = profile(tmp_path, name, "--tp", "4")
     assert done.returncode == 0, done.stderr
-    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 9}
+    rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 11}
     assert float(rows["verify"][7]) > 0 and rows["catch-up"][7] == ""
 
 
@@ -115,3 +117,27 @@ def test_options_that_measure_do_not_go_with_a_device() -> None:
     command = [sys.executable, "-m", "adaserve_jax.cli", "profile", "--device", "h100", "--memory"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "--device measures nothing; leave out --memory" in done.stderr.replace("\n", " ")
+
+
+def test_what_ptxas_says_of_kernels_is_added_up() -> None:
+    text = """
+        0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+    ptxas info    : Used 193 registers, used 2 barriers, 1 bytes smem
+        16 bytes stack frame, 24 bytes spill stores, 8 bytes spill loads
+    ptxas info    : Used 40 registers, used 1 barriers, 8192 bytes smem
+    """
+    assert read_ptxas(text) == {"registers": 193, "shared_bytes": 8192, "spilled_bytes": 24}
+
+
+@pytest.mark.aot
+def test_a_program_that_does_not_compile_ends_with_the_compilers_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_compiler(DEVICES["a100"])
+    refused = [CompiledProgram("verify", "8 rows", 1.0, "XlaRuntimeError: no such instruction")]
+    monkeypatch.setattr("adaserve_jax.runtime.absent_engine.compile_absent", lambda *_, **__: refused)
+    config = EngineConfig(target=str(folder_of(tmp_path, "target")), draft=None)
+    with pytest.raises(
+        ConfigError, match="verify does not compile for NVIDIA A100 SXM 80 GB: XlaRuntimeError: no such"
+    ):
+        profile_absent(config, "a100", None, "", None, "largest", 2)

@@ -174,6 +174,16 @@ def test_attention_is_what_its_platform_can_run(attention: str, platform: str, h
             choose_attention(*arguments)
 
 
+def test_the_gpu_kernel_is_for_hopper_gpus() -> None:
+    arguments = (EngineConfig(attention="mosaic"), [replace(TARGET, head_dim=128)], jnp.dtype(jnp.bfloat16), "gpu")
+    assert choose_attention(*arguments, "9.0") == "mosaic_gpu"
+    for capability in ("8.0", "8.9", "10.0"):
+        with pytest.raises(
+            ConfigError, match=f"for Hopper GPUs, of compute capability 9, and this one has {capability}"
+        ):
+            choose_attention(*arguments, capability)
+
+
 SMALL = replace(EngineConfig(**DEMO), elastic=EngineConfig().elastic)
 
 
