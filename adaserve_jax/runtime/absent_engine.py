@@ -173,7 +173,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     )  # fmt: skip
 
 
-def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, int]]:
+def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
     """Compile a program. Returns it, and for a GPU registers, shared and spilled bytes of its kernels, as ptxas says.
 
     A Mosaic kernel that this process compiled before is not compiled again, and does not count again.
