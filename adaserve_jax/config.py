@@ -99,7 +99,8 @@ class EngineConfig(Settings):
     )  # fmt: skip
     attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
         "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "
-        "(the kernels' algorithm in an interpreter, to check it), or auto (cpu where it runs, else xla)", Panel.DEVICES,
+        "(the kernels' algorithm in an interpreter, to check it), or auto (the device's own kernel where it runs, "
+        "else xla)", Panel.DEVICES,
     )  # fmt: skip
     profile: PathText | None = setting(
         None, "file that `adaserve profile` wrote for these models and options here: start from its times; none: "

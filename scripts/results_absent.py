@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 HEADER = (
-    "| device | target, devices | attention | fits; pages; requests of full context | programs that compile "
-    "| copies of a pool | arguments that the ledger counts | exchanged by verify |\n|---|---|---|---|---|---|---|---|"
+    "| device | target, devices | attention of target, draft | fits; pages; requests of full context "
+    "| programs that compile | copies of a pool | arguments that the ledger counts | most registers; spilled bytes "
+    "| exchanged by verify |\n|---|---|---|---|---|---|---|---|---|"
 )
 MIB = 1 << 20
 
@@ -22,20 +23,20 @@ def absent_table(result: dict[str, Any]) -> str:
         failed = [row for row in rows if row.get("error")]
         refusals += [f"* `{device}`, {target}, `{attention}`, {row['kind']}: {row['error']}" for row in failed]
         if rows[0]["kind"] == "plan":
-            lines.append(f"| {device} | {target}, {tp} | `{attention}` | not planned | | | | |")
+            lines.append(f"| {device} | {target}, {tp} | `{attention}` | not planned | | | | | |")
             continue
         first = rows[0]
         held = f"{'yes' if first['fits'] else 'no'}; {first['pages']:,}; {first['requests']} of {first['context']:,}"
         shares = [row["ledger_bytes"] / row["argument_bytes"] for row in rows if row.get("ledger_bytes")]
         exchanged = sum(_verify(rows).get("collectives", {}).values())
         lines.append(
-            f"| {device} | {target}, {tp} | `{attention}` | {held} | {len(rows) - len(failed)} of {len(rows)} "
-            f"| {sum(row['pool_copies'] for row in rows)} | {_range(shares)} "
+            f"| {device} | {target}, {tp} | `{first['chosen']}`, `{first['chosen_by_draft']}` | {held} | {len(rows) - len(failed)} of {len(rows)} "
+            f"| {sum(row['pool_copies'] for row in rows)} | {_range(shares)} | {_kernels(rows)} "
             f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
         )
     about = (
         "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "
-        f"of each kind, {result['layers']} layers, the 1B as draft, bf16, no weights. Compiled for, not run on. jax "
+        f"of each kind, {result['layers']} layers, llama-1b as draft, bf16, no weights. Compiled for, not run on. jax "
         f"{result['jax_version']}, commit {result['commit'][:12]}."
     )
     parts = ["\n".join([HEADER, *lines]), "\n".join(dict.fromkeys(refusals)), about]
@@ -44,6 +45,13 @@ def absent_table(result: dict[str, Any]) -> str:
 
 def _verify(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return next((row for row in rows if row["kind"] == "verify"), {})
+
+
+def _kernels(rows: Iterable[dict[str, Any]]) -> str:
+    counted = [row for row in rows if row.get("registers") is not None]
+    if not counted:
+        return ""
+    return f"{max(row['registers'] for row in counted)}; {sum(row['spilled_bytes'] for row in counted)}"
 
 
 def _range(shares: list[float]) -> str:

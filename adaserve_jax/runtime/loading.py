@@ -162,7 +162,7 @@ def load_drafter(
         return None
     limits = resolved.limits
     first, *further = (read(folder, pair.draft, resolved.dtype, progress, placement) for folder in pair.draft_folders)
-    programs = ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention)
+    programs = ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.draft_attention)
     model = DeviceModel(
         "draft", pair.draft, first, programs, resolved.catchup_buckets, num_pages=limits.num_pages,
         page_size=limits.page_size, dtype=resolved.dtype, placement=placement, further=further,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +20,7 @@ from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE
-from adaserve_jax.pallas_kernels.paged_tree_attention.api import (
-    Implementation,
-    check_supported,
-    reads_slabs,
-    unsupported,
-)
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
 from adaserve_jax.runtime.resample import EditShapes
@@ -40,12 +36,14 @@ sorts the edited ones), of a step's widest activation, and of its K/V (stacked b
 RESERVE_SHARE = 0.05
 """Share of the memory limit that the reserve adds to these, since allocators round up."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Resolved:
     """A configuration without "auto", and the buckets, limits and memory plan that follow from it.
 
-    placement: devices of the target. attention: the kernel implementation, in both models. sizes: bytes of each part.
+    placement: devices of the target. attention, draft_attention: the kernel implementations. sizes: bytes of each part.
     memory: the limit that they must fit into.
     """
 
@@ -57,6 +55,7 @@ class Resolved:
     dtype: jnp.dtype
     placement: Placement
     attention: Implementation
+    draft_attention: Implementation
     sizes: Sizes
     memory: MemoryLimit
 
@@ -105,13 +104,8 @@ def resolve(
         )
     dtype = dtype_of(config)
     placement = _placement(config, target, absent)
-    attention = choose_attention(
-        config,
-        [placement.partition.local(target), *([draft] if draft else [])],
-        dtype,
-        platform,
-        _capability(placement, absent),
-    )
+    capability = _capability(placement, absent)
+    attention = choose_attention(config, placement.partition.local(target), dtype, platform, capability)
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
@@ -135,6 +129,7 @@ def resolve(
         dtype=dtype,
         placement=placement,
         attention=attention,
+        draft_attention="xla" if draft is None else draft_attention(attention, draft, config.page_size, dtype),
         sizes=sizes,
         memory=memory,
     )
@@ -156,59 +151,66 @@ def _dtype_name(config: EngineConfig, platform: str) -> str:
 
 
 def choose_attention(
-    config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, platform: str, capability: str = "9.0"
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, platform: str, capability: str = "9.0"
 ) -> Implementation:
-    """Return the implementation of attention. models: one device's part of each model. capability: compute capability
-    of a GPU.
+    """Return the implementation of attention in the target. model: one device's part of it. capability: compute
+    capability of a GPU.
 
-    Raises ConfigError: the one in `config` cannot run on this platform or with these models.
+    With "auto" it is the platform's own kernel where that runs these shapes, but XLA in deterministic mode, whose order
+    of summation only xla has, and with elastic "on", since kernels of accelerators read one pool of pages.
+    Raises ConfigError: the one in `config` cannot run on this platform or with this model.
     """
-    if config.attention == "xla" or (config.attention == "auto" and (config.deterministic or platform != "cpu")):
-        return "xla"
+    if config.attention in ("xla", "plain") and not (config.attention == "plain" and config.deterministic):
+        return config.attention
+    own: Implementation = {"cpu": "cpu", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(platform, "xla")
     if config.attention == "auto":
-        fits = all(
-            unsupported("cpu", page_size=config.page_size, dtype=dtype, **_heads(model)) == "" for model in models
-        )
-        return "cpu" if fits else "xla"
+        if config.deterministic or (platform != "cpu" and config.elastic == "on"):
+            return "xla"
+        reason = _refusal(own, model, config.page_size, dtype, capability)
+        if platform != "cpu":
+            _log.info("attention is %s", f"xla: {reason}" if reason else f"{own}; --attention xla has XLA's")
+        return "xla" if reason else own
     if config.deterministic:
         raise ConfigError(
             f"attention must be auto or xla in deterministic mode, whose order of summation only xla has, got "
             f"{config.attention!r}"
         )
-    if config.attention == "plain":
-        return "plain"
-    if config.attention == "cpu":
-        if platform != "cpu":
-            raise ConfigError(f"attention 'cpu' runs on CPUs, and jax sees {platform!r}; use auto or xla")
-        for model in models:
-            check_supported("cpu", page_size=config.page_size, dtype=dtype, **_heads(model))
-        return "cpu"
-    if platform not in ("gpu", "tpu"):
+    if config.attention == "cpu" and platform != "cpu":
+        raise ConfigError(f"attention 'cpu' runs on CPUs, and jax sees {platform!r}; use auto or xla")
+    if config.attention == "mosaic" and platform not in ("gpu", "tpu"):
         raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
-    if platform == "gpu" and not capability.startswith("9."):
-        raise ConfigError(
-            f"attention 'mosaic' is for Hopper GPUs, of compute capability 9, and this one has {capability}; use auto "
-            "or xla"
+    if reason := _refusal(own, model, config.page_size, dtype, capability):
+        raise ConfigError(f"attention {config.attention!r} cannot run here: {reason}; use auto or xla")
+    return own
+
+
+def draft_attention(chosen: Implementation, draft: ModelConfig, page_size: int, dtype: jnp.dtype) -> Implementation:
+    """Return the implementation of attention in the draft: the target's, or xla where that cannot run its shapes."""
+    return "xla" if _refusal(chosen, draft, page_size, dtype, "9.0") else chosen
+
+
+def _refusal(
+    implementation: Implementation, model: ModelConfig, page_size: int, dtype: jnp.dtype, capability: str
+) -> str:
+    """Return why a kernel does not run a model's shapes on a device; "" if it does."""
+    if implementation == "mosaic_gpu" and not capability.startswith("9."):
+        return f"the kernel is for Hopper GPUs, of compute capability 9, and this one has {capability or 'none'}"
+    if implementation == "mosaic_tpu" and model.head_dim % TPU_LANES:
+        return (
+            f"the kernel is for head dimensions on a TPU that are multiples of {TPU_LANES}, not {model.head_dim}: XLA "
+            "would copy the pools, which it lays out otherwise"
         )
-    implementation: Implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
-    for model in models:
-        if platform == "tpu" and model.head_dim % TPU_LANES:
-            raise ConfigError(
-                f"attention 'mosaic' on a TPU is for head dimensions that are multiples of {TPU_LANES}, not "
-                f"{model.head_dim}: XLA would copy the pools, which it lays out otherwise; use auto or xla"
-            )
-        check_supported(implementation, page_size=config.page_size, dtype=dtype, **_heads(model))
-    return implementation
+    reason = unsupported(
+        implementation, head_dim=model.head_dim, page_size=page_size, group=model.num_heads // model.num_kv_heads,
+        dtype=dtype,
+    )  # fmt: skip
+    return f"the kernel {reason}" if reason else ""
 
 
 def _capability(placement: Placement, absent: AbsentDevice | None) -> str:
     if absent is not None and absent.chip is not None:
         return ".".join(map(str, absent.chip.capability))
     return str(getattr(placement.devices[0], "compute_capability", ""))
-
-
-def _heads(model: ModelConfig) -> dict[str, int]:
-    return {"head_dim": model.head_dim, "group": model.num_heads // model.num_kv_heads}
 
 
 def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -30,6 +30,7 @@ from adaserve_jax.runtime.sizing import (
     RESERVE_SHARE,
     Resolved,
     choose_attention,
+    draft_attention,
     dtype_of,
     resolve,
     weight_bytes,
@@ -155,18 +156,21 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "platform", "head_dim", "found"),
     [
-        ("auto", "gpu", 64, "xla"),
+        ("auto", "gpu", 64, "mosaic_gpu"),
+        ("auto", "gpu", 80, "xla"),
+        ("auto", "tpu", 128, "mosaic_tpu"),
+        ("auto", "tpu", 64, "xla"),
         ("cpu", "gpu", 64, "attention 'cpu' runs on CPUs, and jax sees 'gpu'"),
         ("mosaic", "gpu", 64, "mosaic_gpu"),
         ("mosaic", "tpu", 128, "mosaic_tpu"),
         ("mosaic", "tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
-        ("mosaic", "gpu", 96, "by 'mosaic_gpu' supports head dimensions 64 and 128, not 96"),
+        ("mosaic", "gpu", 96, "'mosaic' cannot run here: the kernel supports head dimensions 64 and 128, not 96"),
         ("mosaic", "cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
     ],
 )
 def test_attention_is_what_its_platform_can_run(attention: str, platform: str, head_dim: int, found: str) -> None:
-    models = [replace(TARGET, head_dim=head_dim)]
-    arguments = (EngineConfig(attention=attention), models, jnp.dtype(jnp.bfloat16), platform)
+    model = replace(TARGET, head_dim=head_dim)
+    arguments = (EngineConfig(attention=attention), model, jnp.dtype(jnp.bfloat16), platform)
     if found in ("xla", "mosaic_gpu", "mosaic_tpu"):
         assert choose_attention(*arguments) == found
     else:
@@ -175,13 +179,25 @@ def test_attention_is_what_its_platform_can_run(attention: str, platform: str, h
 
 
 def test_the_gpu_kernel_is_for_hopper_gpus() -> None:
-    arguments = (EngineConfig(attention="mosaic"), [replace(TARGET, head_dim=128)], jnp.dtype(jnp.bfloat16), "gpu")
+    arguments = (EngineConfig(attention="mosaic"), replace(TARGET, head_dim=128), jnp.dtype(jnp.bfloat16), "gpu")
     assert choose_attention(*arguments, "9.0") == "mosaic_gpu"
     for capability in ("8.0", "8.9", "10.0"):
+        assert choose_attention(replace(arguments[0], attention="auto"), *arguments[1:], capability) == "xla"
         with pytest.raises(
             ConfigError, match=f"for Hopper GPUs, of compute capability 9, and this one has {capability}"
         ):
             choose_attention(*arguments, capability)
+
+
+def test_a_draft_that_the_kernel_cannot_run_has_xla() -> None:
+    bf16 = jnp.dtype(jnp.bfloat16)
+    assert draft_attention("mosaic_tpu", replace(DRAFT, head_dim=64), 64, bf16) == "xla"
+    assert draft_attention("mosaic_tpu", replace(DRAFT, head_dim=128), 64, bf16) == "mosaic_tpu"
+
+
+def test_pages_in_place_of_the_draft_need_xla_on_an_accelerator() -> None:
+    model, bf16 = replace(TARGET, head_dim=128), jnp.dtype(jnp.bfloat16)
+    assert choose_attention(EngineConfig(elastic="on"), model, bf16, "gpu") == "xla"
 
 
 SMALL = replace(EngineConfig(**DEMO), elastic=EngineConfig().elastic)
