@@ -30,9 +30,9 @@ def absent_table(result: dict[str, Any]) -> str:
         shares = [row["ledger_bytes"] / row["argument_bytes"] for row in rows if row.get("ledger_bytes")]
         exchanged = sum(_verify(rows).get("collectives", {}).values())
         lines.append(
-            f"| {device} | {target}, {tp} | `{first['chosen']}`, `{first['chosen_by_draft']}` | {held} | {len(rows) - len(failed)} of {len(rows)} "
-            f"| {sum(row['pool_copies'] for row in rows)} | {_range(shares)} | {_kernels(rows)} "
-            f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
+            f"| {device} | {target}, {tp} | `{first['chosen']}`, `{first['chosen_by_draft']}` | {held} "
+            f"| {len(rows) - len(failed)} of {len(rows)} | {sum(row['pool_copies'] for row in rows)} "
+            f"| {_range(shares)} | {_kernels(rows)} | {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
         )
     about = (
         "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "

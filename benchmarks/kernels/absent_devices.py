@@ -26,8 +26,8 @@ from benchmarks.kernels.model_shapes import write_shapes
 ENGINES = (
     ("h100", "llama-8b", 1), ("h200", "llama-8b", 1), ("a100", "llama-8b", 1), ("l40s", "llama-8b", 1),
     ("v5e", "llama-8b", 4), ("v5p", "llama-8b", 1), ("v6e", "llama-8b", 1), ("tpu7x", "llama-8b", 1),
-    ("h100", "llama-70b", 4), ("h200", "llama-70b", 2), ("a100", "llama-70b", 4), ("v5p", "llama-70b", 4), ("v6e", "llama-70b", 8),
-    ("tpu7x", "llama-70b", 4),
+    ("h100", "llama-70b", 4), ("h200", "llama-70b", 2), ("a100", "llama-70b", 4), ("v5p", "llama-70b", 4),
+    ("v6e", "llama-70b", 8), ("tpu7x", "llama-70b", 4),
 )  # fmt: skip
 """Device, target and number of devices; the draft is llama-1b."""
 LAYERS = 2
