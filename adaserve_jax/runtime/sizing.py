@@ -180,7 +180,7 @@ def choose_attention(
     if config.attention == "mosaic" and platform not in ("gpu", "tpu"):
         raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
     if reason := _refusal(own, model, config.page_size, dtype, capability):
-        raise ConfigError(f"attention {config.attention!r} cannot run here: {reason}; use auto or xla")
+        raise ConfigError(f"attention {config.attention!r} cannot run on this device: {reason}; use auto or xla")
     return own
 
 

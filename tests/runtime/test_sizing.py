@@ -164,7 +164,12 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
         ("mosaic", "gpu", 64, "mosaic_gpu"),
         ("mosaic", "tpu", 128, "mosaic_tpu"),
         ("mosaic", "tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
-        ("mosaic", "gpu", 96, "'mosaic' cannot run here: the kernel supports head dimensions 64 and 128, not 96"),
+        (
+            "mosaic",
+            "gpu",
+            96,
+            "'mosaic' cannot run on this device: the kernel supports head dimensions 64 and 128, not 96",
+        ),
         ("mosaic", "cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
     ],
 )
