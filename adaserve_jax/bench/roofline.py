@@ -121,7 +121,7 @@ def computed_profile(engine: AbsentEngine, *, name: str, acceptance: float | Non
             for depth in (1, limits.max_depth)
             for context in contexts
         }
-    timings = Timings(contexts[0], limits.max_requests, verify, catchup, search)
+    timings = Timings(contexts[0], 1, verify, catchup, search)
     return Profile(
         name=name or f"{engine.device.name}-{pair.target_folder.name}-tp{resolved.config.tp}",
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),

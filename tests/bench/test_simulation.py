@@ -101,9 +101,7 @@ def test_a_bad_trace_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_a_bad_machine_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="no machine 'gone': give .*llama-70b, qwen-32b, .*or the path of a JSON file"
-    ):
+    with pytest.raises(ConfigError, match=r"no machine 'gone': give .*qwen-32b, .*or the path of a JSON file"):
         load_machine("gone")
     path = tmp_path / "machine.json"
     path.write_text('{"version": 1, "name": "m"}')

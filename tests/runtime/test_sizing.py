@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
             "mosaic",
             "gpu",
             96,
-            "'mosaic' cannot run on this device: the kernel supports head dimensions 64 and 128, not 96",
+            "cannot run on this device: the kernel supports head dimensions 64 and 128, not 96",
         ),
         ("mosaic", "cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
     ],
