@@ -63,8 +63,8 @@ test-slow: $(STAMP).test ## run everything, the slow tests too
 test-clients: $(STAMP).test $(CLIENTS_VENV)/.installed ## run real clients and fuzzing against the embedded pair (some minutes)
 	@$(KEEP) CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
-test-aot: $(AOT_VENV)/.installed ## compile small engines for a GPU and a TPU that are not here (some minutes)
-	@$(KEEP) JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -m aot tests/runtime/test_absent_engine.py $(ARGS)
+test-aot: $(AOT_VENV)/.installed ## compile small engines for a GPU and a TPU that are not here (some minutes; ARGS="-m aot": more shapes)
+	@$(KEEP) JAX_PLATFORMS=cpu $(AOT_VENV)/bin/python -m pytest -m "aot and not slow" tests/runtime/test_absent_engine.py $(ARGS)
 
 coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
 	@$(BIN)/coverage erase

@@ -32,9 +32,10 @@ def folder_of(root: Path, name: str, **changes: int) -> Path:
     return folder
 
 
-def profile(tmp_path: Path, device: str, *options: str) -> subprocess.CompletedProcess[str]:
+def profile(tmp_path: Path, device: str, *options: str, head_dim: int = 128) -> subprocess.CompletedProcess[str]:
     """Run `adaserve profile --device` on a small pair without weights, in a process of its own."""
-    target, draft = folder_of(tmp_path, "target"), folder_of(tmp_path, "draft", num_hidden_layers=2)
+    target = folder_of(tmp_path, "target", head_dim=head_dim)
+    draft = folder_of(tmp_path, "draft", head_dim=head_dim, num_hidden_layers=2)
     command = [
         sys.executable, "-m", "adaserve_jax.cli", "profile", "--device", device, "--target", str(target), "--draft",
         str(draft), "--max-requests", "8", "--max-batch-tokens", "64", "--max-context", "1024", "--num-pages", "64",
@@ -82,6 +83,19 @@ def test_a_target_over_four_devices_exchanges_sums(tmp_path: Path, name: str) ->
     assert done.returncode == 0, done.stderr
     rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 11}
     assert float(rows["verify"][7]) > 0 and rows["catch-up"][7] == ""
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
+@pytest.mark.parametrize("name", ["h100", "a100", "v5e"])
+def test_shapes_that_the_kernels_do_not_run_compile_too(tmp_path: Path, name: str, head_dim: int, dtype: str) -> None:
+    need_compiler(DEVICES[name])
+    done = profile(tmp_path, name, "--dtype", dtype, head_dim=head_dim)
+    assert done.returncode == 0, done.stderr
+    rows = [cells for line in done.stdout.splitlines() if len(cells := split(line)) == 11][1:]
+    assert len(rows) >= 7 and all(cells[6] == "0" and cells[9] in ("0", "") for cells in rows), rows
 
 
 def test_unknown_devices_and_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
