@@ -28,6 +28,8 @@ from adaserve_jax.types import Limits
 
 CPU_KV_BYTES = 2 << 30
 """Most memory that auto sizing gives to KV pages on a CPU."""
+OWN_KERNEL: dict[str, Implementation] = {"cpu": "cpu", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
+"""The attention kernel of each platform."""
 TPU_LANES = 128
 """XLA on a TPU lays out an array in the order of its axes if the last one is a multiple of this."""
 SCORES, ACTIVATIONS, IN_FLIGHT = 8, 4, 2
@@ -162,7 +164,7 @@ def choose_attention(
     """
     if config.attention in ("xla", "plain") and not (config.attention == "plain" and config.deterministic):
         return config.attention
-    own: Implementation = {"cpu": "cpu", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(platform, "xla")
+    own = OWN_KERNEL.get(platform, "xla")
     if config.attention == "auto":
         if config.deterministic or (platform != "cpu" and config.elastic == "on"):
             return "xla"
