@@ -84,7 +84,7 @@ def roofline_of(engine: AbsentEngine, config: ModelConfig, *, ways: int, assumed
     local = partition.local(config)
     layer = (local.q_size + 2 * local.kv_size) * config.hidden_size + local.q_size * config.hidden_size
     products = config.num_layers * (layer + 3 * local.intermediate_size * config.hidden_size)
-    page = page_bytes(local, resolved.limits.page_size, resolved.dtype)
+    page = page_bytes(local, resolved.limits.page_size, resolved.dtype, engine.device.platform)
     return Roofline(engine.device, config, ways, weights, products, page / resolved.limits.page_size, assumed)
 
 

@@ -239,13 +239,14 @@ def _first_lines(error: Exception) -> str:
 def _ledger_bytes(declared: Declared, pair: ModelPair, resolved: Resolved) -> int | None:
     """Return the bytes of weights and pages that a forward of one slab takes, as the ledger counts them."""
     kind, limits, partition = kind_of(declared.key), resolved.limits, resolved.placement.partition
+    platform = resolved.placement.devices[0].platform
     if kind == "verify":
         weights = weight_bytes(partition.whole(pair.target), resolved.dtype, resolved.config.quantize, partition)
-        page = page_bytes(partition.local(pair.target), limits.page_size, resolved.dtype)
+        page = page_bytes(partition.local(pair.target), limits.page_size, resolved.dtype, platform)
     elif kind == "catch-up" and pair.draft is not None:
         weights, page = (
             weight_bytes(pair.draft, resolved.dtype),
-            page_bytes(pair.draft, limits.page_size, resolved.dtype),
+            page_bytes(pair.draft, limits.page_size, resolved.dtype, platform),
         )
     else:
         return None

@@ -20,7 +20,7 @@ from adaserve_jax.runtime.page_moves import move_pages
 
 
 class Pools(NamedTuple):
-    """Paged K and V of all layers: [L, P, K, S, D] each.
+    """Paged K and V of all layers: [L, P, K, S, D] each, D padded on a TPU (`pool_head_dim`).
 
     extension: pools of the X pages that follow, while the pool is extended; `num_pages` counts them too.
     """
@@ -50,6 +50,8 @@ class Pools(NamedTuple):
 
 NO_PAGE = 1 << 30
 """Page of tokens whose K/V is dropped: larger than the last page of any pool."""
+TPU_LANES = 128
+"""XLA on a TPU lays out an array in the order of its axes if the last one is a multiple of this."""
 POOL_HEADS = 2
 """Axis of the KV heads in a pool."""
 IN_FLIGHT_HEADS = 2
@@ -65,9 +67,15 @@ class InFlight(NamedTuple):
     slot: jax.Array
 
 
+def pool_head_dim(head_dim: int, platform: str) -> int:
+    """Return D of the pools: on a TPU the next multiple of TPU_LANES, since programs would copy other pools whole."""
+    return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
+
+
 def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement) -> Pools:
     """Allocate the pools of a whole model; on several devices they are divided by KV heads."""
-    shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    features = pool_head_dim(config.head_dim, placement.devices[0].platform)
+    shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, features)
     spec = placement.spec(POOL_HEADS)
     return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec))
 
@@ -97,7 +105,8 @@ def commit(pools: Pools, in_flight: InFlight) -> Pools:
 
 
 def _write(pool: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
-    """Scatter new, [L, T, K, D], into a pool. Pages beyond the pool are dropped."""
+    """Scatter new, [L, T, K, D], into a pool, padded to its D. Pages beyond the pool are dropped."""
+    new = jnp.pad(new, [(0, 0)] * 3 + [(0, pool.shape[4] - new.shape[3])])
     # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
     return pool.at[:, page, :, slot].set(new.transpose(1, 0, 2, 3), mode="drop")
 

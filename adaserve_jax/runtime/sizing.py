@@ -23,6 +23,7 @@ from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
+from adaserve_jax.runtime.pools import pool_head_dim
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
 
@@ -30,8 +31,6 @@ CPU_KV_BYTES = 2 << 30
 """Most memory that auto sizing gives to KV pages on a CPU."""
 OWN_KERNEL: dict[str, Implementation] = {"cpu": "cpu", "gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 """The attention kernel of each platform."""
-TPU_LANES = 128
-"""XLA on a TPU lays out an array in the order of its axes if the last one is a multiple of this."""
 SCORES, ACTIVATIONS, IN_FLIGHT = 8, 4, 2
 """Copies in the reserve of the f32 scores over the vocabulary (a forward returns them, and drawing again
 sorts the edited ones), of a step's widest activation, and of its K/V (stacked by layer, then returned)."""
@@ -197,15 +196,9 @@ def _refusal(
     """Return why a kernel does not run a model's shapes on a device; "" if it does."""
     if implementation == "mosaic_gpu" and not capability.startswith("9."):
         return f"the kernel is for Hopper GPUs, of compute capability 9, and this one has {capability or 'none'}"
-    if implementation == "mosaic_tpu" and model.head_dim % TPU_LANES:
-        return (
-            f"the kernel is for head dimensions on a TPU that are multiples of {TPU_LANES}, not {model.head_dim}: XLA "
-            "would copy the pools, which it lays out otherwise"
-        )
-    reason = unsupported(
-        implementation, head_dim=model.head_dim, page_size=page_size, group=model.num_heads // model.num_kv_heads,
-        dtype=dtype,
-    )  # fmt: skip
+    head_dim = pool_head_dim(model.head_dim, "tpu") if implementation == "mosaic_tpu" else model.head_dim
+    group = model.num_heads // model.num_kv_heads
+    reason = unsupported(implementation, head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
     return f"the kernel {reason}" if reason else ""
 
 
@@ -350,7 +343,8 @@ def sizes_of(
     holds all shards of this process. Weights and pages are exact, to the byte that the arrays will have; the reserve
     for the workspace is an estimate, for sizing pages before anything is compiled. training: bytes of learning.
     """
-    partition, on_cpu = placement.partition, placement.devices[0].platform == "cpu"
+    partition, platform = placement.partition, placement.devices[0].platform
+    on_cpu = platform == "cpu"
     here = sum(device.process_index == jax.process_index() for device in placement.devices) if on_cpu else 1
     whole, local = partition.whole(target), partition.local(target)
     rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
@@ -368,11 +362,11 @@ def sizes_of(
             verifying += here * 4 * tokens * target.num_layers * outputs
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
-            target_page=here * page_bytes(local, config.page_size, dtype),
+            target_page=here * page_bytes(local, config.page_size, dtype, platform),
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
             further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
             training=training,
-            draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype),
+            draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype, platform),
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )
 
@@ -397,9 +391,10 @@ def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dt
     return np.dtype(np.int8) if name + SCALE in specs else dtype
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
+def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str) -> int:
     """Return the bytes of one page's KV, all layers. config: one device's part of the model."""
-    return 2 * config.num_layers * config.kv_size * page_size * dtype.itemsize
+    slot = config.num_kv_heads * pool_head_dim(config.head_dim, platform)
+    return 2 * config.num_layers * slot * page_size * dtype.itemsize
 
 
 def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from adaserve_jax.runtime.pools import pool_head_dim
+
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 """Types of pools by their names in specs."""
 
@@ -71,8 +73,8 @@ class AttentionSpec:
 
 
 class AttentionCase(NamedTuple):
-    """Inputs of one spec, NumPy. q: [H, D, T]; k, v: [K, D, T]; pools: [2, P, K, S, D], of which layer 1 is used;
-    page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded."""
+    """Inputs of one spec, NumPy. q: [H, D, T]; k, v: [K, D, T]; pools: [2, P, K, S, D], of which layer 1 is used and
+    D may be padded; page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded."""
 
     q: np.ndarray
     k: np.ndarray
@@ -89,20 +91,22 @@ class AttentionCase(NamedTuple):
 LAYER = 1
 
 
-def make_case(spec: AttentionSpec, seed: int) -> AttentionCase:
+def make_case(spec: AttentionSpec, seed: int, platform: str = "cpu") -> AttentionCase:
     """Make random inputs, with NaN in every page and slot that no context uses or that lies before every window of its
-    request. Pages are shuffled over the pool."""
+    request. Pages are shuffled over the pool, which has the padding of its platform."""
     rng = np.random.default_rng(seed)
     dtype, size = DTYPES[spec.dtype], spec.page_size
     table = page_table(spec, rng)
-    shape = (2, table.size + 3, spec.kv_heads, size, spec.head_dim)
+    features = pool_head_dim(spec.head_dim, platform)
+    shape = (2, table.size + 3, spec.kv_heads, size, features)
     k_pool, v_pool = (np.full(shape, np.nan, dtype) for _ in range(2))
     for row, context in enumerate(spec.contexts):
         oldest = 0 if spec.window is None else max(0, context - spec.window + 1)
         at = np.arange(oldest, context)
         for pool in (k_pool, v_pool):
             values = rng.standard_normal((len(at), spec.kv_heads, spec.head_dim), np.float32)
-            pool[LAYER, table[row, at // size], :, at % size] = values.astype(dtype)
+            padded = np.pad(values, ((0, 0), (0, 0), (0, features - spec.head_dim)))
+            pool[LAYER, table[row, at // size], :, at % size] = padded.astype(dtype)
     q = rng.standard_normal((spec.group * spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32)
     k, v = (rng.standard_normal((spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32) for _ in range(2))
     q, k, v = (x.astype(dtype) for x in (q, k, v))

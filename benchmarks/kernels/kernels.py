@@ -19,6 +19,7 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.paged_tree_attention import api
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
+from adaserve_jax.runtime.pools import pool_head_dim
 from adaserve_jax.tree.verify import ancestor_bits
 from benchmarks.kernels.attention_specs import (
     CPU,
@@ -94,7 +95,7 @@ def packed_tokens(spec: AttentionSpec, table: Any, ctx_len: Any, row: Any, paren
 
 def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
     """One implementation on one shape, compiled for this device."""
-    case = make_case(spec, seed=0)
+    case = make_case(spec, seed=0, platform=jax.default_backend())
 
     @jax.jit
     def run(q, k, v, k_pool, v_pool, *where):
@@ -119,7 +120,11 @@ def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
 
 
 def runs_attention(implementation: Any, spec: AttentionSpec) -> bool:
-    shape = {"head_dim": spec.head_dim, "page_size": spec.page_size, "group": spec.group}
+    shape = {
+        "head_dim": pool_head_dim(spec.head_dim, jax.default_backend()),
+        "page_size": spec.page_size,
+        "group": spec.group,
+    }
     try:
         api.check_supported(implementation, **shape, dtype=jnp.dtype(DTYPES[spec.dtype]))
     except ConfigError:
@@ -147,7 +152,7 @@ def naive_attention(
     per_row, group = tokens.num_tokens // rows, q.shape[0] // kv_heads
 
     def gathered(pool: jax.Array) -> jax.Array:
-        pages = pool[layer, tokens.page_table]
+        pages = pool[layer, tokens.page_table][..., :head_dim]
         return pages.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, head_dim)
 
     keys, values = gathered(k_pool), gathered(v_pool)
@@ -173,7 +178,8 @@ def time_attention(spec: AttentionSpec, ceilings: Ceilings, *, naive: bool) -> l
     dtype = DTYPES[spec.dtype]
     table = page_table(spec, rng)
     heads = spec.group * spec.kv_heads
-    pool_shape = (LAYERS, table.size + 3, spec.kv_heads, spec.page_size, spec.head_dim)
+    features = pool_head_dim(spec.head_dim, jax.default_backend())
+    pool_shape = (LAYERS, table.size + 3, spec.kv_heads, spec.page_size, features)
     keys = jax.random.split(jax.random.key(0), 5)
     k_pool, v_pool = (jax.random.normal(key, pool_shape, dtype) for key in keys[:2])
     k, v = (jax.random.normal(key, (spec.kv_heads, spec.head_dim, spec.num_tokens), dtype) for key in keys[2:4])

@@ -6,15 +6,16 @@ import numpy as np
 
 
 def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None, only=None):
-    """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D]. Returns f64[H, D, T]; tokens with row >= R are zero.
-    window: a token sees the last `window` of its keys only. only: tokens to compute, None: all; others are zero."""
+    """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D], D may be padded. window: a token sees the last `window` of
+    its keys only. only: tokens to compute, None: all; others are zero. Returns f64[H, D, T]; tokens with row >= R are
+    zero."""
     heads, head_dim, tokens = q.shape
     kv_heads, page_size = k.shape[0], k_pool.shape[3]
     out = np.zeros(q.shape)
     for index, context in enumerate(ctx_len):
         pages = page_table[index, : -(-context // page_size)]
         committed = [
-            np.concatenate([pool[layer, page] for page in pages], axis=1)[:, :context].astype(np.float64)
+            np.concatenate([pool[layer, page] for page in pages], axis=1)[:, :context, :head_dim].astype(np.float64)
             if context
             else np.zeros((kv_heads, 0, head_dim))
             for pool in (k_pool, v_pool)

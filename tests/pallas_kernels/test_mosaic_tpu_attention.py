@@ -17,6 +17,7 @@ from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu, plain
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
+from adaserve_jax.runtime.pools import pool_head_dim
 from benchmarks.kernels.attention_specs import (
     DTYPES,
     FULL,
@@ -80,7 +81,7 @@ def test_beams_equal_the_xla_implementation() -> None:
         rng.standard_normal(shape, np.float32)
         for shape in ((rows, kv_heads, group, width, 64), *[(rows, kv_heads, keys, 64)] * 2)
     )
-    pools = (rng.standard_normal((2, rows * pages, kv_heads, 16, 64), np.float32) for _ in range(2))
+    pools = (rng.standard_normal((2, rows * pages, kv_heads, 16, 128), np.float32) for _ in range(2))
     page_table = rng.permutation(rows * pages).reshape(rows, pages).astype(np.int32)
     ctx_len = np.array([0, 64, 19], np.int32)
     visible = rng.random((rows, width, keys)) < 0.5
@@ -104,12 +105,14 @@ def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
             jnp.asarray(rng.standard_normal(shape, np.float32))
             for shape in ((2, 1, 2 * queries, head_dim), *[(1, tiles * TILE, head_dim)] * 2)
         ),
-        *[jnp.full((1, 2, 1, 16, head_dim), jnp.nan)] * 2,
+        *[jnp.full((1, 2, 1, 16, 128), jnp.nan)] * 2,
         layer=zero[:1], page_table=zero[:, None], row=zero, ctx_len=zero, first=None,
         tile=jnp.array([1, 0], jnp.int32), num_tiles=jnp.array([2, 0], jnp.int32), bits=jnp.asarray(bits),
     )  # fmt: skip
     out = np.asarray(mosaic_tpu.attend(operands, interpret=True))
-    np.testing.assert_allclose(out, plain.attend(operands), atol=2e-6)
+    unpadded = (pool[..., :head_dim] for pool in (operands.k_pool, operands.v_pool))
+    expected = plain.attend(operands._replace(**dict(zip(("k_pool", "v_pool"), unpadded, strict=True))))
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     assert not out[1].any() and not out[0, 0, [1, 1 + queries]].any()
     assert out[0, 0, [0, 2]].any()
 
@@ -121,7 +124,7 @@ def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -
     """A case of the spec without data."""
     rows, tokens, head_dim = len(spec.counts), spec.num_tokens, spec.head_dim
     pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
-    pool = (2, rows * pages, spec.kv_heads, spec.page_size, head_dim)
+    pool = (2, rows * pages, spec.kv_heads, spec.page_size, pool_head_dim(head_dim, "tpu"))
     floats = ((spec.group * spec.kv_heads, head_dim, tokens), *[(spec.kv_heads, head_dim, tokens)] * 2, pool, pool)
     integers = ((rows, pages), (rows,), *[(tokens,)] * 3)
     return AttentionCase(
@@ -167,7 +170,7 @@ def test_compiles_for_a_tpu_and_copies_no_pool(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_dim": 80}, "supports head dimensions that are multiples of 64, not 80"),
+        ({"head_dim": 80}, "supports pools whose head dimension is padded to a multiple of 128, not 80"),
         ({"page_size": 8}, "supports page sizes that are multiples of 16, not 8"),
         ({"page_size": 4, "dtype": jnp.float32}, "supports page sizes that are multiples of 8, not 4"),
         ({"dtype": jnp.float16}, "supports float32 and bfloat16, not float16"),
@@ -181,5 +184,5 @@ def test_unsupported_shapes_are_named(changes: dict[str, object], reason: str) -
 
 def test_an_unsupported_call_raises() -> None:
     spec = replace(TINY["tree"], head_dim=80)
-    with pytest.raises(ConfigError, match="head dimensions that are multiples of 64, not 80"):
+    with pytest.raises(ConfigError, match="head dimension is padded to a multiple of 128, not 80"):
         run(make_case(spec, seed=0), spec=spec, implementation="mosaic_tpu")

@@ -64,7 +64,7 @@ def bytes_by_device(arrays: dict[str, jax.Array] | tuple[jax.Array, ...]) -> lis
 def ledger_bytes(model: DeviceModel, quantize: str) -> dict[str, int]:
     """What the ledger says of one device."""
     partition, dtype = model.programs.partition, model.pools.k.dtype
-    page = page_bytes(model.programs.config, model.pools.page_size, dtype)
+    page = page_bytes(model.programs.config, model.pools.page_size, dtype, "cpu")
     return {
         "weights": weight_bytes(model.whole, dtype, quantize, partition),
         "pools": model.pools.num_pages * page,

@@ -56,7 +56,7 @@ def need_compiler(device: AbsentDevice) -> None:
 def test_a_small_engine_compiles_for_a_device_that_is_not_here(tmp_path: Path, name: str) -> None:
     need_compiler(DEVICES[name])
     out = tmp_path / "machine.json"
-    done = profile(tmp_path, name, "--elastic", "on", "--out", str(out))
+    done = profile(tmp_path, name, "--elastic", "on", "--out", str(out), head_dim=64)
     assert done.returncode == 0, done.stderr
     rows = {cells[0]: cells for line in done.stdout.splitlines() if len(cells := split(line)) == 11}
     expected = {"verify", "commit", "catch-up", "search, width 1", "resample", "verify, two slabs", "commit, two slabs",

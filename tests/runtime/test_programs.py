@@ -16,7 +16,7 @@ from adaserve_jax.models.loading import load_params
 from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.pools import InFlight, commit
+from adaserve_jax.runtime.pools import InFlight, commit, pool_head_dim
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify, step_layout
 from adaserve_jax.tree.verify import PREFILL
@@ -45,15 +45,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["blocks", "canonical"])
+@pytest.fixture(scope="module", params=["blocks", "canonical", "pools_of_a_tpu"])
 def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceModel]:
     config = ModelConfig.from_folder(checkpoint)
-    programs = ModelPrograms(config, MAX_PAGES, canonical=request.param)
+    programs = ModelPrograms(config, MAX_PAGES, canonical=request.param == "canonical")
     buckets = BucketSet((TOKENS,), (ROWS,), TOKENS)
     params = load_params(checkpoint, config, jnp.float32)
-    built = DeviceModel(
-        "target", config, params, programs, buckets, num_pages=32, page_size=PAGE, dtype=jnp.dtype(jnp.float32)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "pools_of_a_tpu":
+            patch.setattr(
+                "adaserve_jax.runtime.pools.pool_head_dim", lambda head_dim, _: pool_head_dim(head_dim, "tpu")
+            )
+        built = DeviceModel(
+            "target", config, params, programs, buckets, num_pages=32, page_size=PAGE, dtype=jnp.dtype(jnp.float32)
+        )
+    assert (built.pools.k.shape[4] == config.head_dim) == (request.param != "pools_of_a_tpu")
     built.compiled = compile_all(built.declare_forward(partial(probe, programs)))
     yield built
     built.close()

@@ -159,11 +159,11 @@ def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
         ("auto", "gpu", 64, "mosaic_gpu"),
         ("auto", "gpu", 80, "xla"),
         ("auto", "tpu", 128, "mosaic_tpu"),
-        ("auto", "tpu", 64, "xla"),
+        ("auto", "tpu", 64, "mosaic_tpu"),
         ("cpu", "gpu", 64, "attention 'cpu' runs on CPUs, and jax sees 'gpu'"),
         ("mosaic", "gpu", 64, "mosaic_gpu"),
         ("mosaic", "tpu", 128, "mosaic_tpu"),
-        ("mosaic", "tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
+        ("mosaic", "tpu", 80, "mosaic_tpu"),
         (
             "mosaic",
             "gpu",
@@ -196,8 +196,9 @@ def test_the_gpu_kernel_is_for_hopper_gpus() -> None:
 
 def test_a_draft_that_the_kernel_cannot_run_has_xla() -> None:
     bf16 = jnp.dtype(jnp.bfloat16)
-    assert draft_attention("mosaic_tpu", replace(DRAFT, head_dim=64), 64, bf16) == "xla"
-    assert draft_attention("mosaic_tpu", replace(DRAFT, head_dim=128), 64, bf16) == "mosaic_tpu"
+    assert draft_attention("mosaic_gpu", replace(DRAFT, head_dim=96), 64, bf16) == "xla"
+    assert draft_attention("mosaic_gpu", replace(DRAFT, head_dim=64), 64, bf16) == "mosaic_gpu"
+    assert draft_attention("mosaic_tpu", replace(DRAFT, head_dim=96), 64, bf16) == "mosaic_tpu"
 
 
 def test_pages_in_place_of_the_draft_need_xla_on_an_accelerator() -> None:

@@ -4,8 +4,9 @@ Programs run one after another, and each starts the copies of the next one's fir
 their way while others are computed. A step takes several pages of all KV heads at once. Whatever depends on a position
 (a context's length, a window, bits) is a mask; nothing here knows decode from prefill.
 
-The pools must lie in HBM in the order of their axes: XLA copies a whole pool that does not. It lays out multiples of
-128 in D so by itself; D = 64, padded to 128 lanes, only where the pool's `jax.experimental.layout.Format` asks for it.
+The pools must lie in HBM in the order of their axes: XLA copies a whole pool that does not, and lays one out so by
+itself only if D is a multiple of 128. Models of another D therefore have pools padded with zeros
+(`runtime.pools.pool_head_dim`); queries and in-flight keys are padded here, which leaves scores and sums as they are.
 The page table lies in SMEM, of which TPUs have 1 MiB: R * pages must be under about 260,000.
 """
 
@@ -50,6 +51,7 @@ slot i32[1] in SMEM, of the block's first step; pages_arrived, tile_arrived: a s
 def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
     """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulate on a CPU."""
     num_blocks, kv_heads, rows, head_dim = operands.q.shape
+    lanes = operands.k_pool.shape[4]
     padding = -rows % _sublanes(operands.q.dtype)
 
     def by_row(x: jax.Array) -> jax.Array:
@@ -57,7 +59,7 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
         return jnp.pad(jnp.tile(x, (1, operands.group, 1)), ((0, 0), (0, padding), (0, 0)))
 
     def by_tile(x: jax.Array) -> jax.Array:
-        return x.reshape(kv_heads, -1, TILE, head_dim)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - head_dim))).reshape(kv_heads, -1, TILE, lanes)
 
     first = operands.first
     if first is None:
@@ -66,11 +68,16 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
         operands.layer, operands.page_table.reshape(-1), operands.row, operands.ctx_len,
         jnp.maximum(jnp.min(first, axis=1), 0), operands.tile, operands.num_tiles,
     )  # fmt: skip
-    q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, padding), (0, lanes - head_dim)))
     in_vmem = (q, by_row(lax.bitcast_convert_type(operands.bits, jnp.int32)), by_row(first[..., None]))
     in_hbm = (by_tile(operands.k), by_tile(operands.v), operands.k_pool, operands.v_pool)
     out = pl.pallas_call(
-        partial(_kernel, table_pages=operands.page_table.shape[1], windowed=operands.first is not None),
+        partial(
+            _kernel,
+            scale=head_dim**-0.5,
+            table_pages=operands.page_table.shape[1],
+            windowed=operands.first is not None,
+        ),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -83,15 +90,15 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
         interpret=tpu_interpret() if interpret else False,
         name="paged_tree_attention",
     )(*scalars, *in_vmem, *in_hbm)
-    return out[:, :, :rows]
+    return out[:, :, :rows, :head_dim]
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
     """Say why these shapes cannot run, completing "paged tree attention by 'mosaic_tpu' ...", or ""."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"supports float32 and bfloat16, not {jnp.dtype(dtype).name}"
-    if head_dim % 64:
-        return f"supports head dimensions that are multiples of 64, not {head_dim}"
+    if head_dim % LANES:
+        return f"supports pools whose head dimension is padded to a multiple of {LANES}, not {head_dim}"
     if page_size % _sublanes(dtype):
         return f"supports page sizes that are multiples of {_sublanes(dtype)}, not {page_size}"
     return ""
@@ -111,7 +118,7 @@ def _scratch(operands: Operands, rows: int) -> list[Any]:
     """Return the shapes of _Refs' scratch. rows: M, padded."""
     _, _, kv_heads, page_size, head_dim = operands.k_pool.shape
     dtype = operands.k_pool.dtype
-    page_bytes = kv_heads * page_size * -(-head_dim // LANES) * LANES * dtype.itemsize
+    page_bytes = kv_heads * page_size * head_dim * dtype.itemsize
     fitting = min(KEYS_PER_STEP // page_size, PAGE_BUFFER_BYTES // (4 * page_bytes), operands.page_table.shape[1])
     pages = pltpu.VMEM((2, max(1, fitting), kv_heads, page_size, head_dim), dtype)
     tile = pltpu.VMEM((2, kv_heads, TILE, head_dim), operands.k.dtype)
@@ -120,8 +127,9 @@ def _scratch(operands: Operands, rows: int) -> list[Any]:
     return [pages, pages, tile, tile, by_row, by_row, pltpu.SMEM((1,), jnp.int32), arrived, arrived]
 
 
-def _kernel(*all_refs: Any, table_pages: int, windowed: bool) -> None:
+def _kernel(*all_refs: Any, scale: float, table_pages: int, windowed: bool) -> None:
     refs = _Refs(*all_refs)
+    absorb = partial(_absorb, refs, scale)
     copy_pages = partial(_copy_pages, refs, table_pages)
     block, num_blocks = pl.program_id(0), pl.num_programs(0)
     num_tiles, step_pages = refs.num_tiles[block], refs.k_pages.shape[1]
@@ -159,7 +167,7 @@ def _kernel(*all_refs: Any, table_pages: int, windowed: bool) -> None:
         slot = lax.rem(first_slot + step, 2)
         start_after(step, 1 - slot)
         copy_pages(block, step, slot, _WAIT)
-        _attend_pages(refs, block, begin + step * step_pages, slot, windowed)
+        _attend_pages(refs, absorb, block, begin + step * step_pages, slot, windowed)
 
     def tile_step(index: jax.Array, _: None) -> None:
         @pl.when(index + 1 < num_tiles)
@@ -167,7 +175,7 @@ def _kernel(*all_refs: Any, table_pages: int, windowed: bool) -> None:
             _copy_tile(refs, block, index + 1, _START)
 
         _copy_tile(refs, block, index, _WAIT)
-        _attend_tile(refs, index)
+        _attend_tile(refs, absorb, index)
 
     lax.fori_loop(0, num_steps, context_step, None)
     refs.slot[0] = lax.rem(first_slot + num_steps, 2)
@@ -211,7 +219,9 @@ def _copy_tile(refs: _Refs, block: jax.Array, index: Any, action: Callable[[Any]
         action(pltpu.make_async_copy(source, tile.at[slot], refs.tile_arrived.at[slot]))
 
 
-def _attend_pages(refs: _Refs, block: jax.Array, page: jax.Array, slot: jax.Array, windowed: bool) -> None:
+def _attend_pages(
+    refs: _Refs, absorb: Callable[..., None], block: jax.Array, page: jax.Array, slot: jax.Array, windowed: bool
+) -> None:
     """Absorb the pages of one step, of which `page` is the first."""
     _, num_pages, kv_heads, page_size, head_dim = refs.k_pages.shape
     floor, ctx_len, num_keys = refs.floor[block], refs.ctx_len[block], num_pages * page_size
@@ -234,10 +244,10 @@ def _attend_pages(refs: _Refs, block: jax.Array, page: jax.Array, slot: jax.Arra
         visible &= position >= refs.first[0]
     for head in range(kv_heads):
         keys, values = (x[slot, :, head].reshape(num_keys, head_dim) for x in (refs.k_pages, refs.v_pages))
-        _absorb(refs, head, keys, values, visible)
+        absorb(head, keys, values, visible)
 
 
-def _attend_tile(refs: _Refs, index: jax.Array) -> None:
+def _attend_tile(refs: _Refs, absorb: Callable[..., None], index: jax.Array) -> None:
     """Absorb the block's in-flight tile of this index, behind its bits."""
     words, slot = refs.words[0], lax.rem(index, 2)
     at = lax.broadcasted_iota(jnp.int32, words.shape, 1)
@@ -246,14 +256,14 @@ def _attend_tile(refs: _Refs, index: jax.Array) -> None:
     by_key = jnp.where(column < 32, low, high)
     visible = lax.shift_right_logical(by_key, column & 31) & 1 != 0
     for head in range(refs.q.shape[1]):
-        _absorb(refs, head, refs.k_tile[slot, head], refs.v_tile[slot, head], visible)
+        absorb(head, refs.k_tile[slot, head], refs.v_tile[slot, head], visible)
 
 
-def _absorb(refs: _Refs, head: int, keys: jax.Array, values: jax.Array, visible: jax.Array) -> None:
+def _absorb(refs: _Refs, scale: float, head: int, keys: jax.Array, values: jax.Array, visible: jax.Array) -> None:
     """Do one online-softmax step of one KV head. keys, values: f[n, D], values finite; visible: bool[M, n]."""
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    scores = dot(refs.q[0, head], keys, (((1,), (1,)), ((), ()))) * keys.shape[1] ** -0.5
+    scores = dot(refs.q[0, head], keys, (((1,), (1,)), ((), ()))) * scale
     scores = jnp.where(visible, scores, LOWEST)
     old_peak = refs.peak[head, :, :1]
     peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))

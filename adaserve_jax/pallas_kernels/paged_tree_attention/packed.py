@@ -22,7 +22,8 @@ class Operands(NamedTuple):
     q: f[B, K, M, D]; row g * Q + i is query i of the block in head g of the KV head's group. Not scaled: a kernel
     multiplies float32 scores by D ** -0.5. Rows of absent queries hold anything finite.
     k, v: f[K, N, D], in-flight keys and values, N a multiple of TILE; finite everywhere.
-    k_pool, v_pool: f[L, P, K, S, D]; layer: i32[1]. Pages and slots beyond a context hold anything, NaN included.
+    k_pool, v_pool: f[L, P, K, S, D], on a TPU with zeros in more features than D; layer: i32[1]. Pages and slots beyond
+    a context hold anything, NaN included.
     page_table: i32[R, pages], anything outside a block's live pages; row: i32[B], the row of each block; ctx_len:
     i32[B], 0 for a block without queries.
     first: i32[B, Q], first context position that a query sees, or None: all see everything from 0.
@@ -226,16 +227,18 @@ Pool = jax.Array | Slabs
 """Keys or values of all layers, [L, P, K, S, D]."""
 
 
-def read_pages(pool: Pool, layer: int, ids: jax.Array) -> jax.Array:
-    """Read pages of a layer, [..., K, S, D] for ids i32[...]; ids without a page read arbitrary values.
+def read_pages(pool: Pool, layer: int, ids: jax.Array, head_dim: int) -> jax.Array:
+    """Read pages of a layer, [..., K, S, head_dim] for ids i32[...]; ids without a page read arbitrary values.
+
+    Features of the pool beyond head_dim are padding (`runtime.pools.pool_head_dim`), and are left out.
 
     Of two slabs both are read and one result is chosen: a page of the other slab costs little, because it is always
     its first, which stays in the cache. Branches cost more (docs/architecture/device.md).
     """
     if not isinstance(pool, Slabs):
-        return pool[layer, ids]
+        return pool[layer, ids][..., :head_dim]
     base_pages = pool.base.shape[1]
     in_base = ids < base_pages
     of_base = pool.base[layer, jnp.where(in_base, ids, 0)]
     of_extension = pool.extension[layer, jnp.where(in_base, 0, ids - base_pages)]
-    return jnp.where(in_base[..., None, None, None], of_base, of_extension)
+    return jnp.where(in_base[..., None, None, None], of_base, of_extension)[..., :head_dim]

@@ -120,8 +120,8 @@ def _pages(
         """Return [B, K, n * S, D] for pages i32[B, n], by index in the table."""
         ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1), axis=1)
         if step_pages == 1:
-            return read_pages(pool, layer, ids[:, 0])
-        pages = read_pages(pool, layer, ids).swapaxes(1, 2)
+            return read_pages(pool, layer, ids[:, 0], q.shape[-1])
+        pages = read_pages(pool, layer, ids, q.shape[-1]).swapaxes(1, 2)
         return pages.reshape(*pages.shape[:2], step_pages * page_size, -1)
 
     def step(index: jax.Array, state: Partial) -> Partial:
@@ -198,7 +198,7 @@ def canonical_attention(
     the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
     i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`. Returns f32[T, K, G, D].
     """
-    page_size = k_pool.shape[3]
+    page_size, head_dim = k_pool.shape[3], q.shape[-1]
     num_chunks = jnp.max(position) // page_size + 1
     slot = jnp.arange(page_size)
 
@@ -212,9 +212,9 @@ def canonical_attention(
         steps = jnp.clip(at - ctx_len[:, None], 0, path.shape[1] - 1)
         source = jnp.take_along_axis(path, steps, axis=1)
         flying_k, flying_v = (x[source].transpose(0, 2, 1, 3).astype(k_pool.dtype) for x in (k, v))
-        keys = jnp.where(committed, read_pages(k_pool, layer, ids), flying_k)
+        keys = jnp.where(committed, read_pages(k_pool, layer, ids, head_dim), flying_k)
         in_order = visible[:, None, :, None]
-        values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids), flying_v), 0)
+        values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids, head_dim), flying_v), 0)
         scores = jnp.einsum("tkgd,tksd->tkgs", q, keys, preferred_element_type=jnp.float32)
         return _absorb(state, scores, visible[:, None, None, :], values)
 

@@ -184,7 +184,8 @@ def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dt
 
     Raises ConfigError when the model's context is too short, or there is too little memory.
     """
-    on_cpu = jax.local_devices()[0].platform == "cpu"
+    platform = jax.local_devices()[0].platform
+    on_cpu = platform == "cpu"
     if settings.max_context > config.max_position:
         raise ConfigError(
             f"max_context must be at most {config.max_position}, which the draft supports, got {settings.max_context}"
@@ -197,20 +198,20 @@ def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dt
     return Limits(
         max_requests=rows, token_edges=draft_buckets(tokens, rows).token_edges, max_tree_tokens=rows,
         max_context=context, page_size=settings.page_size,
-        num_pages=_num_pages(settings, config, dtype, -(-context // settings.page_size), on_cpu),
+        num_pages=_num_pages(settings, config, dtype, -(-context // settings.page_size), platform),
         max_depth=settings.max_depth, max_width=settings.max_width,
     )  # fmt: skip
 
 
 def _num_pages(
-    settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype, per_session: int, on_cpu: bool
+    settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype, per_session: int, platform: str
 ) -> int:
     limit = memory_limit(EngineConfig(dtype=settings.dtype)).bytes
     free_bytes = int(limit * (1 - RESERVE_SHARE)) - weight_bytes(config, dtype)
-    page = page_bytes(config, settings.page_size, dtype)
+    page = page_bytes(config, settings.page_size, dtype, platform)
     pages = settings.num_pages
     if not pages:
-        affordable = min(free_bytes, CPU_KV_BYTES) if on_cpu else free_bytes
+        affordable = min(free_bytes, CPU_KV_BYTES) if platform == "cpu" else free_bytes
         pages = max(per_session, min(settings.max_sessions * per_session, affordable // page))
     if pages < per_session:
         raise ConfigError(
