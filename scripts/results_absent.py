@@ -8,7 +8,8 @@ from typing import Any
 HEADER = (
     "| device | target, devices | attention of target, draft | fits; pages; requests of full context "
     "| programs that compile | copies of a pool | arguments that the ledger counts | most registers; spilled bytes "
-    "| exchanged by verify |\n|---|---|---|---|---|---|---|---|---|"
+    "| verify: launches, kernels in them | verify: VMEM, SMEM | exchanged by verify "
+    "|\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 MIB = 1 << 20
 
@@ -23,16 +24,18 @@ def absent_table(result: dict[str, Any]) -> str:
         failed = [row for row in rows if row.get("error")]
         refusals += [f"* `{device}`, {target}, `{attention}`, {row['kind']}: {row['error']}" for row in failed]
         if rows[0]["kind"] == "plan":
-            lines.append(f"| {device} | {target}, {tp} | `{attention}` | not planned | | | | | |")
+            lines.append(f"| {device} | {target}, {tp} | `{attention}` | not planned | | | | | | | |")
             continue
         first = rows[0]
         held = f"{'yes' if first['fits'] else 'no'}; {first['pages']:,}; {first['requests']} of {first['context']:,}"
         shares = [row["ledger_bytes"] / row["argument_bytes"] for row in rows if row.get("ledger_bytes")]
-        exchanged = sum(_verify(rows).get("collectives", {}).values())
+        verify = next((row for row in rows if row["kind"] == "verify"), {})
+        exchanged = sum(verify.get("collectives", {}).values())
         lines.append(
             f"| {device} | {target}, {tp} | `{first['chosen']}`, `{first['chosen_by_draft']}` | {held} "
             f"| {len(rows) - len(failed)} of {len(rows)} | {sum(row['pool_copies'] for row in rows)} "
-            f"| {_range(shares)} | {_kernels(rows)} | {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
+            f"| {_range(shares)} | {_kernels(rows)} | {_launches(verify)} | {_memory(verify)} "
+            f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
         )
     about = (
         "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "
@@ -43,15 +46,21 @@ def absent_table(result: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _verify(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return next((row for row in rows if row["kind"] == "verify"), {})
-
-
 def _kernels(rows: Iterable[dict[str, Any]]) -> str:
     counted = [row for row in rows if row.get("registers") is not None]
     if not counted:
         return ""
     return f"{max(row['registers'] for row in counted)}; {sum(row['spilled_bytes'] for row in counted)}"
+
+
+def _launches(verify: dict[str, Any]) -> str:
+    return "" if verify.get("launches") is None else f"{verify['launches']}, {verify['kernels']}"
+
+
+def _memory(verify: dict[str, Any]) -> str:
+    if verify.get("vmem_bytes") is None:
+        return ""
+    return f"{verify['vmem_bytes'] / MIB:.1f} MiB, {verify['smem_bytes'] / 1024:.0f} KiB"
 
 
 def _range(shares: list[float]) -> str:

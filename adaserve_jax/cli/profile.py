@@ -223,19 +223,26 @@ def profile_absent(
         raise ConfigError(f"{failed[0].kind} does not compile for {engine.device.title}: {failed[0].error}")
 
 
+ON_GPU = {"launches": "launches", "kernels": "kernels", "registers": "registers", "shared, bytes": "shared_bytes",
+          "spilled, bytes": "spilled_bytes"}  # fmt: skip
+ON_TPU = {"VMEM, bytes": "vmem_bytes", "SMEM, bytes": "smem_bytes"}
+"""Columns of figures that only GPUs or only TPUs have, and the fields of CompiledProgram."""
+
+
 def _programs_table(compiled: list[CompiledProgram], title: str) -> Table:
+    own = ON_TPU if any(each.vmem_bytes is not None for each in compiled) else ON_GPU
     headers = ("program", "shape", "arguments, MiB", "of them counted", "temporary, MiB", "in place, MiB",
-               "copies of a pool", "exchanged, MiB", "registers", "spilled, bytes", "compiled in, s")  # fmt: skip
+               "copies of a pool", "exchanged, MiB", *own, "compiled in, s")  # fmt: skip
     table = number_table(headers, texts=2, title=title)
     for each in compiled:
         if each.error is not None:
-            table.add_row(each.kind, each.shape, "does not compile", *[""] * 7, f"{each.seconds:.1f}")
+            table.add_row(each.kind, each.shape, "does not compile", *[""] * (5 + len(own)), f"{each.seconds:.1f}")
             continue
         counted = "" if each.ledger_bytes is None else f"{each.ledger_bytes / max(1, each.argument_bytes):.1%}"
         table.add_row(
             each.kind, each.shape, _mib(each.argument_bytes), counted, _mib(each.temporary_bytes),
             _mib(each.alias_bytes), str(each.pool_copies), _mib(sum(each.collectives.values())),
-            *("" if figure is None else str(figure) for figure in (each.registers, each.spilled_bytes)),
+            *("" if (figure := getattr(each, name)) is None else f"{figure:,}" for name in own.values()),
             f"{each.seconds:.1f}",
         )  # fmt: skip
     return table

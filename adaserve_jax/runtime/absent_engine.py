@@ -5,6 +5,7 @@ No weight is made. A few layers stand for all: programs are unrolled, so a layer
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -32,6 +33,7 @@ from adaserve_jax.types import Progress
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 MOSAIC_DUMP = "MOSAIC_GPU_DUMP_TO"
+THUNKS = "thunk_sequence_after_thunk_passes"
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
@@ -43,8 +45,12 @@ class CompiledProgram:
     pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
     *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
     arithmetic; None where it has none. pool_copies: instructions that copy or convert a whole pool. collectives: bytes
-    of results by operation. registers, shared_bytes: of a GPU, the most of any kernel; spilled_bytes: of all kernels,
-    stored to memory for want of registers; None where ptxas is not installed, and on a TPU.
+    of results by operation.
+
+    Of a GPU: launches, what the host starts, of which a command buffer (CUDA graph) is one however many kernels it has,
+    and the body of a loop counts once; kernels, in and outside of command buffers. Where ptxas is installed too:
+    registers and shared_bytes, the most of any kernel; spilled_bytes, which all kernels store to memory for want of
+    registers. Of a TPU, the most of any Mosaic kernel: vmem_bytes, scratch and blocks, and smem_bytes, scalars.
     """
 
     kind: str
@@ -59,9 +65,13 @@ class CompiledProgram:
     ledger_bytes: int | None = None
     pool_copies: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
+    launches: int | None = None
+    kernels: int | None = None
     registers: int | None = None
     shared_bytes: int | None = None
     spilled_bytes: int | None = None
+    vmem_bytes: int | None = None
+    smem_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     arguments = jax.tree.map(lambda leaf: _on(first, leaf), declared.arguments)
     try:
         function = declared.function if arguments else _placed(declared.function, first)
-        compiled, kernels = _compile(function.lower(*arguments), resolved.placement.devices[0])
+        compiled, figures = _compile(function.lower(*arguments), resolved.placement.devices[0])
     except Exception as error:  # whatever a compiler raises is the report
         return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
     seconds = time.perf_counter() - started
@@ -169,18 +179,18 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
         ledger_bytes=_ledger_bytes(declared, pair, resolved),
         pool_copies=sum(len(copies_of(text, pool)) for pool in _pool_shapes(abstract)),
         collectives=collectives_of(text),
-        **kernels,
+        **figures,
     )  # fmt: skip
 
 
 def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
-    """Compile a program. Returns it, and for a GPU registers, shared and spilled bytes of its kernels, as ptxas says.
+    """Compile a program. Returns it, and the figures of `CompiledProgram` that only this kind of device has.
 
-    A Mosaic kernel that this process compiled before is not compiled again, and does not count again.
+    A Mosaic kernel of a GPU that this process compiled before is not compiled again, and does not count again.
     """
-    ptxas = _ptxas()
-    if device.platform != "gpu" or ptxas is None:
-        return lowered.compile(), {}
+    if device.platform == "tpu":
+        compiled = lowered.compile()
+        return compiled, read_mosaic_tpu(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         kept = os.environ.get(MOSAIC_DUMP)
         os.environ[MOSAIC_DUMP] = folder
@@ -190,9 +200,14 @@ def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
             os.environ.pop(MOSAIC_DUMP)
             if kept is not None:
                 os.environ[MOSAIC_DUMP] = kept
+        thunks = "\n".join(path.read_text() for path in Path(folder).glob(f"*.{THUNKS}.txt"))
+        ptxas = _ptxas()
+        if ptxas is None:
+            return compiled, read_thunks(thunks)
         said = [path.read_text() for path in Path(folder).glob("*.ptxas")]
         kernels = [path for path in Path(folder).glob("*.ptx") if not path.with_suffix(".ptxas").exists()]
-        return compiled, read_ptxas("\n".join([*said, *(_assemble(ptxas, kernel) for kernel in kernels)]))
+        figures = read_ptxas("\n".join([*said, *(_assemble(ptxas, kernel) for kernel in kernels)]))
+        return compiled, figures | read_thunks(thunks)
 
 
 def _ptxas() -> str | None:
@@ -217,6 +232,40 @@ def read_ptxas(text: str) -> dict[str, int]:
         "shared_bytes": max(map(int, re.findall(r"(\d+) bytes smem", text)), default=0),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", text))),
     }
+
+
+def read_thunks(text: str) -> dict[str, int]:
+    """Return launches and kernels of a GPU program, from XLA's sequence of thunks after its passes."""
+    launches = kernels = 0
+    buffer_indent: int | None = None
+    for spaces, kind in re.findall(r"^( *)\d+: k(\w+)", text, re.MULTILINE):
+        if buffer_indent is not None and len(spaces) <= buffer_indent:
+            buffer_indent = None
+        if kind in ("While", "Conditional"):
+            continue
+        launches += buffer_indent is None
+        if kind == "CommandBuffer":
+            buffer_indent = len(spaces)
+        else:
+            kernels += 1
+    return {"launches": launches, "kernels": kernels}
+
+
+def read_mosaic_tpu(text: str) -> dict[str, int]:
+    """Return the most VMEM and SMEM of any Mosaic kernel, from a compiled TPU program; nothing if it has none.
+
+    Scalars that are prefetched to SMEM are the operands of one axis.
+    """
+    vmem, smem = [], []
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        used = re.search(r'"used_scoped_memory_configs":(\[.*?\])', line)
+        configs = json.loads(used[1]) if used else []
+        vmem.append(sum(int(each["size"]) for each in configs if each["memory_space"] == "1"))
+        operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", line)
+        smem.append(sum(4 * int(size) for size in re.findall(r"s32\[(\d+)\]", operands[1] if operands else "")))
+    return {"vmem_bytes": max(vmem), "smem_bytes": max(smem)} if vmem else {}
 
 
 def _on(sharding: jax.sharding.Sharding, leaf: Any) -> jax.ShapeDtypeStruct:
