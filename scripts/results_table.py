@@ -8,6 +8,7 @@ nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; cli
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
+restart-*.json: of server/restart.py;
 absent-devices.json: of absent_devices.py. No number is typed. Imports no jax.
 """
 
@@ -252,11 +253,22 @@ def off_path_table(result: dict[str, Any]) -> str:
     return "\n\n".join([f"Measured with `{shlex.join(words)}`:", "\n".join([OFF, *rows]), about])
 
 
+def start_table(result: dict[str, Any]) -> str:
+    """Return the table of a run of benchmarks/server/restart.py."""
+    rows = ["| start | ready after, s | of the engine's CPU, s | aim, s | |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        aim = result["aims_s"][row["start"]]
+        met = "met" if row["ready_s"] <= aim else "**missed**"
+        rows.append(f"| {row['start']} | {row['ready_s']:.1f} | {row['cpu_s']:.1f} | {aim:g} | {met} |")
+    about = f"Measured with `{result['command']}`. {result['machine']}. Commit {result['commit'][:12]}."
+    return "\n\n".join(["\n".join(rows), about])
+
+
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
     "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
-    "peers": peer_tables,
+    "peers": peer_tables, "restart": start_table,
 }  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from rich.table import Table
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.server.http_load import Served, children, command_line, get, served, wait_ready
 
-AIM_S = 12.0
+AIMS_S = {"first start": 60.0, "second start": 12.0, "after a crash": 12.0}
+"""Most seconds until the server is ready."""
 RESTART_LIMIT_S = 120.0
 
 
@@ -64,7 +65,7 @@ def main(
                     rows.append({"start": "after a crash", "ready_s": ready_s, "cpu_s": engine_cpu_s})
     report = {
         "commit": commit, "machine": machine_name(), "command": command_line(out),
-        "aims": {"ready_after_a_crash_s": AIM_S}, "rows": rows,
+        "aims_s": AIMS_S, "rows": rows,
     }  # fmt: skip
     out.write_text(json.dumps(report, indent=1) + "\n")
     table = Table("start", "ready after, s", "CPU, s")
