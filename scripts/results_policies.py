@@ -75,7 +75,13 @@ def sweeps_table(result: dict[str, Any]) -> str:
         )
         for point in result["points"]
     ]  # fmt: skip
-    return "\n\n".join(["\n".join([SWEPT, *rows]), f"Commit {result['commit'][:12]}."])
+    figure_8 = [p for p in result["points"] if (p["sweep"], p["targets"]) == ("rate", "tpot")]
+    ratios = [point["attainment"] / point["best_baseline_attainment"] for point in figure_8]
+    about = (
+        f"Largest ratio of attainment to the best baseline's on {result['points'][0]['machine']}, rates, TPOT targets: "
+        f"{max(ratios):.2f}. Commit {result['commit'][:12]}."
+    )
+    return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 
 
 def _baseline(point: dict[str, Any]) -> str:
