@@ -428,10 +428,14 @@ class Executor(Protocol):
         """Feed the catch-up tokens to the draft, then search; `plan.draft` is not None."""
         ...
 
-    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
         """Run one target forward over trees and prefill chunks; accepted KV is committed before anything else runs.
 
         edits: changes to the logits that tokens are drawn from, and log probabilities to report; None costs nothing.
+        meanwhile: called once, when the device has its work and before its results are waited for.
         """
         ...
 

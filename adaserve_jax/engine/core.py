@@ -80,6 +80,9 @@ class EngineCore:
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
         self._choice_ids: dict[str, list[str]] = {}
+        self._deliver: Callable[[list[OutputChunk]], None] | None = None
+        self._undelivered: list[SequenceUpdate] = []
+        """Updates of the last step whose text is not decoded yet."""
         self._latest_begins: list[tuple[float, str, float, list[str]]] = []
         """Heap of the time by which a request must begin, its id, its max_wait_s and its entry in `_choice_ids`."""
 
@@ -91,6 +94,14 @@ class EngineCore:
     def num_open(self) -> int:
         """Number of choices that have not ended."""
         return len(self._tracker)
+
+    def deliver_beside_device(self, deliver: Callable[[list[OutputChunk]], None]) -> None:
+        """Decode and deliver a step's text while the device runs the next step, where that is possible.
+
+        Steps then leave those chunks out. Text is delivered at once where a step must wait for it: behind grammars,
+        with a learner, and when nothing else runs.
+        """
+        self._deliver = deliver
 
     def check(self, request: GenerateRequest) -> RequestConstraints | None:
         """Check what a request asks of the logits; return its constraints, for `prepare` and `add`.
@@ -141,6 +152,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request and return their last chunks. Unknown ids are ignored."""
+        self._deliver_rest()
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
         for choice in choices:
@@ -160,9 +172,11 @@ class EngineCore:
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
 
     def step(self) -> list[OutputChunk]:
-        """Run one step and return the chunks that it brought; none if nothing can run."""
+        """Run one step and return the chunks that it brought, but those of `deliver_beside_device`; none if nothing can
+        run."""
         sequence_ids: list[str] = []
         constrained = self._constraints.active
+        at_once = self._deliver is None or constrained or self._learner is not None
 
         def edit(plan: StepPlan, trees: DraftTrees) -> LogitEdits | None:
             if constrained or self._learner is not None:
@@ -170,19 +184,34 @@ class EngineCore:
             return self._constraints.edits(plan, trees, sequence_ids) if constrained else None
 
         chunks = self._end_overdue()
-        step = begin_step(self.scheduler, self.executor, self.clock, edit)
+        step = begin_step(self.scheduler, self.executor, self.clock, edit, self._deliver_rest)
         if step is None:
+            self._deliver_rest()
             return chunks
         stuck: list[str] = []
         if step.edits is not None:
             outcome, stuck = drop_disallowed(step.outcome, step.edits, step.plan, step.trees, sequence_ids)
             step = replace(step, outcome=outcome)
-        stop_check = self._stop_check if constrained else self._tracker.stop_check
+        if constrained:
+            stop_check = self._stop_check
+        else:
+            stop_check = self._tracker.stop_check if at_once else self._tracker.stop_check_later
         end_step(
             self.scheduler, self.executor, self.clock, step, stop_check,
-            lambda result: chunks.extend(self._take(result, sequence_ids, stuck)),
+            lambda result: chunks.extend(self._take(result, sequence_ids, stuck, at_once)),
         )  # fmt: skip
+        if not self.scheduler.has_work:
+            self._deliver_rest()
         return chunks
+
+    def _deliver_rest(self) -> None:
+        """Decode and deliver what the last step left."""
+        if self._undelivered:
+            assert self._deliver is not None
+            updates, self._undelivered = self._undelivered, []
+            chunks = [self._tracker.chunk(update) for update in updates]
+            self._forget_finished(chunks)
+            self._deliver(chunks)
 
     def _end_overdue(self) -> list[OutputChunk]:
         """End the choices that have waited as long as their request allows and have not begun."""
@@ -201,8 +230,8 @@ class EngineCore:
         self._forget_finished(chunks)
         return [replace(chunk, metrics=None) for chunk in chunks]  # nothing of them ran
 
-    def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str]) -> list[OutputChunk]:
-        """Return the chunks of a committed step, after ending choices that cannot go on."""
+    def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str], at_once: bool) -> list[OutputChunk]:
+        """Return the chunks of a committed step, after ending choices that cannot go on. at_once: the text's, too."""
         step, updates = result.step, result.updates
         if self._learner is not None:
             capture = not self.scheduler.is_loaded(result.ended_s)
@@ -212,7 +241,10 @@ class EngineCore:
         if step.edits is not None and step.outcome.logprobs is not None:
             updates = _with_logprobs(updates, sequence_ids, step.edits, step.outcome.logprobs)
         chunks = self._tracker.prompt_chunks(step.plan, step.outcome, sequence_ids)
-        chunks += [self._tracker.chunk(update) for update in updates]
+        if at_once:
+            chunks += [self._tracker.chunk(update) for update in updates]
+        else:
+            self._undelivered += updates
         if self._constraints.active:
             for sequence_id in dict.fromkeys([*stuck, *self._constraints.failed]):
                 error = self._constraints.why_ended(sequence_id)
@@ -311,7 +343,10 @@ class _ChoiceText:
     request_id: str
     index: int
     detokenizer: IncrementalDetokenizer | ThinkingDetokenizer
+    ends_at_strings: bool
     text: str = ""
+    is_behind: bool = False
+    """True while the tokens of the next update are not decoded."""
 
 
 class OutputTracker:
@@ -333,7 +368,8 @@ class OutputTracker:
             detokenizer = IncrementalDetokenizer(tokenizer, prompt, sampling.stop)
         else:
             detokenizer = ThinkingDetokenizer(self._tokenizer, tokenizer, prompt, sampling.stop, thinking)
-        self._choices[sequence.sequence_id] = _ChoiceText(request_id, sequence.choice, detokenizer)
+        ends_at_strings = bool(sampling.stop) or thinking is not None
+        self._choices[sequence.sequence_id] = _ChoiceText(request_id, sequence.choice, detokenizer, ends_at_strings)
 
     def discard(self, sequence_id: str) -> None:
         self._choices.pop(sequence_id, None)
@@ -345,9 +381,20 @@ class OutputTracker:
         choice.text += shown
         return kept
 
+    def stop_check_later(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
+        """Do as `stop_check`, but leave tokens of texts without stop strings to be decoded by the next `chunk`."""
+        choice = self._choices[sequence_id]
+        if choice.ends_at_strings:
+            return self.stop_check(sequence_id, token_ids)
+        choice.is_behind = True
+        return None
+
     def chunk(self, update: SequenceUpdate) -> OutputChunk:
         """Return the chunk of one update; forget the choice if it ended."""
         choice = self._choices[update.sequence_id]
+        if choice.is_behind:
+            choice.is_behind = False
+            choice.text += choice.detokenizer.push(update.token_ids)[0]
         if update.finish_reason is not None:
             del self._choices[update.sequence_id]
             choice.text += choice.detokenizer.finish()

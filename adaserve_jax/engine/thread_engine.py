@@ -26,6 +26,7 @@ from adaserve_jax.engine.client import (
     check_request,
     check_room,
 )
+from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.stats import LearningStats, StepStats
@@ -92,13 +93,19 @@ class LocalEngine:
         self._assembly = assembly = Assembly(self._config, self._progress, self._observe, self._warm_folder)
         try:
             assembly.get_ready()
-            self._core = assembly.build_core(assembly.config)
+            self._core = self._build_core(assembly.config)
             self._info = assembly.describe(assembly.config)
         except BaseException:
             assembly.release()
             raise
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
+
+    def _build_core(self, config: EngineConfig) -> EngineCore:
+        core = self._assembly.build_core(config)
+        if self._assembly.executor.leaves_host_free:
+            core.deliver_beside_device(self._deliver)
+        return core
 
     def set_policy(self, policy: str) -> None:
         """Change the scheduling policy without compiling.
@@ -112,7 +119,7 @@ class LocalEngine:
             if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
             self._core.bring_back_draft()
-            self._core = self._assembly.build_core(config)
+            self._core = self._build_core(config)
             self._info = self._assembly.describe(config)
 
     def prepare(self, request: GenerateRequest) -> None:

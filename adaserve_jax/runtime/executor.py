@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,11 @@ class ModelExecutor:
         return len(self.draft_names)
 
     @property
+    def leaves_host_free(self) -> bool:
+        """True if the host has nothing to do while the device works; a CPU's cores do both."""
+        return self.target.placement.devices[0].platform != "cpu"
+
+    @property
     def draft_resident(self) -> bool:
         """True while the drafts' weights are on their device."""
         return self.elastic is None or self.elastic.resident
@@ -158,7 +164,10 @@ class ModelExecutor:
         self._draft_wait_s = self.drafter.wait_s
         return candidates
 
-    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
         """Implement `types.Executor.verify`.
 
         With edits, a second program draws again from the edited logits, in the bucket that its programs are compiled
@@ -180,6 +189,8 @@ class ModelExecutor:
                 after_forward = self.logit_capture.hold_logits(after_forward, num_sampled)
             result = self.target.run(step, after_forward).outcome
             result.copy_to_host_async()
+            if meanwhile is not None:
+                meanwhile()
             dispatched = time.perf_counter()
             host = np.asarray(result)
         done = time.perf_counter()

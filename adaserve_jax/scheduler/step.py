@@ -38,11 +38,13 @@ class StepResult:
 def begin_step(
     scheduler: Scheduler, executor: Executor, clock: Callable[[], float],
     edit: Callable[[StepPlan, DraftTrees], LogitEdits | None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> VerifiedStep | None:  # fmt: skip
     """Plan, speculate, select and verify one step, which is in flight until `end_step`; None if nothing can run.
 
     The clock is read for the plan, and again for the selection, so that the time that drafting took counts. `edit` is
-    called between selection and verification; it returns the step's edits of logits, if any.
+    called between selection and verification; it returns the step's edits of logits, if any. `meanwhile` is called
+    while the device verifies, if there is a step.
     """
     plan = scheduler.plan(clock())
     if plan is None:
@@ -50,7 +52,7 @@ def begin_step(
     candidates = CandidateTrees.empty(plan.num_decode) if plan.draft is None else executor.speculate(plan)
     trees = scheduler.select(plan, candidates, clock())
     edits = None if edit is None else edit(plan, trees)
-    return VerifiedStep(plan, candidates, trees, executor.verify(plan, trees, edits), edits)
+    return VerifiedStep(plan, candidates, trees, executor.verify(plan, trees, edits, meanwhile), edits)
 
 
 def end_step(

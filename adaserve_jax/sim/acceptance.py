@@ -6,7 +6,7 @@ request the chance varies from position to position by a Beta distribution, as `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -130,8 +130,11 @@ class RecordingExecutor:
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         return self._executor.speculate(plan)
 
-    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
-        outcome = self._executor.verify(plan, trees, edits)
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
+        outcome = self._executor.verify(plan, trees, edits, meanwhile)
         self._recorder.observe(plan, trees, outcome)
         return outcome
 

@@ -136,7 +136,10 @@ class SimExecutor:
             return CandidateTrees.empty(plan.num_decode)
         return self._candidates(plan, draft)
 
-    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
         limits, rows = self._limits, plan.num_decode
         sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
         packed = trees.num_nodes + plan.num_prefill_tokens
@@ -155,6 +158,8 @@ class SimExecutor:
             self.kv.extend_target(plan, tokens, counts)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s + self._overhead_s)
+        if meanwhile is not None:
+            meanwhile()
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
 

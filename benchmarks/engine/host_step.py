@@ -3,7 +3,9 @@
     python -m benchmarks.engine.host_step [--out results.json]
 
 Prints medians in milliseconds; `half-model` is `adaserve` without its bandit. Targets: 1 ms at 16 requests, 2.5 ms at
-64; selector 0.15 ms at 64 x 24 candidates.
+64; selector 0.15 ms at 64 x 24 candidates. *Beside a device* are whole steps, text included, of an engine whose device
+takes DEVICE_S for every verification and leaves the host free: what a step takes beyond that, with text delivered at
+once, and delivered while the device runs the next step.
 """
 
 from __future__ import annotations
@@ -14,18 +16,34 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.base import Feedback, Load
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
+from adaserve_jax.types import (
+    SLO,
+    CandidateTrees,
+    CostSamples,
+    DraftTrees,
+    Limits,
+    SamplingParams,
+    Sequence,
+    StepOutcome,
+    StepPlan,
+)
 
+DEVICE_S = 0.01
 TARGET_MS = {"step, 16 requests": 1.0, "step, 64 requests": 2.5, "selector, 64 x 24": 0.15}
 
 
@@ -77,6 +95,38 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
     names = ("plan_ms", "select_ms", "commit_ms")
     result = {name: float(np.median(phases[:, column])) for column, name in enumerate(names)}
     return {**result, "step_ms": float(np.median(phases.sum(axis=1)))}
+
+
+class Device(SimExecutor):
+    """An executor whose device takes DEVICE_S for a verification, by the wall clock."""
+
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: Any = None, meanwhile: Any = None) -> StepOutcome:
+        done_s = time.perf_counter() + DEVICE_S
+        outcome = super().verify(plan, trees, edits, meanwhile)
+        time.sleep(max(0.0, done_s - time.perf_counter()))
+        return outcome
+
+
+def beside_device_ms(policy: str, requests: int, steps: int, *, deliver_at_once: bool) -> float:
+    """Median milliseconds of an engine's step beyond DEVICE_S, all requests decoding."""
+    limits, clock = limits_for(requests), VirtualClock()
+    costs = simulated_costs(limits)
+    tokenizer = Tokenizer.from_folder(resolve_folder("demo", "target"))
+    executor = Device(limits, costs, 0.75, clock, strict=False, vocab_size=tokenizer.vocab_size)
+    scheduler = Scheduler(EngineConfig(policy=policy), limits, costs)
+    core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=0.016, clock=clock.now)
+    delivered: list[OutputChunk] = []
+    if not deliver_at_once:
+        core.deliver_beside_device(delivered.extend)
+    for index in range(requests):
+        sampling = SamplingParams(max_tokens=1900, ignore_eos=True, seed=index)
+        core.add(GenerateRequest(f"r{index}", [5] * 40, sampling, SLO(tpot_ms=20 + 20 * (index % 4))), 0.0)
+    times = []
+    while len(times) < steps:
+        begin = time.perf_counter()
+        delivered.extend(core.step())
+        times.append(time.perf_counter() - begin)
+    return (float(np.median(times)) - DEVICE_S) * 1e3
 
 
 def choice_ms(policy: str, requests: int, repeats: int) -> float:
@@ -145,6 +195,12 @@ def main() -> None:
     for policy in ("half-model", "adaserve"):
         choice = {"what": "choice alone, 64 requests", "policy": policy}
         rows.append({**choice, "step_ms": choice_ms(policy, 64, 10 * args.steps)})
+    for policy in ("ar", "adaserve"):
+        for requests in (16, 64):
+            for at_once in (True, False):
+                figure = beside_device_ms(policy, requests, args.steps, deliver_at_once=at_once)
+                what = f"beside a device, {requests} requests, {'at once' if at_once else 'in the next step'}"
+                rows.append({"what": what, "policy": policy, "step_ms": figure})
     alone = selector_ms(64, 6, 4, 4 * args.steps)
     rows.append({"what": "selector, 64 x 24", "policy": "adaserve", "step_ms": alone})
 

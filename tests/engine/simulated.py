@@ -49,6 +49,7 @@ class Machine(SimExecutor):
     def __init__(self, config: EngineConfig, **limits: int):
         self.before_step: Callable[[], object] = lambda: None
         self.closed = 0
+        self.leaves_host_free = False
         super().__init__(limits_of(**limits), costs_of(limits_of(**limits)), 0.7, VirtualClock(), vocab_size=VOCAB)
         changes = {"max_context": self.limits.max_context, "num_pages": self.limits.num_pages, "max_requests": 4}
         self.resolved = SimpleNamespace(config=replace(config, page_size=8, **changes))
@@ -57,9 +58,12 @@ class Machine(SimExecutor):
         self.drafter = None
         self.chances = None
 
-    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
         self.before_step()
-        return super().verify(plan, trees, edits)
+        return super().verify(plan, trees, edits, meanwhile)
 
     def close(self) -> None:
         self.closed += 1

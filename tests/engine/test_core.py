@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +16,7 @@ from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
-from adaserve_jax.types import SLO, SamplingParams
+from adaserve_jax.types import SLO, DraftTrees, LogitEdits, SamplingParams, StepOutcome, StepPlan
 from tests.engine.simulated import EOS, VOCAB, Expected, Spelling, costs_of, expected, limits_of
 
 MAX_WAITING = 8
@@ -44,9 +45,11 @@ def core_of(policy: str, infeasible_slo: str = "best_effort", **changes: int) ->
 class Clients(RuleBasedStateMachine):
     """Clients that submit, abort and read; what each choice should get is known when it is submitted."""
 
-    @initialize(policy=st.sampled_from(["ar", "spec:2", "adaserve"]))
-    def start(self, policy: str) -> None:
+    @initialize(policy=st.sampled_from(["ar", "spec:2", "adaserve"]), beside_device=st.booleans())
+    def start(self, policy: str, beside_device: bool) -> None:
         self.core = core_of(policy)
+        if beside_device:
+            self.core.deliver_beside_device(self.take)
         self.expected: dict[tuple[str, int], Expected] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.text: dict[tuple[str, int], str] = defaultdict(str)
@@ -131,6 +134,34 @@ class Clients(RuleBasedStateMachine):
 
 def test_random_clients() -> None:
     run_state_machine_as_test(Clients, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+def test_text_is_delivered_while_the_device_runs_the_next_step() -> None:
+    """Two texts, one with a stop string, which the step must look for itself; the last chunks do not wait."""
+    core, events = core_of("ar"), []
+    core.deliver_beside_device(lambda chunks: events.extend((chunk.request_id, chunk.text) for chunk in chunks))
+    verify = core.executor.verify
+
+    def noted(
+        plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None, meanwhile: Callable[[], None]
+    ) -> StepOutcome:
+        events.append("device begins")
+        outcome = verify(plan, trees, edits, meanwhile)
+        events.append("device ends")
+        return outcome
+
+    core.executor.verify = noted  # type: ignore[method-assign]
+    for name, stop in (("a", ()), ("b", ("never",))):
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True, seed=1, stop=stop)
+        core.add(GenerateRequest(name, [7], sampling), 0.0)
+    while core.has_work:
+        assert core.step() == []
+    chunks = [[event for event in events if event[0] == name] for name in "ab"]
+    assert [len(each) for each in chunks] == [3, 3]
+    assert chunks[0][0][1] and [text for _, text in chunks[0]] == [text for _, text in chunks[1]]
+    step = ["device begins", *(each[0] for each in chunks), "device ends"]
+    assert events[:6] == ["device begins", "device ends", *step]
+    assert events[-2:] == [each[-1] for each in chunks]
 
 
 @pytest.mark.parametrize("policy", ["ar", "spec:3", "adaserve"])

@@ -36,10 +36,10 @@ class Watched(SimExecutor):
         self.moved = 0
         self.failed: list[str] = []
 
-    def verify(self, plan: StepPlan, trees, edits=None):
+    def verify(self, plan: StepPlan, trees, edits=None, meanwhile=None):
         self.deepest.append(plan.draft.depth if plan.draft is not None else 0)
         self.highest_page = max(self.highest_page, int(plan.page_table.max()))
-        return super().verify(plan, trees, edits)
+        return super().verify(plan, trees, edits, meanwhile)
 
     def expand(self) -> None:
         if self._fails("expand"):
