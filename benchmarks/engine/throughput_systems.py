@@ -16,7 +16,7 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import DraftTrees, LogitEdits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import DraftTrees, Progress, StepOutcome, StepPlan
 from benchmarks.engine.cpu_time import Watch
 
 TOTALS = ("steps", "plan_s", "draft_s", "select_s", "verify_s", "commit_s", "wait_s")
@@ -139,8 +139,8 @@ class Engine:
         self.noted_steps: list[Step] = []
         verify = self.local.executor.verify
 
-        def noted(plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
-            outcome = verify(plan, trees, edits)
+        def noted(plan: StepPlan, trees: DraftTrees, *rest: Any) -> StepOutcome:
+            outcome = verify(plan, trees, *rest)
             depth, width = (plan.draft.depth, plan.draft.width) if plan.draft else (0, 0)
             emitted = int(outcome.counts[: plan.num_decode].sum())
             now = time.perf_counter()

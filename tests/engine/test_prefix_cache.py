@@ -20,9 +20,9 @@ def computed(demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[
     counts: list[int] = []
     verify = demo_engine.executor.verify
 
-    def counted(plan, trees, edits=None):
+    def counted(plan, *arguments):
         counts.append(plan.num_prefill_tokens)
-        return verify(plan, trees, edits)
+        return verify(plan, *arguments)
 
     monkeypatch.setattr(demo_engine.executor, "verify", counted)
     return counts
