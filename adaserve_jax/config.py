@@ -14,6 +14,8 @@ Quantize = Literal["none", "int8"]
 QUANTIZE: tuple[str, ...] = get_args(Quantize)
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
+DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
+DRAFT_SOURCES: tuple[str, ...] = get_args(DraftSources)
 DEFAULT_DRAFT = "default"
 """Name of `draft` where there are several drafts."""
 LEAST_CONTEXT = 8
@@ -65,6 +67,18 @@ class EngineConfig(Settings):
     )
     max_depth: int = setting(6, "deepest beam search of the draft", Panel.POLICY, ge=1, le=16)
     max_width: int = setting(4, "widest beam search of the draft", Panel.POLICY, ge=1, le=16)
+    draft_sources: DraftSources = setting(
+        "auto", "what candidate trees are made of: model (a draft, or a draft service), suffix (what followed the same "
+        "tokens before, in a request's own text or in texts that ended lately under its salt), suffix+model, none, or "
+        "auto (what the policy uses: adaserve both, the published ones the model)", Panel.POLICY,
+    )  # fmt: skip
+    suffix_depth: int = setting(
+        16, "longest path of tokens that is proposed from text already seen", Panel.POLICY, ge=1, le=64
+    )
+    suffix_kept_tokens: int = setting(
+        262_144, "tokens of ended texts that are kept to draft from, the oldest go first; 0: only a request's own text",
+        Panel.POLICY, ge=0,
+    )  # fmt: skip
     max_slo_nodes: int = setting(0, "cap on nodes added to one request in the SLO phase; 0: no cap", Panel.POLICY, ge=0)
     max_prefill_tokens: int = setting(
         0, "most prompt tokens that one step computes; 0: what the policy finds room for", Panel.SIZE, ge=0
@@ -205,6 +219,11 @@ class EngineConfig(Settings):
     def speculates(self) -> bool:
         """True where anything drafts: a draft here, or a draft service."""
         return self.draft is not None or self.drafter is not None
+
+    @property
+    def may_use_suffix(self) -> bool:
+        """True where trees may be made of text already seen; with "auto" the policy decides."""
+        return self.draft_sources in ("auto", "suffix", "suffix+model")
 
 
 def _is_address(value: object) -> bool:

@@ -117,6 +117,15 @@ class StepStats(Statistics):
     spec_steps: int = counter("spec_drafts", "Steps that speculated.")
     draft_tokens: int = counter("spec_draft_tokens", "Draft tokens verified.")
     accepted_tokens: int = counter("spec_accepted_tokens", "Draft tokens accepted.")
+    suffix_tokens: int = counter("suffix_draft_tokens", "Verified draft tokens that text already seen proposed.")
+    suffix_accepted_tokens: int = counter(
+        "suffix_accepted_tokens", "Accepted draft tokens that text already seen proposed."
+    )
+    suffix_kept_tokens: int = gauge("suffix_kept_tokens", "Tokens of ended texts that are kept to draft from.")
+    suffix_calibration_error: dict[str, dict[str, float]] = gauge(
+        "suffix_calibration_error", "Expected calibration error of the acceptance of text already seen, since start.",
+        "rows", "prediction", default=dict[str, dict[str, float]],
+    )  # fmt: skip
     accepted_per_position: list[int] = counter(
         "spec_accepted_tokens_per_position", "Draft tokens accepted, by depth in the tree from 1.", "position",
         default=list[int],

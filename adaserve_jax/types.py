@@ -90,7 +90,8 @@ class Sequence:
     tpot_slo_s, ttft_slo_s: targets in seconds, or None. thinking_tpot_slo_s: TPOT target of the thinking; tpot_slo_s is
     then that of the answer alone. priority: lower is sooner. arrival_s: on the engine's clock.
     stop_token_ids: with the model's EOS ids unless `ignore_eos`. cache_salt: sequences share cached KV pages only
-    within one salt. draft: index of the draft model that speculates for it.
+    within one salt. draft: index of the draft model that speculates for it. keeps_text: its text may be kept to draft
+    from, for sequences of the same salt.
     """
 
     sequence_id: str
@@ -107,6 +108,7 @@ class Sequence:
     cache_salt: str = ""
     draft: int = 0
     thinking_tpot_slo_s: float | None = None
+    keeps_text: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class Limits:
     deterministic mode. max_tree_tokens: most positions of a step whose logits are sampled (tree nodes, roots and
     prefill ends). max_context: most tokens of one sequence, prompt and output together. max_depth, max_width: of one
     beam search, 0 without a draft. num_pages: pages of the base pool, with ids below it. extension_pages: pages that
-    fit in the draft's memory while it is away, with ids from num_pages on; 0 if the draft always stays.
+    fit in the draft's memory while it is away, with ids from num_pages on; 0 if the draft always stays. suffix_depth:
+    deepest node that the suffix source proposes; 0 without one.
     """
 
     max_requests: int
@@ -129,6 +132,12 @@ class Limits:
     max_depth: int
     max_width: int
     extension_pages: int = 0
+    suffix_depth: int = 0
+
+    @property
+    def max_tree_depth(self) -> int:
+        """Depth of the deepest tree that can be verified; a step emits one token more."""
+        return max(self.max_depth, self.suffix_depth)
 
     @property
     def max_tokens(self) -> int:
@@ -361,11 +370,11 @@ class Logprobs:
 class StepOutcome:
     """Result of a verification.
 
-    tokens: i32[R, max_depth + 1], the first counts[r] valid. counts: i32[R], 0 for a prefill chunk that does not end
-    its prompt. accepted: bool[N], per packed tree node, roots True. draft_s: wall time from the call of speculate to
-    its candidates on the host, 0 without a draft; verify_s likewise. wait_s: part of both spent waiting for the device
-    or a draft service. bucket: packed length that ran. logprobs: of the emitted tokens, [R, max_depth + 1], where
-    `tokens` has them and zeros elsewhere; set if the edits asked for any. edited: bool[R], rows whose logits were
+    tokens: i32[R, max_tree_depth + 1], the first counts[r] valid. counts: i32[R], 0 for a prefill chunk that does not
+    end its prompt. accepted: bool[N], per packed tree node, roots True. draft_s: wall time from the call of speculate
+    to its candidates on the host, 0 without a draft; verify_s likewise. wait_s: part of both spent waiting for the
+    device or a draft service. bucket: packed length that ran. logprobs: of the emitted tokens, in the shape of
+    `tokens`, zeros where that has none; set if the edits asked for any. edited: bool[R], rows whose logits were
     changed; None without edits. prompt_logprobs: of the tokens of `StepPlan.scored`, [M]; set if there are any.
     """
 

@@ -318,6 +318,7 @@ class EngineCore:
                 priority=request.priority,
                 slo_class=request.slo_class,
                 cache_salt=request.cache_salt,
+                keeps_text=request.learn,
                 draft=draft,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             )

@@ -196,7 +196,7 @@ class ModelExecutor:
         done = time.perf_counter()
         draft_s, draft_wait_s = self._draft_s, self._draft_wait_s
         self._draft_s = self._draft_wait_s = 0.0
-        depth = self.limits.max_depth
+        depth = self.limits.max_tree_depth
         counts_at, accepted_at, logprobs_at = itertools.accumulate(outcome_sizes(drawn_in, depth))
         accepted = host[accepted_at : accepted_at + trees.num_nodes] != 0
         logprobs = prompt = None

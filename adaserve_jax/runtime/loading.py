@@ -132,7 +132,9 @@ def load_target(
 
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
     """Declare the verify program for every bucket and its commits; where pools can be extended, for both layouts."""
-    return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
+    return target.declare_forward(
+        partial(target.programs.verify, max_depth=limits.max_tree_depth), limits.extension_pages
+    )
 
 
 def declare_all(

@@ -222,7 +222,11 @@ class Resampler:
                 place.abstract(self.shapes.mask(bucket), jnp.uint32),
             )
             program = partial(
-                resample, bucket=bucket, max_pages=max_pages, page_size=limits.page_size, max_depth=limits.max_depth
+                resample,
+                bucket=bucket,
+                max_pages=max_pages,
+                page_size=limits.page_size,
+                max_depth=limits.max_tree_depth,
             )
             function = jax.jit(place.spmd(program, (EVERYWHERE,) * len(arguments), EVERYWHERE))
             declared.append(Declared(self._key(bucket), function, arguments))

@@ -118,6 +118,7 @@ def resolve(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
         page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if speculates else 0,
         max_width=config.max_width if speculates else 0,
+        suffix_depth=min(config.suffix_depth, max_tree) if config.may_use_suffix else 0,
     )  # fmt: skip
     limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)

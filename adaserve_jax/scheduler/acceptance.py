@@ -7,6 +7,7 @@ chances from which f is made (`types.py` defines chance and f) and measures its 
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -62,15 +63,22 @@ class LearnedAcceptance:
 
     def observe(
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
-        edited: np.ndarray | None = None,
+        edited: np.ndarray | None = None, columns: np.ndarray | None = None,
     ) -> float:  # fmt: skip
         """Learn from one verification; return the expected number of accepted nodes among those verified, edited rows
         included and roots left out, by what had been learned before.
 
         width: of the beam search. speculates: bool[num_decode]. accepted: bool[N], per packed node. edited: bool[R],
-        rows whose logits were changed; their acceptance says nothing about other rows.
+        rows whose logits were changed; their acceptance says nothing about other rows. columns: i32[N], of the packed
+        nodes in `candidates`, -1 for nodes of another source, which are left out; None: all nodes are of these
+        candidates.
         """
         log_f = candidates.log_f
+        if columns is not None:
+            own = (trees.candidate < 0) | (columns >= 0)
+            columns, accepted, trees = columns[own], accepted[own], _only(trees, own)
+            f = np.where(columns < 0, 1.0, np.exp(log_f[trees.row, columns])) if log_f.size else trees.f
+            trees = replace(trees, f=f)
         speculating = np.count_nonzero(speculates)
         if not speculating or not log_f.size:
             return 0.0
@@ -111,6 +119,11 @@ class LearnedAcceptance:
         self._mean_f += FORGET * (self._prior - self._mean_f)
         self._accepted += FORGET * (PRIOR_TOKENS - self._accepted)
         self._expected += FORGET * (PRIOR_TOKENS - self._expected)
+
+
+def _only(trees: DraftTrees, kept: np.ndarray) -> DraftTrees:
+    """Return the packed nodes in `kept`, bool[N]; their parents are not renumbered."""
+    return DraftTrees(*(getattr(trees, each.name)[kept] for each in fields(trees)))
 
 
 def acceptance_of_nodes(first: float, max_depth: int, max_width: int) -> np.ndarray:
@@ -280,23 +293,25 @@ class Calibrator:
 
     def observe(
         self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, temperature: np.ndarray,
-        edited: np.ndarray | None = None,
+        edited: np.ndarray | None = None, columns: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Take in one verification.
 
         accepted: bool[N], per packed node. temperature: f32[R]. edited: bool[R], rows whose logits were changed; they
-        teach nothing.
+        teach nothing. columns: i32[N], of the packed nodes in `candidates`, -1 for nodes of another source; None: all
+        nodes are of these candidates.
         """
         if candidates.cell is None or candidates.log_q is None:
             return
-        known = (trees.parent >= 0) & accepted.take(trees.parent)
+        columns = trees.candidate if columns is None else columns
+        known = (columns >= 0) & accepted.take(trees.parent)
         if edited is not None:
             known &= ~edited.take(trees.row)
         judged = np.flatnonzero(known)
         if not len(judged):
             return
         row = trees.row.take(judged)
-        flat = row * candidates.cell.shape[1] + trees.candidate.take(judged)
+        flat = row * candidates.cell.shape[1] + columns.take(judged)
         cell = candidates.cell.take(flat) + self._cells * (temperature.take(row) > 0)
         self._batch.append((cell, candidates.log_q.take(flat), accepted.take(judged)))
         if len(self._batch) >= self._steps:

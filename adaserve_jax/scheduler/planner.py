@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +23,10 @@ from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import need_rate
-from adaserve_jax.types import DraftPlan, ScoredPrompts, StepPlan
+from adaserve_jax.types import DraftPlan, Limits, ScoredPrompts, StepPlan
+
+if TYPE_CHECKING:  # numba is imported where text drafts alone
+    from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, SuffixTrees
 
 _NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
@@ -75,7 +79,8 @@ class PlannedStep:
     """A plan with what selection and commit need to know of its rows.
 
     slots: i64[R]. remaining: i64[num_decode], tokens to max_total. wait_ratio: of the most urgent waiting sequence.
-    made_s: when it was planned. decided_depth: depth that the controller chose, even if no row could use it.
+    made_s: when it was planned. decided_depth: depth that the controller chose, even if no row could use it. suffix:
+    trees of text already seen, where the step may verify any.
     """
 
     plan: StepPlan
@@ -85,17 +90,25 @@ class PlannedStep:
     wait_ratio: float
     made_s: float
     decided_depth: int
+    suffix: SuffixTrees | None = None
 
 
 class Planner:
     """Planner of one step after another."""
 
-    def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
-        """Set up for one batch. max_prefill: most prefill tokens of a step; horizon: h, tokens within which a sequence
-        may catch up.
+    def __init__(
+        self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
+        *, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
+    ):  # fmt: skip
+        """Set up for one batch.
+
+        suffix: proposes from text already seen. max_prefill: most prefill tokens of a step. horizon: h, tokens within
+        which a sequence may catch up. decision_limits: bounds of decisions, where they are not the batch's.
         """
         self._batch = batch
+        self._suffix = suffix
         self._limits = batch.limits
+        self._decision_limits = decision_limits or batch.limits
         self._controller = controller
         self._draft = draft
         self._max_prefill = max_prefill
@@ -111,12 +124,16 @@ class Planner:
             return None
         decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
+        suffix = None if self._suffix is None else self._suffix.propose(decode, remaining)
+        can_speculate = self._draft.can_speculate(remaining, lag)
+        if suffix is not None:
+            can_speculate &= ~suffix.covered
         spare = self._limits.max_tree_tokens - len(decode) - len(prefill)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
             draft_lag=self._draft.lag_in_step(lag),
-            can_speculate=self._draft.can_speculate(remaining, lag),
+            can_speculate=can_speculate,
             num_prefill=len(prefill),
             prefill_tokens=sum(share_out(prefill, self._max_prefill, spare)),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
@@ -124,12 +141,13 @@ class Planner:
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
             ),
             can_draft=self._draft.can_draft,
+            suffix_f=None if suffix is None else suffix.f,
         )
         decision = self._controller.decide(load)
-        decision.check(self._limits, load)
+        decision.check(self._decision_limits, load)
         chunks = share_out(
             prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)),
-            spare // 2 if decision.depth else spare,  # a long prompt would else stop speculation
+            spare // 2 if decision.depth or suffix is not None else spare,  # a long prompt would else stop speculation
         )  # fmt: skip
         self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
         slots = decode
@@ -140,8 +158,10 @@ class Planner:
         due_s = pace.due_s(now) if self._draft.remote else None
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
         scored = scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
-        plan = self._assemble(step, slots, chunks, draft, decision, scored)
-        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
+        if decision.tree_token_cap <= len(decode):
+            suffix = None
+        plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=suffix is not None)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, suffix)
 
     def pace(self, now: float) -> Pace | None:
         """Return the pace of the running sequences; None while any of their prompts is not computed."""
@@ -215,9 +235,9 @@ class Planner:
 
     def _assemble(
         self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision,
-        scored: ScoredPrompts | None,
+        scored: ScoredPrompts | None, *, from_text: bool,
     ) -> StepPlan:  # fmt: skip
-        """Lay out the arrays of a step."""
+        """Lay out the arrays of a step. from_text: text already seen proposes trees."""
         table = self._batch.table
         num_decode = len(slots) - len(chunks)
         num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
@@ -228,7 +248,7 @@ class Planner:
             final = prefill_counts == (num_tokens - num_computed)[num_decode:]
         sampled = int(np.count_nonzero(final)) + (0 if scored is None else scored.num_positions)
         most = min(self._limits.max_tree_tokens - sampled, self._limits.max_tokens - len(prefill_tokens))
-        speculating = draft is not None and draft.depth > 0
+        speculating = from_text or (draft is not None and draft.depth > 0)
         return StepPlan(
             step=step,
             slots=slots.astype(np.int32),

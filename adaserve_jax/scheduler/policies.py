@@ -94,7 +94,7 @@ class Policy:
     uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is refused without a
     draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short; otherwise the
     draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while speculation is
-    off.
+    off. uses_suffix: text already seen drafts too, unless `EngineConfig.draft_sources` says otherwise.
     """
 
     about: str
@@ -110,6 +110,7 @@ class Policy:
     needs_draft: bool = False
     elastic: bool = False
     weighs_pages: bool = False
+    uses_suffix: bool = False
 
     @property
     def gives_up(self) -> bool:
@@ -164,7 +165,7 @@ POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what was earned; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
-        weighs_pages=True,
+        weighs_pages=True, uses_suffix=True,
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
@@ -378,7 +379,14 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
 
 def policy_of(config: EngineConfig) -> Policy:
     """Return the policy of a configuration before anything is loaded. Raises ConfigError as `find_policy` does."""
-    return find_policy(config.policy, config.max_depth if config.speculates else 0)[0]
+    return find_policy(config.policy, longest_chain(config, config.max_depth if config.speculates else 0))[0]
+
+
+def longest_chain(config: EngineConfig, max_depth: int) -> int:
+    """Return the longest chain that the draft sources in force can propose. max_depth: of the draft; 0 without one."""
+    if max_depth and config.draft_sources in ("auto", "model", "suffix+model"):
+        return max_depth
+    return config.max_depth if config.draft_sources in ("suffix", "suffix+model") else 0
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:

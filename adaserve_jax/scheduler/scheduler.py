@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
-from adaserve_jax.scheduler.policies import Parts, find_policy
+from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -50,6 +50,9 @@ from adaserve_jax.types import (
     StepPlan,
     StopCheck,
 )
+
+if TYPE_CHECKING:  # numba is imported where text drafts alone
+    from adaserve_jax.scheduler.suffix_drafter import MergedTrees, SuffixDrafter
 
 
 class Scheduler:
@@ -70,7 +73,7 @@ class Scheduler:
         draft that is not there.
         """
         self.limits = limits
-        self._policy, parameter = find_policy(config.policy, limits.max_depth)
+        self._policy, parameter = find_policy(config.policy, longest_chain(config, limits.max_depth))
         self.costs = costs = CostTable(samples, limits)
         """Predicted seconds of steps; learns from every commit."""
         self._config = config
@@ -78,8 +81,17 @@ class Scheduler:
         self._draft_sessions = draft_sessions
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
+        sources, policy = config.draft_sources, self._policy
+        uses_model = policy.uses_draft and limits.max_depth > 0 and sources in ("auto", "model", "suffix+model")
+        uses_suffix = limits.suffix_depth > 0 and policy.uses_draft and (
+            policy.uses_suffix if sources == "auto" else "suffix" in sources
+        )  # fmt: skip
+        # a policy that knows no suffix source takes it for a draft, of the same depths, that costs nothing
+        decided = limits
+        if uses_suffix and not uses_model and not policy.uses_suffix:
+            decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         parts = Parts(
-            limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
+            decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
             config.seed,
         )  # fmt: skip
         self.controller = self._policy.controller(parts)
@@ -103,16 +115,25 @@ class Scheduler:
         self._draft = DraftPlanner(
             self.batch,
             costs,
-            used=self._policy.uses_draft and limits.max_depth > 0,
+            used=uses_model,
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
             residency=None if self.elastic_memory is None else self.elastic_memory.residency,
             several_drafts=bool(config.drafts),
             remote=remote,
         )
+        self._suffix: SuffixDrafter | None = None
+        if uses_suffix:
+            from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter
+
+            self._suffix = SuffixDrafter(
+                self.batch, self._acceptance, kept_tokens=config.suffix_kept_tokens, learn=config.calibrate
+            )
+        self._merged: MergedTrees | None = None
         self._planner = Planner(
-            self.batch, self.controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
-        )
+            self.batch, self.controller, self._draft, self._suffix, max_prefill=max_prefill, horizon=objective.horizon,
+            decision_limits=decided,
+        )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,
             search_budget=self._policy.search_budget and not isinstance(self.controller, ClosedFormController),
@@ -205,6 +226,12 @@ class Scheduler:
         """Return the trees to verify. now: read after drafting, so that every sequence's need is up to date."""
         started = time.perf_counter()
         planned = self._expect(plan)
+        self._merged = None
+        if planned.suffix is not None:
+            from adaserve_jax.scheduler.suffix_drafter import merge
+
+            self._merged = merge(candidates, planned.suffix.candidates)
+            candidates = self._merged.candidates
         trees = self._selector.trees(planned, candidates, now)
         self._stats.select_s += time.perf_counter() - started
         return trees
@@ -227,7 +254,9 @@ class Scheduler:
         )
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self.batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
-        for update in updates.ended.values():
+        for row, update in updates.ended.items():
+            if self._suffix is not None:
+                self._suffix.keep(updates.states[row])
             del self._states[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
@@ -279,6 +308,7 @@ class Scheduler:
     def stats(self) -> StepStats:
         """A copy of all totals and gauges. Changes nothing, so that any thread may ask."""
         pool, prefixes, calibrator, stats = self.batch.pool, self.batch.prefixes, self._calibrator, self._stats
+        suffix = self._suffix
         report = self.controller.arms()
         return replace(
             stats,
@@ -295,6 +325,8 @@ class Scheduler:
             arm_regret_s=report.regret_s,
             calibration_outcomes=calibrator.outcomes if calibrator is not None else {},
             calibration_error=calibrator.errors if calibrator is not None else {},
+            suffix_kept_tokens=suffix.source.kept_tokens if suffix is not None else 0,
+            suffix_calibration_error=suffix.calibrator.errors if suffix is not None else {},
         )
 
     def check_integrity(self) -> None:
@@ -317,21 +349,29 @@ class Scheduler:
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
         outcome: StepOutcome, now: float,
     ) -> None:  # fmt: skip
-        plan = planned.plan
+        plan, merged = planned.plan, self._merged
+        columns = None if merged is None else merged.drafted_columns(trees)
         drafted = rows_with_drafts(plan, candidates)
         predicted_s = self.costs.observe(plan, outcome, now - planned.made_s, drafted=drafted is not None)
         expected = 0.0
         if plan.draft is not None and drafted is not None:
             accepted, edited = outcome.accepted, outcome.edited
-            expected = self._acceptance.observe(candidates, plan.draft.width, drafted, trees, accepted, edited)
+            expected = self._acceptance.observe(candidates, plan.draft.width, drafted, trees, accepted, edited, columns)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
-                self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited)
+                self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited, columns)
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
             if self._draft.remote:
                 self.costs.forget_draft()
+        if merged is not None and self._suffix is not None:
+            assert planned.suffix is not None
+            of_text = merged.suffix_columns(trees)
+            expected += float(trees.f[(trees.candidate >= 0) & (merged.drafted_columns(trees) < 0)].sum())
+            self._suffix.observe(
+                planned.suffix, of_text, trees, outcome.accepted, plan.sampling.temperature, outcome.edited, self._stats
+            )
         if plan.num_decode:
             step_s = now - planned.made_s
             self.controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))

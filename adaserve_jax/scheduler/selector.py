@@ -40,11 +40,16 @@ class Selector:
         self._takes_all = policy.selector != "static" and (policy.selector != "slo" or policy.need != "horizon")
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
-        """Return the trees to verify. now: read after drafting, so that the time that drafting took counts."""
+        """Return the trees to verify. candidates: of every source. now: read after drafting, so that the time that
+        drafting took counts.
+        """
         plan = planned.plan
-        if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
+        if not candidates.log_f.size or plan.tree_token_cap <= plan.num_decode:
             return selection.roots_only(plan.root_token)
-        candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
+        reach = planned.remaining - 1
+        if planned.suffix is None and plan.draft is not None:
+            reach = reach * plan.draft.speculates
+        candidates = _within_reach(candidates, reach)
         left = plan.tree_token_cap - plan.num_decode
         if self._takes_all and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
@@ -64,11 +69,11 @@ class Selector:
     ) -> DraftTrees:
         """Run Algorithm 2 with the policy's form of need."""
         plan = planned.plan
-        most = self._max_slo_nodes
+        most, depth = self._max_slo_nodes, int(candidates.depth.max())
         if self._policy.need == "horizon":
-            budget, wanted = self._in_horizon(planned, ranked, now)
+            budget, wanted = self._in_horizon(planned, ranked, depth, now)
         else:
-            budget, wanted = plan.tree_token_cap, self._in_one_step(planned, now)
+            budget, wanted = plan.tree_token_cap, self._in_one_step(planned, depth, now)
             if self._policy.need == "code":
                 most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
         return selection.select_slo(
@@ -77,7 +82,9 @@ class Selector:
             rest=selection.equal_rest if self._policy.selector == "slo-equal" else selection.throughput_phase,
         )  # fmt: skip
 
-    def _in_horizon(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> tuple[int, np.ndarray]:
+    def _in_horizon(
+        self, planned: PlannedStep, ranked: selection.Ranked, depth: int, now: float
+    ) -> tuple[int, np.ndarray]:
         """Return the budget, on a token edge, and A_cap f64[R] in its horizon form."""
         plan = planned.plan
         edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows, self._cost.context_load(plan.ctx_len))
@@ -92,29 +99,27 @@ class Selector:
             prefill_tokens=plan.num_prefill_tokens,
             prefill_weight=self._objective.prefill_weight(planned.wait_ratio),
             tree_token_cap=plan.tree_token_cap,
-            depth=plan.draft.depth if plan.draft else 0,
+            depth=depth,
             baseline_s=self._cost.baseline_s,
         )
         return choose_budget(self._objective, ranked.f, question)
 
-    def _in_one_step(self, planned: PlannedStep, now: float) -> np.ndarray:
+    def _in_one_step(self, planned: PlannedStep, depth: int, now: float) -> np.ndarray:
         """Return A_cap f64[R] as in the papers: all catching up happens in this step, and t_spec is as the warm-up
         measured it.
         """
         plan, pace = planned.plan, planned.pace
-        assert plan.draft is not None
-        depth = plan.draft.depth
         tokens = plan.tree_token_cap + plan.num_prefill_tokens
         load = self._cost.context_load(plan.ctx_len)
-        step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width, load)
+        levels, width = (plan.draft.depth, plan.draft.width) if plan.draft is not None else (0, 1)
+        step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, levels, width, load)
         wanted = need(now - pace.start_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
 
 
-def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
-    """Drop nodes that a sequence cannot emit before its end: a node at depth d is emitted beside d other tokens."""
-    reach = (remaining - 1) * speculates
-    cut = (reach < candidates.depth[-1]).nonzero()[0]
+def _within_reach(candidates: CandidateTrees, reach: np.ndarray) -> CandidateTrees:
+    """Drop nodes deeper than `reach`, i64[R]: a node at depth d is emitted beside d other tokens."""
+    cut = (reach < candidates.depth.max()).nonzero()[0]
     if not len(cut):
         return candidates
     log_f = candidates.log_f.copy()

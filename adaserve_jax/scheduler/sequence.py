@@ -227,7 +227,7 @@ class SlotTable:
         self.times = np.full((NUM_TIMES, size), np.nan)
         self.first_scheduled_s, self.first_token_s, self.last_token_s, self.pace_start_s = self.times
         self.token_ids = np.empty((size, 0), np.int32)
-        self._most_emitted = limits.max_depth + 1
+        self._most_emitted = limits.max_tree_depth + 1
         self.states: list[SequenceState | None] = [None] * size
         self.seed = np.zeros(size, np.uint64)
         self.choice = np.zeros(size, np.int32)

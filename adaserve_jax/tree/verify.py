@@ -44,10 +44,11 @@ def accept_walk(
     is_root = emit_depth == 0
     agrees = (emit_depth > 0) & (drawn[parent] == token)
 
-    def deeper(_: int, accepted: jax.Array) -> jax.Array:
-        return is_root | (agrees & accepted[parent])
-
-    accepted = lax.fori_loop(0, max_depth, deeper, is_root) if max_depth else is_root
+    accepted, above = is_root | agrees, jnp.where(is_root, jnp.arange(len(parent)), parent)
+    for _ in range(
+        max(max_depth - 1, 0).bit_length()
+    ):  # pointer doubling: a node and its nearest 1, 2, 4, ... ancestors
+        accepted, above = accepted & accepted[above], above[above]
     tokens = jnp.zeros((num_rows, max_depth + 1), jnp.int32)
     depth = jnp.where(accepted, emit_depth, max_depth + 1)
     tokens = tokens.at[row, depth].set(drawn, mode="drop")

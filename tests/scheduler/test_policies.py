@@ -212,7 +212,7 @@ class TestAdaServePaper:
         for late_s, expected in ((0.0, None), (0.06, None), (0.5, 5.0)):
             now = run.clock.now() + late_s
             by_hand = (now - state.first_token_s + 0.016 + 4 * 0.001) / 0.018 - (state.num_output - 1)
-            found = float(run.scheduler._selector._in_one_step(planned, now)[0])
+            found = float(run.scheduler._selector._in_one_step(planned, 4, now)[0])
             assert found == pytest.approx(by_hand if expected is None else expected)
 
 

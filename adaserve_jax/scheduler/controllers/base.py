@@ -60,7 +60,8 @@ class Load:
     rows whose prompt is not computed. prefill_tokens: what they lack. wait_ratio: waiting time of the most urgent
     waiting sequence over its TTFT target. context: i64[rows], committed tokens of decode rows, then prefill rows; None
     if not known. can_draft: False while no draft can be asked, whatever is decided: its memory is KV pages, it is being
-    loaded, or no draft service is available.
+    loaded, or no draft service is available. suffix_f: f64[num_decode, C], f of the nodes that text already seen
+    proposes for each row, best first, 0 for absent ones; None: no nodes.
     """
 
     need_rate: np.ndarray
@@ -71,6 +72,7 @@ class Load:
     wait_ratio: float
     context: np.ndarray | None = None
     can_draft: bool = True
+    suffix_f: np.ndarray | None = None
 
     @classmethod
     def of_one(cls) -> Load:

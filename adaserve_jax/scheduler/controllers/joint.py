@@ -35,6 +35,8 @@ PACE_MARGIN = 0.6
 """Share of the budget that keeping all sequences on pace may take when one more asks to start."""
 COARSE_EDGES = 12
 """Token edges that are tried with every shape; those between are tried with the best shapes only."""
+TEXT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the nodes of text already seen that are weighed beside a draft's."""
 REACH_STEPS = 4
 """Updates of the acceptance averages for which the expected tokens of shapes are reused."""
 
@@ -104,6 +106,14 @@ class Reach:
         np.clip(gain, 0.0, self.grid_steps - 1, out=gain)
         gain += (first * self.grid_steps)[:, None, None]
         return self.nodes.take(gain.astype(np.intp))
+
+    def nodes_of_rows(self, need_rate: np.ndarray, step_s: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the nodes that put each of `rows` on pace, i64[O, E, len(rows)], where the table has a line for each
+        row instead of each shape. Arguments as of `nodes_for`; rows: i64[n].
+        """
+        gain = np.ceil((need_rate[rows] * step_s[:, :, None] - 1.0) * GRID)
+        at = np.clip(gain, 0.0, self.grid_steps - 1).astype(np.intp)
+        return self.nodes.take(at + rows * self.grid_steps)
 
     def gain(self, nodes: np.ndarray, shapes: np.ndarray | None) -> np.ndarray:
         """Return f64[O, ...], expected tokens beyond the root of the `nodes` best nodes, linear between whole ones."""
@@ -254,7 +264,8 @@ class JointController(Controller):
         depth, rows = int(self.shapes.depth[shape]), load.num_decode
         most = min(self._limits.max_tree_tokens, self._limits.max_tokens - prefill)
         feed_draft = self._limits.max_depth > 0 and (depth > 0 or rows == 0)
-        return Decision(depth, int(self.shapes.width[shape]), most if depth else rows, prefill, feed_draft)
+        speculates = depth > 0 or load.suffix_f is not None
+        return Decision(depth, int(self.shapes.width[shape]), most if speculates else rows, prefill, feed_draft)
 
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
         """Return whether every sequence can be on pace, by the tables of `decide`, if all draft at the best shape and
@@ -291,11 +302,17 @@ class JointController(Controller):
         extra = np.minimum(self._edges[at][:, None] - chunk, self._limits.max_tree_tokens) - rows
 
         with_target = (load.need_rate > 0) & np.isfinite(load.need_rate)
-        drafted, plain = (load.need_rate[with_target & rows] for rows in (load.can_speculate, ~load.can_speculate))
-        cost = reach.nodes_for(np.sort(drafted), step_s, shapes)
-        if len(plain):
-            late = plain * step_s[:, :, None] > 1.0
-            cost = np.concatenate([np.where(late, OUT_OF_REACH, 0), cost], axis=2)
+        drafted, plain = with_target & load.can_speculate, with_target & ~load.can_speculate
+        in_order = np.sort(load.need_rate[drafted]) if load.suffix_f is None else load.need_rate[drafted]
+        cost = reach.nodes_for(in_order, step_s, shapes)
+        late = load.need_rate[plain] * step_s[:, :, None] > 1.0
+        plain_cost = np.where(late, OUT_OF_REACH, 0)
+        if load.suffix_f is not None:
+            text = Reach.of(_cumulated(load.suffix_f))
+            cost = np.minimum(cost, text.nodes_of_rows(load.need_rate, step_s, drafted.nonzero()[0]))
+            plain_cost = np.minimum(plain_cost, text.nodes_of_rows(load.need_rate, step_s, plain.nonzero()[0]))
+        if plain_cost.shape[2] or load.suffix_f is not None:
+            cost = np.concatenate([plain_cost, cost], axis=2)
             cost.sort(axis=2)
         spent = np.cumsum(cost, axis=2, out=cost)
         on_pace = np.empty((*step_s.shape, chunk.shape[1]))
@@ -303,7 +320,10 @@ class JointController(Controller):
             on_pace[:, :, share] = np.count_nonzero(spent <= extra[:, share, None], axis=2)
 
         speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
-        gain = speculating * reach.gain(extra / speculating, shapes)
+        if load.suffix_f is None:
+            gain = speculating * reach.gain(extra / speculating, shapes)
+        else:
+            gain = _gain_of_both(load, load.suffix_f, reach, extra, shapes)
         emitted = rows + (gain if correction is None else gain * correction.tokens[shapes, None, None])
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
@@ -334,7 +354,8 @@ class JointController(Controller):
         """Return the first and the last token edge worth considering, as indices."""
         rows = load.num_decode
         largest = int(self.shapes.size[:options].max())
-        tree = min(rows * (1 + largest), self._limits.max_tree_tokens)
+        suffix_nodes = 0 if load.suffix_f is None else int(np.count_nonzero(load.suffix_f))
+        tree = min(rows * (1 + largest) + suffix_nodes, self._limits.max_tree_tokens)
         least = rows + min(load.prefill_tokens, 1)
         low, high = np.searchsorted(self._edges, [least, max(tree, rows) + load.prefill_tokens])
         return int(low), min(int(high), len(self._edges) - 1)
@@ -370,3 +391,32 @@ class JointController(Controller):
 def _spread(low: int, high: int, most: int) -> np.ndarray:
     """Return at most `most` indices from `low` to `high`, both included, evenly spread: i64[E]."""
     return np.unique(np.linspace(low, high, min(most, high - low + 1)).round().astype(np.int64))
+
+
+def _cumulated(f: np.ndarray) -> np.ndarray:
+    """Return f64[R, 1 + C], the sums of the best 0, 1, ... of each row's nodes; f: f64[R, C], best first."""
+    tokens = np.zeros((len(f), f.shape[1] + 1))
+    np.cumsum(f, axis=1, out=tokens[:, 1:])
+    return tokens
+
+
+def _gain_of_both(load: Load, suffix_f: np.ndarray, reach: Reach, extra: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+    """Return f64[O, E, F], expected tokens beyond the roots of `extra` nodes (i64[E, F]) of text and of the draft.
+
+    A draft adds to a row where text does not know the next token. The nodes are divided between the two as it brings
+    the most, among some shares.
+    """
+    rows = load.can_speculate
+    drafting = int(np.count_nonzero(rows))
+    best = np.concatenate([[0.0], np.cumsum(-np.sort(-suffix_f[suffix_f > 0]))])
+    extra = np.maximum(extra, 0)
+    most = np.minimum(extra, len(best) - 1)
+    if not drafting:
+        return np.broadcast_to(best[most], (len(shapes), *extra.shape))
+    unknown = float(1.0 - np.minimum(suffix_f[rows, 0], 1.0).mean())
+    found = np.zeros((len(shapes), *extra.shape))
+    for share in TEXT_SHARES:
+        of_text = np.ceil(most * share).astype(np.int64)
+        drafted = drafting * unknown * reach.gain((extra - of_text) / drafting, shapes)
+        np.maximum(found, best[of_text] + drafted, out=found)
+    return found

@@ -1,0 +1,150 @@
+"""Candidate trees from text already seen, beside those of the draft: proposals, merging, and learned chances.
+
+The suffix source costs no device time, so that it proposes before anything is decided: the controller sees what its
+trees are worth, and rows for which no draft could bring more are left out of the draft's work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.stats import StepStats
+from adaserve_jax.suffix.kernels import merge_rows
+from adaserve_jax.suffix.source import SuffixSource, TextRows
+from adaserve_jax.tree.acceptance_table import ChanceTable
+from adaserve_jax.types import CandidateTrees, DraftTrees
+
+_NO_EDGES = np.full((2, 7), np.inf, np.float32)
+"""The source finds its cells itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class SuffixTrees:
+    """Trees of the suffix source for the decode rows of a step.
+
+    covered: bool[num_decode], rows for which no tree of the draft is expected to bring as much.
+    """
+
+    candidates: CandidateTrees
+    covered: np.ndarray
+
+    @cached_property
+    def f(self) -> np.ndarray:
+        """f64[num_decode, C], f of each row's candidates, best first, 0 for absent ones."""
+        return -np.sort(-np.exp(self.candidates.log_f.astype(np.float64)), axis=1)
+
+    @property
+    def num_nodes(self) -> int:
+        """Candidates of all rows."""
+        return int(np.count_nonzero(self.candidates.log_f > -np.inf))
+
+
+@dataclass(frozen=True, eq=False)
+class MergedTrees:
+    """Candidates of both sources as one tree per row: first the draft's columns, then those that only text proposed.
+
+    A token under the same parent is one node, with the larger chance of the two. suffix_column: i32[R, C], column in
+    the suffix source's candidates, -1 for nodes that it did not propose. num_drafted: columns of the draft.
+    """
+
+    candidates: CandidateTrees
+    suffix_column: np.ndarray
+    num_drafted: int
+
+    def drafted_columns(self, trees: DraftTrees) -> np.ndarray:
+        """Return i32[N], the draft's column of each packed node; -1 for roots and nodes of text alone."""
+        return np.where(trees.candidate < self.num_drafted, trees.candidate, -1)
+
+    def suffix_columns(self, trees: DraftTrees) -> np.ndarray:
+        """Return i32[N], the suffix source's column of each packed node; -1 for roots and nodes of the draft alone."""
+        column = self.suffix_column[trees.row, np.maximum(trees.candidate, 0)]
+        return np.where(trees.candidate < 0, -1, column)
+
+
+def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
+    """Merge the draft's candidates and the suffix source's of the same rows."""
+    rows, width = proposed.token.shape
+    num_drafted = drafted.token.shape[1]
+    if not num_drafted:
+        own = np.arange(width, dtype=np.int32)
+        return MergedTrees(proposed, np.where(proposed.log_f > -np.inf, own, np.int32(-1)), 0)
+    shape = (rows, num_drafted + width)
+    token, parent, log_f = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    suffix_column = np.full(shape, -1, np.int32)
+    merge_rows(
+        drafted.token, drafted.parent, drafted.log_f, proposed.token, proposed.parent, proposed.log_f, drafted.depth,
+        token, parent, log_f, suffix_column,
+    )  # fmt: skip
+    depth = np.concatenate([drafted.depth, proposed.depth])
+    return MergedTrees(CandidateTrees(token, parent, log_f, depth), suffix_column, num_drafted)
+
+
+class SuffixDrafter:
+    """Suffix source of one scheduler, with the chances that its proposals are accepted."""
+
+    def __init__(self, batch: Batch, acceptance: LearnedAcceptance, *, kept_tokens: int, learn: bool = True):
+        """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
+        chances of the start.
+        """
+        self._batch = batch
+        self._acceptance = acceptance
+        self.source = SuffixSource(batch.limits.max_requests, batch.limits.suffix_depth, kept_tokens)
+        self.calibrator = Calibrator(ChanceTable(self.source.prior, _NO_EDGES), learn=learn)
+
+    def propose(self, slots: np.ndarray, remaining: np.ndarray) -> SuffixTrees | None:
+        """Return the trees of the decode rows in `slots`, which hold the pages of all their nodes; None without any.
+
+        slots, remaining: i64[num_decode]; remaining: tokens to each row's end.
+        """
+        if not len(slots):
+            return None
+        table, limits = self._batch.table, self._batch.limits
+        states = (table.states[slot] for slot in slots.tolist())
+        candidates = self.source.propose(
+            TextRows(
+                table.token_ids, slots, table.number[slots], table.num_tokens[slots],
+                # the deepest node that may be taken is emitted beside one more token
+                np.minimum(remaining - 1, limits.suffix_depth), table.seed[slots], table.choice[slots],
+                table.temperature[slots], ["" if state is None else state.sequence.cache_salt for state in states],
+            ),
+            self.calibrator.chance,
+        )  # fmt: skip
+        there = candidates.log_f > -np.inf
+        if not there.any():
+            return None
+        deepest = np.where(there, candidates.depth, 0).max(axis=1)
+        ends = table.num_tokens[slots] + deepest
+        lacking = (ends > table.num_pages[slots] * limits.page_size) & (deepest > 0)
+        if np.count_nonzero(lacking):
+            got = self._batch.reserve(slots[lacking], ends[lacking])
+            short = lacking.nonzero()[0][~got]
+            room = table.num_pages[slots[short]] * limits.page_size - table.num_tokens[slots[short]]
+            log_f = candidates.log_f.copy()
+            log_f[short] = np.where(candidates.depth <= room[:, None], log_f[short], np.float32(-np.inf))
+            candidates = replace(candidates, log_f=log_f)
+        expected = np.exp(candidates.log_f.astype(np.float64)).sum(axis=1)
+        return SuffixTrees(candidates, expected >= max(float(self._acceptance.expected().sum()), 1e-9))
+
+    def keep(self, state: SequenceState) -> None:
+        """Keep the text of a sequence that ended, for others of its salt, unless its request says no."""
+        if state.sequence.keeps_text:
+            self.source.keep(state.token_ids[: state.num_tokens], state.sequence.cache_salt)
+
+    def observe(
+        self, proposed: SuffixTrees, columns: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
+        temperature: np.ndarray, edited: np.ndarray | None, stats: StepStats,
+    ) -> None:  # fmt: skip
+        """Learn from a verification, and count it.
+
+        columns: i32[N], of `MergedTrees.suffix_columns`. accepted: bool[N]. temperature: f32[R]. edited: bool[R], rows
+        whose logits were changed.
+        """
+        stats.suffix_tokens += int(np.count_nonzero(columns >= 0))
+        stats.suffix_accepted_tokens += int(np.count_nonzero(accepted & (columns >= 0)))
+        self.calibrator.observe(proposed.candidates, trees, accepted, temperature, edited, columns)
