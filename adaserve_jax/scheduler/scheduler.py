@@ -31,7 +31,7 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
-from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain
+from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -81,14 +81,12 @@ class Scheduler:
         self._draft_sessions = draft_sessions
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
-        sources, policy = config.draft_sources, self._policy
-        uses_model = policy.uses_draft and limits.max_depth > 0 and sources in ("auto", "model", "suffix+model")
-        uses_suffix = limits.suffix_depth > 0 and policy.uses_draft and (
-            policy.uses_suffix if sources == "auto" else "suffix" in sources
-        )  # fmt: skip
+        policy, sources = self._policy, sources_of(config, self._policy)
+        uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources
+        uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and "suffix" in sources
         # a policy that knows no suffix source takes it for a draft, of the same depths, that costs nothing
         decided = limits
-        if uses_suffix and not uses_model and not policy.uses_suffix:
+        if uses_suffix and not uses_model and "suffix" not in policy.sources:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         parts = Parts(
             decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,

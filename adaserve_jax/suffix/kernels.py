@@ -324,8 +324,8 @@ def propose_rows(
 
 @_compiled
 def merge_rows(
-    drafted_token: Any, drafted_parent: Any, drafted_log_f: Any, proposed_token: Any, proposed_parent: Any,
-    proposed_log_f: Any, drafted_depth: Any, token: Any, parent: Any, log_f: Any, proposed_column: Any,
+    drafted_token: Any, drafted_parent: Any, drafted_log_f: Any, drafted_depth: Any, proposed_token: Any,
+    proposed_parent: Any, proposed_log_f: Any, token: Any, parent: Any, log_f: Any, proposed_column: Any,
 ) -> None:  # fmt: skip
     """Merge two candidate trees of each row; a token that both have under the same parent is one node.
 

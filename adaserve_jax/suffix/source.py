@@ -30,14 +30,17 @@ KIND_FACTOR = (1.0, 0.75, 0.5, 0.25, 0.1, 0.9, 0.7, 0.45, 0.2, 0.08)
 """Factors on it: first choice with nearly all, most, or less of the occurrences, second, later; then the same in other
 texts."""
 NOISE_CHANCE = (0.02, 0.10, 0.22, 0.45, 0.65, 0.78, 0.86, 0.92)
-"""Chance by bin of perturbed log-odds that a continuation is drawn at temperatures above 0."""
+"""Chance by bin of perturbed log-odds that a first choice is drawn at temperatures above 0."""
+LATER_FACTOR = 0.4
+"""Factor on it for later choices: the first one was not drawn."""
 
 
 def prior_chances() -> np.ndarray:
     """Return the chances that are assumed before anything was verified, f32[2, DEPTH_CLASSES, KINDS, BINS]."""
     factor = np.array(KIND_FACTOR)[:, None]
     greedy = np.broadcast_to(np.array(GREEDY_CHANCE) * factor, (DEPTH_CLASSES, KINDS, BINS))
-    coupled = np.broadcast_to(np.array(NOISE_CHANCE), (DEPTH_CLASSES, KINDS, BINS))
+    later = np.where(np.arange(KINDS) % 5 > 2, LATER_FACTOR, 1.0)[:, None]
+    coupled = np.broadcast_to(np.array(NOISE_CHANCE) * later, (DEPTH_CLASSES, KINDS, BINS))
     return np.stack([greedy, coupled]).astype(np.float32)
 
 
