@@ -119,6 +119,7 @@ class Ledger:
 
     workspace: None before the programs are compiled. num_pages: of the base pool; the draft's own KV has as many.
     extension_pages: in the place of the draft, never beside it; 0: the draft stays, and needs no copy on the host.
+    texts: host memory of texts that are drafted from, and of their indexes.
     """
 
     sizes: Sizes
@@ -126,6 +127,7 @@ class Ledger:
     num_pages: int
     extension_pages: int = 0
     workspace: Workspace | None = None
+    texts: int = 0
 
     def parts(self, *, expanded: bool = False) -> tuple[LedgerPart, ...]:
         """Return every part, with the draft resident or with pages in its place; without a draft it has no parts."""
@@ -144,6 +146,7 @@ class Ledger:
             LedgerPart("target KV pages", pages * sizes.target_page),
             *(() if not sizes.draft_weights else away if expanded else resident),
             *((LedgerPart("draft training", sizes.training),) if sizes.training else ()),
+            *((LedgerPart("texts to draft from", 0, self.texts),) if self.texts else ()),
             *(() if self.workspace is None else (LedgerPart("workspace", self.workspace.bytes),)),
         )
 

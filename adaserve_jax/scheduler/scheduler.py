@@ -363,16 +363,24 @@ class Scheduler:
             self._acceptance.forget()
             if self._draft.remote:
                 self.costs.forget_draft()
-        if merged is not None and self._suffix is not None:
-            assert planned.suffix is not None
-            of_text = merged.suffix_columns(trees)
-            expected += float(trees.f[(trees.candidate >= 0) & (merged.drafted_columns(trees) < 0)].sum())
-            self._suffix.observe(
-                planned.suffix, of_text, trees, outcome.accepted, plan.sampling.temperature, outcome.edited, self._stats
-            )
+        feedback = None
         if plan.num_decode:
             step_s = now - planned.made_s
-            self.controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
+            feedback = feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected)
+        if merged is not None and self._suffix is not None:
+            assert planned.suffix is not None and columns is not None and feedback is not None
+            self._suffix.observe(
+                planned.suffix, merged.suffix_columns(trees), trees, outcome.accepted, plan.sampling.temperature,
+                outcome.edited, self._stats,
+            )  # fmt: skip
+            if drafted is not None:  # shapes of the draft answer for its own nodes
+                own = columns >= 0
+                hits = int(np.count_nonzero(outcome.accepted & own))
+                feedback = replace(feedback, drafted=int(np.count_nonzero(own)), accepted=hits)
+            elif not self._draft.used:  # text is the only draft
+                feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
+        if feedback is not None:
+            self.controller.learn(feedback)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats

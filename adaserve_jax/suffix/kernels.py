@@ -281,10 +281,7 @@ def propose_rows(
                             rank += 1
                         other = node[other, 3]
                     share = node_share[child]
-                    if rank == 0:
-                        kind = 0 if share >= 0.9 else 1 if share >= 0.6 else 2
-                    else:
-                        kind = min(rank, 2) + 2
+                    kind = min(rank, 2) + 2 if rank else 0 if share >= 0.9 else 1 if share >= 0.6 else 2
                     kind += 5 * (node[child, 4] & 1)
                     depth = 0 if level == 0 else 1 if level < 4 else 2
                     bin_ = _bin_of(MATCH_BINS, (node[child, 4] >> 1) + level)

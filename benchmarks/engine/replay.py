@@ -1,9 +1,9 @@
 """A target that writes given texts: an executor that lets it draw only the next token of a reference.
 
-The embedded target is too small to follow an instruction such as "rewrite this file". Replay makes the tokens those of a
-real reference while everything else stays real: the forwards, the trees, the drafts and the times. A node on the path
-of the reference draws its next token; other nodes draw freely. The forced draw is the engine's own second draw from
-edited logits, so that every policy pays for it alike.
+The embedded target is too small to follow an instruction such as "rewrite this file". Replay makes the tokens those
+of a real reference, while everything else stays real: the forwards, the trees, the drafts and the times. A node on
+the reference's path draws its next token; other nodes draw freely. The forced draw is the engine's own second draw
+from edited logits, so that every policy pays for it alike.
 """
 
 from __future__ import annotations
