@@ -45,9 +45,8 @@ def accept_walk(
     agrees = (emit_depth > 0) & (drawn[parent] == token)
 
     accepted, above = is_root | agrees, jnp.where(is_root, jnp.arange(len(parent)), parent)
-    for _ in range(
-        max(max_depth - 1, 0).bit_length()
-    ):  # pointer doubling: a node and its nearest 1, 2, 4, ... ancestors
+    # pointer doubling: a node and its nearest 1, 2, 4, ... ancestors
+    for _ in range(max(max_depth - 1, 0).bit_length()):
         accepted, above = accepted & accepted[above], above[above]
     tokens = jnp.zeros((num_rows, max_depth + 1), jnp.int32)
     depth = jnp.where(accepted, emit_depth, max_depth + 1)
