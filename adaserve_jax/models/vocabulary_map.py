@@ -88,10 +88,11 @@ def map_vocabulary(target: Tokenizer, draft: Tokenizer, rows: int, draft_rows: i
     pairs: dict[int, int] = {}
     for meaning, ids in _by_meaning(spelled).items():
         pairs |= _pair(ids, by_meaning.get(meaning, ()), ours, theirs)
-    for own, other in ((target.bos_token_id, draft.bos_token_id), (target.eos_token_id, draft.eos_token_id)):
-        known = own is not None and own < rows and other is not None and other < draft_rows
-        if known and own not in pairs and other not in pairs.values():
-            pairs[own] = other
+    for mark, other in ((target.bos_token_id, draft.bos_token_id), (target.eos_token_id, draft.eos_token_id)):
+        if mark is None or other is None or mark >= rows or other >= draft_rows:
+            continue
+        if mark not in pairs and other not in pairs.values():
+            pairs[mark] = other
     covered, to_draft = np.zeros(rows, bool), _unknown(draft, draft_rows, rows)
     for token in ours.keys() - pairs.keys():
         meaning = spelled[token]
