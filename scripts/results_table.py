@@ -67,8 +67,8 @@ OFF = (
     "|---|---|---|---|---|---|"
 )
 VOCABULARIES = (
-    "| draft | mapping | tokens of the target covered | of what it writes | accepted, greedy | accepted, temperature 0.8 "
-    "| texts that differ |\n|---|---|---|---|---|---|---|"
+    "| draft | mapping | tokens of the target covered | of what it writes | accepted, temperature 0 "
+    "| accepted, temperature 0.8 | texts that differ |\n|---|---|---|---|---|---|---|"
 )
 AIMS = "| requests at once | temperature | policy | against | aim | found | |\n|---|---|---|---|---|---|---|"
 

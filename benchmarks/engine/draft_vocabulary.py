@@ -1,8 +1,8 @@
-"""Acceptance of the embedded draft when it has another vocabulary than its target: permuted, and with tokens taken away.
+"""Acceptance of the embedded draft with another vocabulary than its target's: permuted, and with tokens taken away.
 
 Tokens are taken from the draft's tokenizer and its embedding, at random among those that merges make, and the rest get
-other ids. Nothing is trained again, so a row shows what the map alone costs. Texts are compared with those of the target
-alone; in deterministic mode none may differ.
+other ids. Nothing is trained again, so a row shows what the map alone costs. Texts are compared with those of the
+target alone; in deterministic mode none may differ.
 """
 
 from __future__ import annotations
