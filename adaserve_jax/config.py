@@ -15,7 +15,7 @@ QUANTIZE: tuple[str, ...] = get_args(Quantize)
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
 DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
-DRAFT_SOURCES: tuple[str, ...] = get_args(DraftSources)
+DRAFT_SOURCES: tuple[DraftSources, ...] = get_args(DraftSources)
 DEFAULT_DRAFT = "default"
 """Name of `draft` where there are several drafts."""
 LEAST_CONTEXT = 8

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md and howto/gpu-and-tpu.md, between their markers,
-from what is committed under benchmarks/results.
+"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md and howto/gpu-and-tpu.md,
+between their markers, from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -9,7 +9,8 @@ client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
-absent-devices.json: of absent_devices.py. No number is typed. Imports no jax.
+absent-devices.json: of absent_devices.py; draft-sources-*.json: of engine/draft_sources.py. No number is typed.
+Imports no jax.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from results_nightjar import nightjar_tables
 from results_peers import peer_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
+from results_sources import sources_table
 from results_star import overhead_tables, table1_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
+SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
@@ -328,11 +331,14 @@ def main() -> int:
     cluster = CLUSTER_PAGE.read_text()
     planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
     planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
+    drafting = SOURCES_PAGE.read_text()
+    sources = [sources_table(json.loads(file.read_text())) for file in sorted(results.glob("draft-sources-*.json"))]
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
+        SOURCES_PAGE: (drafting, between(drafting, "draft-sources", sources, SOURCES_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]

@@ -152,7 +152,7 @@ class LLM:
             sampling_params: default: those of the target's generation_config.json.
             slo: latency targets.
             cache_salt: prompts share cached KV only if their salts are equal.
-            learn: whether drafts may learn from the text.
+            learn: whether drafts may learn from the text, and it may be kept to draft from.
             draft_tag: name of the draft to use; "": the engine chooses.
 
         Raises:

@@ -122,6 +122,7 @@ class Ledger:
 
     workspace: None before the programs are compiled. num_pages: of the base pool; the draft's own KV has as many.
     extension_pages: in the place of the draft, never beside it; 0: the draft stays, and needs no copy on the host.
+    texts: host memory of texts that are drafted from, and of their indexes.
     """
 
     sizes: Sizes
@@ -129,6 +130,7 @@ class Ledger:
     num_pages: int
     extension_pages: int = 0
     workspace: Workspace | None = None
+    texts: int = 0
 
     def parts(self, *, expanded: bool = False) -> tuple[LedgerPart, ...]:
         """Return every part, with the draft resident or with pages in its place; without a draft it has no parts."""
@@ -148,6 +150,7 @@ class Ledger:
             *(() if not sizes.draft_weights else away if expanded else resident),
             *((LedgerPart("draft vocabulary maps", sizes.vocabulary_maps),) if sizes.vocabulary_maps else ()),
             *((LedgerPart("draft training", sizes.training),) if sizes.training else ()),
+            *((LedgerPart("texts to draft from", 0, self.texts),) if self.texts else ()),
             *(() if self.workspace is None else (LedgerPart("workspace", self.workspace.bytes),)),
         )
 

@@ -64,8 +64,13 @@ class Resolved:
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
         """Return the planned bytes of every part. workspace: of the compiled programs; None before that is known."""
-        limits = self.limits
-        return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace)
+        limits, texts = self.limits, 0
+        if limits.suffix_depth:
+            from adaserve_jax.suffix.source import source_bytes
+
+            longest = limits.max_context + limits.max_tree_depth + 1
+            texts = source_bytes(limits.max_requests, longest, self.config.suffix_kept_tokens)
+        return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace, texts)
 
     def check_memory(self, workspace: Workspace | None = None) -> None:
         """Raise ConfigError, with what to change, unless the ledger fits the memory limit."""

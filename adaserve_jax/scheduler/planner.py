@@ -289,7 +289,8 @@ class DraftPlanner:
         self._batch = batch
         self._limits = batch.limits
         self._cost = cost
-        self._used = used
+        self.used = used
+        """True if plans may have a draft."""
         self._calibrated = calibrated
         self._calibrator = calibrator
         self._residency = residency
@@ -314,7 +315,7 @@ class DraftPlanner:
         A row whose draft lags by more than one step can catch up on decodes plainly until it has caught up. remaining,
         lag: i64[num_decode], tokens to the end and tokens that the draft lacks.
         """
-        if not (self._used and self.can_draft):
+        if not (self.used and self.can_draft):
             return np.zeros(len(lag), bool)
         catching_up = (lag - 1) // self._cost.max_catchup_tokens
         return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
@@ -335,7 +336,7 @@ class DraftPlanner:
         slots: i64[R]. can_speculate: bool[num_decode]. lag: i64[num_decode], tokens that the draft lacks. chunks:
         prefill tokens of the last rows. due_s: f64[num_decode], as in `DraftPlan`.
         """
-        if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
+        if not (self.used and self.can_draft and (decision.depth or decision.feed_draft)):
             return None
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)

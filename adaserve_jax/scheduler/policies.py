@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import DRAFT_SOURCES, DraftSources, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller
@@ -94,7 +94,7 @@ class Policy:
     uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is refused without a
     draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short; otherwise the
     draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while speculation is
-    off. uses_suffix: text already seen drafts too, unless `EngineConfig.draft_sources` says otherwise.
+    off. sources: what its trees are made of, unless `EngineConfig.draft_sources` or the policy's name says otherwise.
     """
 
     about: str
@@ -110,7 +110,7 @@ class Policy:
     needs_draft: bool = False
     elastic: bool = False
     weighs_pages: bool = False
-    uses_suffix: bool = False
+    sources: DraftSources = "model"
 
     @property
     def gives_up(self) -> bool:
@@ -165,7 +165,7 @@ POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what was earned; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
-        weighs_pages=True, uses_suffix=True,
+        weighs_pages=True, sources="suffix+model",
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
@@ -237,7 +237,7 @@ POLICIES: dict[str, Policy] = {
 
 def names_a_file(name: str) -> bool:
     """Return whether a policy's name is `FILE.py` or `FILE.py:NAME`."""
-    return name.partition(":")[0].endswith(SUFFIX)
+    return _without_sources(name).partition(":")[0].endswith(SUFFIX)
 
 
 def policy_from_file(name: str) -> Policy:
@@ -273,7 +273,7 @@ def file_hashes(names: Iterable[str]) -> dict[str, str]:
 
 
 def _path(name: str) -> Path:
-    path = Path(name.partition(":")[0])
+    path = Path(_without_sources(name).partition(":")[0])
     if not path.is_file():
         raise ConfigError(
             f"policy {name}: there is no file {path} in {Path.cwd()}; give the path of a Python file with a Policy"
@@ -382,19 +382,41 @@ def policy_of(config: EngineConfig) -> Policy:
     return find_policy(config.policy, longest_chain(config, config.max_depth if config.speculates else 0))[0]
 
 
+def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
+    """Return what trees are made of: what the policy's name says, else the configuration, else the policy."""
+    named = _named_sources(config.policy)
+    found = config.draft_sources if named == "auto" else named
+    return policy.sources if found == "auto" else found
+
+
 def longest_chain(config: EngineConfig, max_depth: int) -> int:
     """Return the longest chain that the draft sources in force can propose. max_depth: of the draft; 0 without one."""
-    if max_depth and config.draft_sources in ("auto", "model", "suffix+model"):
+    named = _named_sources(config.policy)
+    sources = config.draft_sources if named == "auto" else named
+    if max_depth and sources in ("auto", "model", "suffix+model"):
         return max_depth
-    return config.max_depth if config.draft_sources in ("suffix", "suffix+model") else 0
+    return config.max_depth if sources in ("suffix", "suffix+model") else 0
+
+
+def _named_sources(name: str) -> DraftSources:
+    """Return the SOURCES of a policy's name `NAME@SOURCES`; "auto" where it has none."""
+    for sources in DRAFT_SOURCES:
+        if name.endswith(f"@{sources}"):
+            return sources
+    return "auto"
+
+
+def _without_sources(name: str) -> str:
+    return name if _named_sources(name) == "auto" else name.rpartition("@")[0]
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
-    """Return the policy called `name` and its parameter. Needs nothing loaded.
+    """Return the policy called `name`, or `name@SOURCES`, and its parameter. Needs nothing loaded.
 
     max_depth: deepest draft, 0 without one. Raises ConfigError for an unknown name, a policy that needs a draft or a
     deeper one, and for a file as `policy_from_file` does.
     """
+    name = _without_sources(name)
     family, colon, parameter = name.partition(":")
     whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)
     if whole is not None and f"{family}:<k>" not in POLICIES:
@@ -403,7 +425,10 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
         return whole, 0
     if not colon or f"{family}:<k>" not in POLICIES:
         known = ", ".join((*POLICIES, *ABLATIONS))
-        raise ConfigError(f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME")
+        raise ConfigError(
+            f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME; "
+            f"each may end in @ and its draft sources: {', '.join(DRAFT_SOURCES[1:])}"
+        )
     if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
         raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
     depth = int(parameter)

@@ -31,7 +31,7 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
-from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain
+from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -81,14 +81,12 @@ class Scheduler:
         self._draft_sessions = draft_sessions
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
-        sources, policy = config.draft_sources, self._policy
-        uses_model = policy.uses_draft and limits.max_depth > 0 and sources in ("auto", "model", "suffix+model")
-        uses_suffix = limits.suffix_depth > 0 and policy.uses_draft and (
-            policy.uses_suffix if sources == "auto" else "suffix" in sources
-        )  # fmt: skip
+        policy, sources = self._policy, sources_of(config, self._policy)
+        uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources
+        uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and "suffix" in sources
         # a policy that knows no suffix source takes it for a draft, of the same depths, that costs nothing
         decided = limits
-        if uses_suffix and not uses_model and not policy.uses_suffix:
+        if uses_suffix and not uses_model and "suffix" not in policy.sources:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         parts = Parts(
             decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
@@ -365,16 +363,24 @@ class Scheduler:
             self._acceptance.forget()
             if self._draft.remote:
                 self.costs.forget_draft()
-        if merged is not None and self._suffix is not None:
-            assert planned.suffix is not None
-            of_text = merged.suffix_columns(trees)
-            expected += float(trees.f[(trees.candidate >= 0) & (merged.drafted_columns(trees) < 0)].sum())
-            self._suffix.observe(
-                planned.suffix, of_text, trees, outcome.accepted, plan.sampling.temperature, outcome.edited, self._stats
-            )
+        feedback = None
         if plan.num_decode:
             step_s = now - planned.made_s
-            self.controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
+            feedback = feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected)
+        if merged is not None and self._suffix is not None:
+            assert planned.suffix is not None and columns is not None and feedback is not None
+            self._suffix.observe(
+                planned.suffix, merged.suffix_columns(trees), trees, outcome.accepted, plan.sampling.temperature,
+                outcome.edited, self._stats,
+            )  # fmt: skip
+            if drafted is not None:  # shapes of the draft answer for its own nodes
+                own = columns >= 0
+                hits = int(np.count_nonzero(outcome.accepted & own))
+                feedback = replace(feedback, drafted=int(np.count_nonzero(own)), accepted=hits)
+            elif not self._draft.used:  # text is the only draft
+                feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
+        if feedback is not None:
+            self.controller.learn(feedback)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats

@@ -7,7 +7,7 @@ trees are worth, and rows for which no draft could bring more are left out of th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -77,12 +77,25 @@ def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
     shape = (rows, num_drafted + width)
     token, parent, log_f = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
     suffix_column = np.full(shape, -1, np.int32)
+    # copies, because a kernel is compiled again for arrays that are read-only, as those from a device may be
     merge_rows(
-        drafted.token, drafted.parent, drafted.log_f, proposed.token, proposed.parent, proposed.log_f, drafted.depth,
-        token, parent, log_f, suffix_column,
+        drafted.token.copy(), drafted.parent.copy(), drafted.log_f.copy(), drafted.depth.copy(), proposed.token,
+        proposed.parent, proposed.log_f, token, parent, log_f, suffix_column,
     )  # fmt: skip
     depth = np.concatenate([drafted.depth, proposed.depth])
     return MergedTrees(CandidateTrees(token, parent, log_f, depth), suffix_column, num_drafted)
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels, or load them from numba's cache, so that no step waits for it; once per process."""
+    source = SuffixSource(1, 1, 2)
+    one, no_token = np.ones(1, np.int64), np.zeros((1, 2), np.int32)
+    seed, choice, temperature = np.zeros(1, np.uint64), np.zeros(1, np.int32), np.zeros(1, np.float32)
+    rows = TextRows(no_token, 0 * one, one, one, one, seed, choice, temperature, [""])
+    source.keep(no_token[0], "")
+    candidates = source.propose(rows, source.prior)
+    merge(candidates, candidates)
 
 
 class SuffixDrafter:
@@ -92,6 +105,7 @@ class SuffixDrafter:
         """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
         chances of the start.
         """
+        compile_kernels()
         self._batch = batch
         self._acceptance = acceptance
         self.source = SuffixSource(batch.limits.max_requests, batch.limits.suffix_depth, kept_tokens)

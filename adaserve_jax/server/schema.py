@@ -136,7 +136,11 @@ class GenerationBody(ConstraintFields):
     cache_salt: ValidText | None = Field(
         None, max_length=MAX_SALT_CHARS, description="Cached KV is shared with requests of the same salt only."
     )
-    learn: bool | None = Field(None, description="false: drafts learn nothing from this request; default true.")
+    learn: bool | None = Field(
+        None,
+        description="false: drafts learn nothing from this request, and its text is not kept to draft from; default: "
+        "true.",
+    )
     draft_tag: ValidText | None = Field(
         None, max_length=MAX_TAG_CHARS, description="The draft to use, one of the model's drafts; default: chosen."
     )

@@ -101,7 +101,7 @@ class KeySettings(Settings):
     )
     operator: bool = setting(False, "may see what all clients do: /metrics and /dashboard")
     learn: bool = setting(
-        True, "whether drafts may learn from its requests, where the server learns and the request does not say no"
+        True, "whether drafts may learn from its requests, and texts are kept to draft from, unless the request says no"
     )
 
     def __post_init__(self) -> None:

@@ -281,10 +281,7 @@ def propose_rows(
                             rank += 1
                         other = node[other, 3]
                     share = node_share[child]
-                    if rank == 0:
-                        kind = 0 if share >= 0.9 else 1 if share >= 0.6 else 2
-                    else:
-                        kind = min(rank, 2) + 2
+                    kind = min(rank, 2) + 2 if rank else 0 if share >= 0.9 else 1 if share >= 0.6 else 2
                     kind += 5 * (node[child, 4] & 1)
                     depth = 0 if level == 0 else 1 if level < 4 else 2
                     bin_ = _bin_of(MATCH_BINS, (node[child, 4] >> 1) + level)
@@ -324,8 +321,8 @@ def propose_rows(
 
 @_compiled
 def merge_rows(
-    drafted_token: Any, drafted_parent: Any, drafted_log_f: Any, proposed_token: Any, proposed_parent: Any,
-    proposed_log_f: Any, drafted_depth: Any, token: Any, parent: Any, log_f: Any, proposed_column: Any,
+    drafted_token: Any, drafted_parent: Any, drafted_log_f: Any, drafted_depth: Any, proposed_token: Any,
+    proposed_parent: Any, proposed_log_f: Any, token: Any, parent: Any, log_f: Any, proposed_column: Any,
 ) -> None:  # fmt: skip
     """Merge two candidate trees of each row; a token that both have under the same parent is one node.
 

@@ -25,7 +25,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.tree.sampling import gumbel_noise
 from adaserve_jax.workloads.workload import load_workload
 
-POLICIES = ("ar", "spec:4", "adaserve")
+POLICIES = ("ar", "spec:4", "adaserve@suffix", "adaserve@model", "adaserve")
 TEMPERATURES = (0.0, 0.8, 1.2)
 
 

@@ -320,11 +320,12 @@ class JointController(Controller):
             on_pace[:, :, share] = np.count_nonzero(spent <= extra[:, share, None], axis=2)
 
         speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
+        factor = np.ones((len(shapes), 1, 1)) if correction is None else correction.tokens[shapes, None, None]
         if load.suffix_f is None:
-            gain = speculating * reach.gain(extra / speculating, shapes)
+            gain = speculating * reach.gain(extra / speculating, shapes) * factor
         else:
-            gain = _gain_of_both(load, load.suffix_f, reach, extra, shapes)
-        emitted = rows + (gain if correction is None else gain * correction.tokens[shapes, None, None])
+            gain = _gain_of_both(load, load.suffix_f, reach, extra, shapes, factor)
+        emitted = rows + gain
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
         return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
@@ -400,11 +401,13 @@ def _cumulated(f: np.ndarray) -> np.ndarray:
     return tokens
 
 
-def _gain_of_both(load: Load, suffix_f: np.ndarray, reach: Reach, extra: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+def _gain_of_both(
+    load: Load, suffix_f: np.ndarray, reach: Reach, extra: np.ndarray, shapes: np.ndarray, factor: np.ndarray
+) -> np.ndarray:
     """Return f64[O, E, F], expected tokens beyond the roots of `extra` nodes (i64[E, F]) of text and of the draft.
 
-    A draft adds to a row where text does not know the next token. The nodes are divided between the two as it brings
-    the most, among some shares.
+    factor: f64[O, 1, 1], correction of the draft's tokens. A draft adds to a row where text does not know the next
+    token. The nodes are divided between the two as it brings the most, among some shares.
     """
     rows = load.can_speculate
     drafting = int(np.count_nonzero(rows))
@@ -417,6 +420,6 @@ def _gain_of_both(load: Load, suffix_f: np.ndarray, reach: Reach, extra: np.ndar
     found = np.zeros((len(shapes), *extra.shape))
     for share in TEXT_SHARES:
         of_text = np.ceil(most * share).astype(np.int64)
-        drafted = drafting * unknown * reach.gain((extra - of_text) / drafting, shapes)
+        drafted = drafting * unknown * reach.gain((extra - of_text) / drafting, shapes) * factor
         np.maximum(found, best[of_text] + drafted, out=found)
     return found

@@ -1,0 +1,66 @@
+"""Table of docs/draft-sources.md from a run of benchmarks/engine/draft_sources.py. Imports no jax."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+REPEATS = ("code edit", "quoting summary")
+"""Tasks whose texts repeat, and the least speed over the reference that was aimed at."""
+WANTED, LEAST_OF_BOTH, LEAST_OPEN = 2.5, 0.98, 0.99
+TEXT, MODEL, BOTH, NONE = "adaserve@suffix", "adaserve@model", "adaserve@suffix+model", "adaserve@none"
+
+
+def sources_table(result: dict[str, Any]) -> str:
+    """Return every task's speed by policy over that of the first one, and the aims."""
+    tasks: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        tasks.setdefault((row["task"], row["temperature"]), {})[row["policy"]] = row
+    policies = list(dict.fromkeys(row["policy"] for row in result["rows"]))
+    reference, *others = policies
+    head = ["task", "text", "temperature", f"`{reference}`, tokens/s", *(f"`{name}`" for name in others)]
+    head += ["accepted per step, text", "texts that differ"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    speeds: dict[tuple[str, float], dict[str, float]] = {}
+    for (task, temperature), rows in tasks.items():
+        first = rows[reference]
+        speeds[task, temperature] = ratios = {name: _ratio(first, rows[name]) for name in others}
+        own, text = first["replayed"], rows.get(TEXT)
+        accepted = "-" if text is None else f"{text['accepted'] / text['steps']:.2f}"
+        cells = [task, "replayed" if own else "the target's", f"{temperature:g}"]
+        cells += [f"{first['tokens'] / median(first['seconds']):.1f}", *(f"{ratios[name]:.2f}" for name in others)]
+        cells += [accepted, str(sum(row["texts_differ"] for row in rows.values()))]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = (
+        f"Measured with `{result['command']}`: times the decoding speed of `{reference}`, one request at a time, "
+        f"medians of {len(result['rows'][0]['seconds'])} rounds. Target {result['target']}, draft {result['draft']}. "
+        f"{result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n".join([*lines, "", about, "", *_aims(speeds)])
+
+
+def _ratio(reference: dict[str, Any], row: dict[str, Any]) -> float:
+    """Return the median over rounds of a policy's speed over that of the reference."""
+    return median(one / other for one, other in zip(reference["seconds"], row["seconds"], strict=True))
+
+
+def _aims(speeds: dict[tuple[str, float], dict[str, float]]) -> list[str]:
+    lines = ["| aim | task | wanted | found | |", "|---|---|---|---|---|"]
+
+    def add(aim: str, task: tuple[str, float], wanted: float, found: float) -> None:
+        verdict = "met" if found >= wanted else "**missed**"
+        lines.append(f"| {aim} | {task[0]}, temperature {task[1]:g} | {wanted:g} | {found:.2f} | {verdict} |")
+
+    for task, ratios in speeds.items():
+        if task[0] in REPEATS:
+            add("text alone, over plain decoding", task, WANTED, ratios[TEXT])
+    for task, ratios in speeds.items():
+        if {TEXT, MODEL, BOTH} <= set(ratios):
+            add(
+                "both, over the better of the two", task, LEAST_OF_BOTH, ratios[BOTH] / max(ratios[TEXT], ratios[MODEL])
+            )
+    for task, ratios in speeds.items():
+        if task[0] == "open text" and NONE in ratios:
+            add("text, over neither", task, LEAST_OPEN, ratios[TEXT] / ratios[NONE])
+            add("both, over the model", task, LEAST_OPEN, ratios[BOTH] / ratios[MODEL])
+    return lines

@@ -1,0 +1,142 @@
+"""Merging of candidate trees against sets of paths, and what the scheduler does with trees of text already seen."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.controllers.base import Load
+from adaserve_jax.scheduler.controllers.joint import JointController
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.policies import POLICIES, find_policy, longest_chain, sources_of
+from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, merge
+from adaserve_jax.types import CandidateTrees
+from tests.scheduler.harness import costs_of, limits_of, request_of
+
+DEPTH, WIDTH = 3, 2
+chances = st.floats(0.05, 1.0)
+
+
+def trees_of(nodes: dict[tuple[int, ...], float]) -> CandidateTrees:
+    """One row of candidates in beam order: the chance of each path's last token given the path before it."""
+    columns = DEPTH * WIDTH
+    token, parent = np.zeros((1, columns), np.int32), np.full((1, columns), -1, np.int32)
+    log_f, place = np.full((1, columns), -np.inf, np.float32), {(): -1}
+    f = {(): 0.0}
+    for path in sorted(nodes, key=lambda path: (len(path), path)):
+        taken = sum(len(other) == len(path) for other in place)
+        if path[:-1] not in place or taken == WIDTH:
+            continue
+        column = place[path] = (len(path) - 1) * WIDTH + taken
+        f[path] = f[path[:-1]] + math.log(nodes[path])
+        token[0, column], parent[0, column], log_f[0, column] = path[-1], place[path[:-1]], f[path]
+    return CandidateTrees(token, parent, log_f, np.repeat(np.arange(1, DEPTH + 1, dtype=np.int32), WIDTH))
+
+
+def paths_of(trees: CandidateTrees) -> dict[tuple[int, ...], tuple[int, float]]:
+    """Column and log f of every path of the first row."""
+    found: dict[int, tuple[int, ...]] = {-1: ()}
+    for column in np.flatnonzero(trees.log_f[0] > -np.inf).tolist():
+        found[column] = (*found[int(trees.parent[0, column])], int(trees.token[0, column]))
+    return {path: (column, float(trees.log_f[0, column])) for column, path in found.items() if path}
+
+
+paths = st.dictionaries(st.lists(st.integers(1, 3), min_size=1, max_size=DEPTH).map(tuple), chances, max_size=12)
+
+
+@given(paths, paths)
+def test_merging_unites_the_paths_and_takes_the_larger_chance(one: dict, other: dict) -> None:
+    drafted, proposed = trees_of(one), trees_of(other)
+    merged = merge(drafted, proposed)
+    mine, theirs, both = paths_of(drafted), paths_of(proposed), paths_of(merged.candidates)
+    assert set(both) == set(mine) | set(theirs)
+    for path, (column, log_f) in both.items():
+        expected = 0.0
+        for end in range(1, len(path) + 1):
+            known = [side[path[:end]] for side in (mine, theirs) if path[:end] in side]
+            before = [side[path[: end - 1]][1] if end > 1 else 0.0 for side in (mine, theirs) if path[:end] in side]
+            expected += max(own[1] - above for own, above in zip(known, before, strict=True))
+        assert log_f == pytest.approx(expected, abs=1e-4)
+        assert merged.candidates.depth[column] == len(path)
+        assert (column < merged.num_drafted) == (path in mine)
+        assert merged.suffix_column[0, column] == (theirs[path][0] if path in theirs else -1)
+
+
+def drafter_of(limits) -> tuple[SuffixDrafter, Batch]:
+    batch = Batch(limits, "arrival")
+    return SuffixDrafter(batch, LearnedAcceptance(limits.max_depth, limits.max_width), kept_tokens=256), batch
+
+
+def start(batch: Batch, name: str, prompt: list[int], salt: str = "", tokens: int = 40) -> SequenceState:
+    """A running sequence whose prompt is computed."""
+    sequence = request_of(name, prompt=len(prompt), tokens=tokens)
+    object.__setattr__(sequence, "prompt_ids", np.array(prompt, np.int32))
+    object.__setattr__(sequence, "cache_salt", salt)
+    state = SequenceState(sequence, max_total=len(prompt) + tokens, order_key=0.0, number=len(batch.running))
+    batch.queue.add(state)
+    batch.admit(0.0, None)
+    state.num_computed = len(prompt) - 1
+    return state
+
+
+def test_a_row_holds_the_pages_of_its_nodes_or_loses_those_that_do_not_fit() -> None:
+    prompt = [1, 2, 3, 4] * 4  # two whole pages of 8
+    for pages, deepest in ((8, 8), (2, 0)):
+        drafter, batch = drafter_of(limits_of(max_depth=0, max_width=0, suffix_depth=8, num_pages=pages))
+        state = start(batch, "one", prompt, tokens=pages * 8 - 16 or 1)
+        trees = drafter.propose(np.array([state.slot]), np.array([20]))
+        found = 0 if trees is None else int(trees.candidates.depth[trees.candidates.log_f[0] > -np.inf].max(initial=0))
+        assert found == deepest
+        assert state.num_tokens + found <= state.num_pages * 8
+        batch.check_integrity()
+
+
+def test_a_row_covered_by_its_text_needs_no_draft() -> None:
+    drafter, batch = drafter_of(limits_of(suffix_depth=16))
+    certain, unsure = start(batch, "certain", [1, 2, 3, 4, 5, 6, 7, 8] * 6), start(batch, "unsure", [1, 2, 9, 1, 2])
+    trees = drafter.propose(np.array([certain.slot, unsure.slot]), np.array([30, 30]))
+    assert trees is not None and trees.covered.tolist() == [True, False]
+
+
+def test_the_choice_counts_what_text_brings_before_it_drafts() -> None:
+    """A long certain text is verified without a draft; without candidates of text the draft is searched."""
+    limits = limits_of(suffix_depth=16)
+    cost = CostTable(costs_of(limits), limits)
+    joint = JointController(limits, cost, LearnedAcceptance(4, 4), Objective())
+    nothing = joint.decide(Load.of_one())
+    assert nothing.depth > 0
+    certain = np.full((1, 16), 0.98).cumprod(axis=1)
+    load = Load(
+        np.zeros(1), np.ones(1, np.int64), np.ones(1, bool), num_prefill=0, prefill_tokens=0, wait_ratio=0.0,
+        suffix_f=certain,
+    )  # fmt: skip
+    decision = joint.decide(load)
+    assert decision.depth == 0 and decision.tree_token_cap > 16
+    both = joint.weigh(load).by_shape()[0]
+    alone = joint.weigh(Load.of_one()).by_shape()[0]
+    assert both[0] > alone.max()
+
+
+def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() -> None:
+    from adaserve_jax.config import EngineConfig
+
+    for policy, sources, expected in (
+        ("adaserve", "auto", "suffix+model"), ("adaserve", "model", "model"), ("adaserve@none", "suffix", "none"),
+        ("spec:2", "auto", "model"), ("spec:2@suffix", "auto", "suffix"), ("nightjar", "suffix+model", "suffix+model"),
+    ):  # fmt: skip
+        config = EngineConfig(policy=policy, draft_sources=sources)
+        assert sources_of(config, find_policy(policy, 4)[0]) == expected
+    assert longest_chain(EngineConfig(policy="spec:4@suffix", draft=None), 0) == EngineConfig.max_depth
+    assert longest_chain(EngineConfig(policy="spec:4", draft=None), 0) == 0
+    with pytest.raises(ConfigError, match="each may end in @ and its draft sources: none, model, suffix"):
+        find_policy("adaserve@text", 4)
+    assert POLICIES["adaserve"].sources == "suffix+model"
