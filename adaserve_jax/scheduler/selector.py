@@ -46,10 +46,9 @@ class Selector:
         plan = planned.plan
         if not candidates.log_f.size or plan.tree_token_cap <= plan.num_decode:
             return selection.roots_only(plan.root_token)
-        reach = planned.remaining - 1
-        if planned.suffix is None and plan.draft is not None:
-            reach = reach * plan.draft.speculates
-        candidates = _within_reach(candidates, reach)
+        drafted_alone = planned.suffix is None and plan.draft is not None
+        speculates = plan.draft.speculates if drafted_alone and plan.draft else np.ones(plan.num_decode, bool)
+        candidates = _within_reach(candidates, planned.remaining, speculates)
         left = plan.tree_token_cap - plan.num_decode
         if self._takes_all and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
@@ -117,8 +116,9 @@ class Selector:
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
 
 
-def _within_reach(candidates: CandidateTrees, reach: np.ndarray) -> CandidateTrees:
-    """Drop nodes deeper than `reach`, i64[R]: a node at depth d is emitted beside d other tokens."""
+def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
+    """Drop nodes that a sequence cannot emit before its end: a node at depth d is emitted beside d other tokens."""
+    reach = (remaining - 1) * speculates
     cut = (reach < candidates.depth.max()).nonzero()[0]
     if not len(cut):
         return candidates

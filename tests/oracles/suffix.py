@@ -25,7 +25,6 @@ def continuations(text: Sequence[int], others: Sequence[Sequence[int]]) -> list[
             period = list(text[position:])
             found.append((length, (period * 64)[:64]))
     for other in others:
-        for position in range(1, len(other)):
-            if (length := longest_match(text, other, position)) >= LEAST_MATCH:
-                found.append((length, list(other[position:])))
+        lengths = [longest_match(text, other, position) for position in range(len(other))]
+        found += [(length, list(other[at:])) for at, length in enumerate(lengths) if length >= LEAST_MATCH]
     return found
