@@ -8,7 +8,7 @@ nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; cli
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
-restart-*.json: of server/restart.py;
+restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 absent-devices.json: of absent_devices.py; draft-sources-*.json: of engine/draft_sources.py. No number is typed.
 Imports no jax.
 """
@@ -68,6 +68,10 @@ PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
 OFF = (
     "| requests at once | pairs | with the draft loaded, tokens/s | without one | times | times, decoding only |\n"
     "|---|---|---|---|---|---|"
+)
+VOCABULARIES = (
+    "| draft | mapping | tokens of the target covered | of what it writes | accepted, temperature 0 "
+    "| accepted, temperature 0.8 | texts that differ |\n|---|---|---|---|---|---|---|"
 )
 AIMS = "| requests at once | temperature | policy | against | aim | found | |\n|---|---|---|---|---|---|---|"
 
@@ -267,11 +271,31 @@ def start_table(result: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join(rows), about])
 
 
+def vocabulary_table(result: dict[str, Any]) -> str:
+    """Return the table of a run of benchmarks/engine/draft_vocabulary.py."""
+    rows = []
+    for point in result["points"]:
+        removed = point["removed"]
+        permuted = "ids permuted" if not removed else f"{removed:.0%} of its merged tokens away, ids permuted"
+        rows.append(
+            line(
+                "as it is" if removed is None else permuted, point["mapping"],
+                *(f"{point[name]:.1%}" for name in ("covered", "covered_text")),
+                *(f"{point['accepted'][temperature]:.3f}" for temperature in ("0.0", "0.8")), str(point["differing"]),
+            )
+        )  # fmt: skip
+    about = (
+        f"Policy `spec:4`, one candidate per level, deterministic mode; {result['texts']} texts of {result['tokens']} "
+        f"tokens. *Accepted* is the share of drafted tokens. {result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([VOCABULARIES, *rows]), about])
+
+
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
     "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
-    "peers": peer_tables, "restart": start_table,
+    "peers": peer_tables, "restart": start_table, "draft-vocabulary": vocabulary_table,
 }  # fmt: skip
 
 

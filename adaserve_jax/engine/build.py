@@ -222,7 +222,7 @@ class Assembly:
         folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
         return make_router(
             config.route, folders, encode=self.tokenizer.encode,
-            embedding=lambda: np.asarray(self.executor.draft_params(0)["embed"], np.float32),
+            embedding=lambda: self.executor.draft_embedding(0).astype(np.float32),
         )  # fmt: skip
 
     def build_core(self, config: EngineConfig) -> EngineCore:
@@ -259,6 +259,7 @@ class Assembly:
             deterministic=config.deterministic,
             defaults=GenerationDefaults.from_folder(self.executor.target_folder),
             drafts=config.draft_names,
+            draft_vocabulary=self.executor.resolved.draft_vocabulary,
             kv_tokens=self.executor.limits.kv_tokens,
         )
 

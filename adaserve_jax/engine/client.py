@@ -88,6 +88,8 @@ class EngineInfo:
         defaults: sampling parameters of the target's generation_config.json.
         drafts: valid values of `draft_tag`.
         kv_tokens: tokens that all KV pages hold together; None: the context is the only limit.
+        draft_vocabulary: how the target's tokens are mapped to the draft's, and what share of them; "" if vocabularies
+            are the same.
     """
 
     target: str
@@ -103,6 +105,7 @@ class EngineInfo:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     drafts: tuple[str, ...] = ()
     kv_tokens: int | None = None
+    draft_vocabulary: str = ""
 
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""

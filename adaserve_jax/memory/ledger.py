@@ -41,7 +41,8 @@ class Sizes:
     target_page, draft_page: KV of one page, all layers. reserve: for the workspace, as long as nothing is compiled that
     could measure it. int8: the same with the target's weights in int8; None if they already are. further_drafts:
     weights of all drafts but the first, whose pages they share. training: memory of online learning, whether drafts are
-    resident or away; 0 without it.
+    resident or away; 0 without it. vocabulary_maps: tables from the target's vocabulary to the drafts', which stay
+    while drafts are away; 0 if vocabularies are the same.
     """
 
     target_weights: int
@@ -52,6 +53,7 @@ class Sizes:
     int8: Sizes | None = None
     further_drafts: int = 0
     training: int = 0
+    vocabulary_maps: int = 0
 
     @property
     def page(self) -> int:
@@ -65,7 +67,8 @@ class Sizes:
         0 if those do not fit themselves.
         """
         copy = self.drafts_weights if limit.covers_host else 0
-        taken = self.target_weights + self.drafts_weights + copy + self.training + self.reserve
+        beside = self.vocabulary_maps + self.training + self.reserve
+        taken = self.target_weights + self.drafts_weights + copy + beside
         return max(0, limit.bytes - taken) // self.page
 
     def extension_pages(self, num_pages: int) -> int:
@@ -83,7 +86,7 @@ class Sizes:
         return self.draft_weights + self.further_drafts
 
     def without_draft(self) -> Sizes:
-        return self.without("draft_weights", "draft_page", "further_drafts", "training")
+        return self.without("draft_weights", "draft_page", "further_drafts", "training", "vocabulary_maps")
 
     def without(self, *parts: str) -> Sizes:
         """Return the sizes with these parts, names of fields, as 0."""
@@ -145,6 +148,7 @@ class Ledger:
             LedgerPart("target weights", sizes.target_weights),
             LedgerPart("target KV pages", pages * sizes.target_page),
             *(() if not sizes.draft_weights else away if expanded else resident),
+            *((LedgerPart("draft vocabulary maps", sizes.vocabulary_maps),) if sizes.vocabulary_maps else ()),
             *((LedgerPart("draft training", sizes.training),) if sizes.training else ()),
             *((LedgerPart("texts to draft from", 0, self.texts),) if self.texts else ()),
             *(() if self.workspace is None else (LedgerPart("workspace", self.workspace.bytes),)),

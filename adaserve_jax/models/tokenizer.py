@@ -24,14 +24,18 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 class Tokenizer:
     """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens included; a model may have more or fewer.
-    longest_token: no token stands for more bytes of text."""
+    longest_token: no token stands for more bytes of text. bos_token_id, eos_token_id, unk_token_id: of what begins and
+    ends a text, and of what the vocabulary cannot write; None without one."""
 
     def __init__(self, tokenizer: Any, name: str):
         self._tokenizer = tokenizer
         self.name = name
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values())
-        self.eos_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.unk_token_id: int | None = tokenizer.unk_token_id
+        self.eos_token_ids: tuple[int, ...] = () if self.eos_token_id is None else (self.eos_token_id,)
         marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked.union(tokenizer.all_special_ids))
         self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
@@ -105,12 +109,19 @@ class Tokenizer:
         Joined over the tokens of an output they are the UTF-8 of its text. Decoding a single token would not do: part
         of a character becomes U+FFFD, and some decoders drop a leading space.
         """
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+        return self._spelled(token_id, token)
+
+    def spelled_all(self, rows: int) -> dict[int, bytes | str]:
+        """Return what `spelled` does for every id below `rows` that the tokenizer has."""
+        return {token_id: self._spelled(token_id, token) for token_id, token in self.token_of(rows).items()}
+
+    def _spelled(self, token_id: int, token: str | None) -> bytes | str:
+        """Return the bytes or the name of a token, which the vocabulary writes as `token`."""
         if not self.has_text(token_id):
-            token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
             return token or f"token_id:{token_id}"
         if token_id in self._added:
             return self._added[token_id].encode()
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
         if self._spelling is None or token is None:
             return self.decode([token_id]).encode()
         return self._spelling(token)
@@ -192,18 +203,19 @@ class Tokenizer:
         return found.ids
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, rows: int) -> None:
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, rows: int, what: str = "the draft") -> None:
     """Raise CheckpointError, naming the first id, unless both models give every token id the same meaning.
 
     rows: of the target; ids from there on are in no prompt and never generated, so that their meaning is of no account.
+    what: which draft must have it, for the message.
     """
     ours, theirs = target.token_of(rows), draft.token_of(rows)
     if ours == theirs:
         return
     first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     raise CheckpointError(
-        f"target and draft must have the same vocabulary, but token {first} is {ours.get(first)!r} in {target.name} "
-        f"and {theirs.get(first)!r} in {draft.name}; use a draft made for this target, or none"
+        f"{what} must have the same vocabulary as the target, but token {first} is {ours.get(first)!r} in "
+        f"{target.name} and {theirs.get(first)!r} in {draft.name}; use a draft made for this target, or none"
     )
 
 

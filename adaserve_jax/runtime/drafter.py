@@ -1,7 +1,7 @@
 """The local drafter: catches the draft's KV up, then beam-searches all speculating rows in one program.
 
 Where the rows of a step have different drafts, it does so once for each draft: the same programs and pages, other
-weights.
+weights. A draft of another vocabulary is fed its own tokens, one for each of the target's, and searches the target's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adaserve_jax.models.vocabulary_map import VocabularyMap
 from adaserve_jax.runtime.compile import Declared
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.step_layout import beam_layout, fill_rows, pack_catchup
+from adaserve_jax.runtime.vocabulary_table import place_maps
 from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, RowSampling, StepPlan
 
@@ -29,9 +31,15 @@ class LocalDrafter:
     waited for the device.
     """
 
-    def __init__(self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...]) -> None:
-        """Take a loaded draft. widths: beam widths that searches are compiled for, increasing."""
+    def __init__(
+        self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...],
+        vocabularies: Sequence[VocabularyMap] = (),
+    ) -> None:  # fmt: skip
+        """Take a loaded draft. widths: beam widths that searches are compiled for, increasing. vocabularies: how the
+        target's tokens are mapped, by draft; empty if they are those of every draft."""
         self.model = model
+        self.vocabularies = vocabularies
+        self._tables = place_maps(vocabularies)
         self.table = table
         self.max_depth = max_depth
         self.widths = widths
@@ -46,7 +54,7 @@ class LocalDrafter:
             packed = jax.ShapeDtypeStruct((beam_layout(rows, model.programs.max_pages).size,), jnp.int32)
             for width in self.widths:
                 search = jax.jit(partial(model.programs.search, max_depth=self.max_depth, width=width))
-                arguments = (model.params, model.pools, root_logits, packed, self.table)
+                arguments = (model.params, model.pools, root_logits, packed, self.table, *self._tables[:1])
                 declared.append(Declared((model.role, "search", rows, width), search, arguments))
         return declared
 
@@ -76,13 +84,18 @@ class LocalDrafter:
         if not len(draft.catchup_tokens):
             return None
         bucket = model.buckets.pick(len(draft.catchup_tokens), plan.num_rows)
-        root_logits = model.run(pack_catchup(bucket, model.programs.max_pages, plan), weights=number)
+        fed = plan
+        if self._tables:
+            tokens = self.vocabularies[number].to_draft[draft.catchup_tokens]
+            fed = replace(plan, draft=replace(draft, catchup_tokens=tokens))
+        root_logits = model.run(pack_catchup(bucket, model.programs.max_pages, fed), weights=number)
         if draft.depth == 0 or not draft.speculates.any():
             return None
         width = next(width for width in self.widths if width >= draft.width)
         search = model.compiled[model.role, "search", bucket.rows, width]
         packed = self._pack_search(bucket.rows, plan)
-        return search(model.weights[number], model.pools, root_logits, packed, self.table)
+        vocabulary = self._tables[number : number + 1]
+        return search(model.weights[number], model.pools, root_logits, packed, self.table, *vocabulary)
 
     def _pack_search(self, rows: int, plan: StepPlan) -> np.ndarray:
         assert plan.draft is not None

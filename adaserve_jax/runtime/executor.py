@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,11 +30,12 @@ from adaserve_jax.runtime.loading import (
     identify,
     load_drafter,
     load_target,
+    resolve_pair,
 )
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import outcome_sizes
 from adaserve_jax.runtime.resample import Resampler, prompt_logprobs, step_logprobs, unpack_report
-from adaserve_jax.runtime.sizing import Resolved, resolve, workspace_of
+from adaserve_jax.runtime.sizing import Resolved, workspace_of
 from adaserve_jax.runtime.step_layout import pack_verify
 from adaserve_jax.runtime.warmup import measure, rehearse_expansion, run_once
 from adaserve_jax.tree.acceptance_table import ChanceTable
@@ -48,6 +50,8 @@ from adaserve_jax.types import (
     StepOutcome,
     StepPlan,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class ModelExecutor:
@@ -238,6 +242,17 @@ class ModelExecutor:
             raise IntegrityError(f"draft {draft} is not on the device; its weights can be had once it is back")
         return model.weights[draft]
 
+    def draft_embedding(self, draft: int = 0) -> np.ndarray:
+        """Return a draft's embedding of the target's tokens, [V, d]; rows that the draft lacks are left out at the end.
+
+        Raises IntegrityError as `draft_params` does.
+        """
+        embedding = np.asarray(self.draft_params(draft)["embed"])
+        assert self.local_drafter is not None
+        vocabularies = self.local_drafter.vocabularies
+        moved = vocabularies and vocabularies[draft].kind == "intersection"
+        return embedding[vocabularies[draft].to_draft] if moved else embedding
+
     def set_draft(self, params: Params, draft: int = 0) -> None:
         """Draft with these weights from the next step on, and take ownership of them. Call it between steps.
 
@@ -310,7 +325,10 @@ def load_executor(
             multihost.join(config)
         pair = find_pair(config)
         chances = find_chances(config, pair)
-        resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
+        resolved = resolve_pair(config, pair, elastic=elastic, training_bytes=training_bytes)
+        if resolved.draft_vocabulary:
+            level = logging.INFO if all(each.share == 1 for each in pair.vocabularies) else logging.WARNING
+            _log.log(level, "draft of another vocabulary: %s", resolved.draft_vocabulary)
         resolved.check_memory()
         if followers is not None:
             followers.send_config(resolved.config)

@@ -24,6 +24,7 @@ from adaserve_jax.models.decoder import Params, param_specs
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
+from adaserve_jax.models.vocabulary_map import VocabularyMap, map_vocabulary
 from adaserve_jax.results.profile import Identity
 from adaserve_jax.results.provenance import machine_name, model_hash
 from adaserve_jax.runtime.capture import LogitCapture
@@ -35,6 +36,7 @@ from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.sizing import Resolved, resolve, weight_dtype, workspace_of
 from adaserve_jax.runtime.step_layout import PackedStep
+from adaserve_jax.runtime.vocabulary_table import map_bytes
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
 from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import Limits, Progress
@@ -46,12 +48,14 @@ IDENTITY_SETTINGS = ("dtype", "quantize", "deterministic", "tp", "num_processes"
 @dataclass(frozen=True)
 class ModelPair:
     """Checkpoints of an engine before their weights are read. draft: the shape of all drafts. draft_folders: in the
-    order of `EngineConfig.draft_names`."""
+    order of `EngineConfig.draft_names`. vocabularies: how each draft's tokens are found from the target's, in the same
+    order; empty where tokenizers were not read."""
 
     target_folder: Path
     target: ModelConfig
     draft: ModelConfig | None
     draft_folders: tuple[Path, ...]
+    vocabularies: tuple[VocabularyMap, ...] = ()
 
     @property
     def draft_folder(self) -> Path | None:
@@ -60,14 +64,15 @@ class ModelPair:
 
 
 def find_pair(config: EngineConfig) -> ModelPair:
-    """Read the models' configurations, and check that they and the vocabularies fit each other.
+    """Read the models' configurations, check that they fit each other, and map the drafts' vocabularies.
 
-    Raises CheckpointError; ConfigError: a further draft is of another shape than the first.
+    Raises CheckpointError: a folder cannot be read, or a vocabulary has too little of the target's, or is not the same
+    where drafts learn; ConfigError: a further draft is of another shape than the first.
     """
     target_folder = resolve_folder(config.target, "target")
     target = ModelConfig.from_folder(target_folder)
     tokenizer = Tokenizer.from_folder(target_folder)
-    first, folders = None, []
+    first, folders, vocabularies = None, [], []
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft")
         draft = ModelConfig.from_folder(folder)
@@ -79,9 +84,31 @@ def find_pair(config: EngineConfig) -> ModelPair:
                     f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
                     f"{got!r}; give drafts of one architecture and size"
                 )
-        check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder), target.vocab_size)
+        own = Tokenizer.from_folder(folder)
+        if config.learning is not None:  # it learns from the target's tokens
+            check_same_vocabulary(tokenizer, own, target.vocab_size, "a draft that learns")
+        vocabularies.append(map_vocabulary(tokenizer, own, target.vocab_size, draft.vocab_size))
         folders.append(folder)
-    return ModelPair(target_folder, target, first, tuple(folders))
+    return ModelPair(target_folder, target, first, tuple(folders), tuple(vocabularies))
+
+
+def resolve_pair(config: EngineConfig, pair: ModelPair, *, elastic: bool = False, training_bytes: int = 0) -> Resolved:
+    """Call `resolve` for the models of a pair, with what is known of the drafts' vocabularies."""
+    resolved = resolve(
+        config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes,
+        map_bytes=map_bytes(pair.vocabularies),
+    )  # fmt: skip
+    return replace(resolved, draft_vocabulary=_describe_vocabularies(config, pair))
+
+
+def _describe_vocabularies(config: EngineConfig, pair: ModelPair) -> str:
+    """Say how the drafts' vocabularies are mapped; "" if all are the target's."""
+    if not any(each.differs for each in pair.vocabularies):
+        return ""
+    if len(pair.vocabularies) == 1:
+        return str(pair.vocabularies[0])
+    named = zip(config.draft_names, pair.vocabularies, strict=True)
+    return "; ".join(f"{name}: {each}" for name, each in named)
 
 
 def find_chances(config: EngineConfig, pair: ModelPair) -> ChanceTable | None:
@@ -169,7 +196,10 @@ def load_drafter(
         "draft", pair.draft, first, programs, resolved.catchup_buckets, num_pages=limits.num_pages,
         page_size=limits.page_size, dtype=resolved.dtype, placement=placement, further=further,
     )  # fmt: skip
-    return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)
+    return LocalDrafter(
+        model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths,
+        vocabularies=pair.vocabularies,
+    )  # fmt: skip
 
 
 class AbstractPlacement(Placement):
@@ -194,7 +224,7 @@ def plan_shapes(config: EngineConfig, *, elastic: bool = False, training_bytes: 
             "several checks its own memory as it starts"
         )
     pair = find_pair(config)
-    return pair, resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
+    return pair, resolve_pair(config, pair, elastic=elastic, training_bytes=training_bytes)
 
 
 def plan_memory(

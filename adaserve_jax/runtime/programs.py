@@ -21,6 +21,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens
 from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.pools import InFlight, Pools, page_slots
 from adaserve_jax.runtime.step_layout import beam_layout, sampler_of, step_layout
+from adaserve_jax.runtime.vocabulary_table import VocabularyTable
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
 from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bits, ancestor_paths
@@ -133,28 +134,31 @@ class ModelPrograms:
 
     def search(
         self, params: Params, pools: Pools, root_logits: jax.Array, packed: jax.Array, table: AcceptanceTable,
-        *, max_depth: int, width: int,
+        vocabulary: VocabularyTable | None = None, *, max_depth: int, width: int,
     ) -> jax.Array:  # fmt: skip
         """Beam-search from the root logits f32[R, V], the result of `catch_up`.
 
-        Returns i32[5, R, max_depth, width]: token, parent, cell, and the bits of log f and log q.
+        vocabulary: of a draft whose vocabulary differs; the search then is over the target's tokens, whose noise it
+        shares. Returns i32[5, R, max_depth, width]: token, parent, cell, and the bits of log f and log q.
         """
         rows = root_logits.shape[0]
         fields = beam_layout(rows, self.max_pages).split(packed)
         shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
         buffers = (jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype))
 
+        forward = partial(self._beam_forward, params, pools, fields, vocabulary)
+        if vocabulary is not None:
+            root_logits = vocabulary.scores(root_logits)
         beam: Beam = beam_search(
-            root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table,
-            partial(self._beam_forward, params, pools, fields), buffers,
+            root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table, forward, buffers,
             fields["shape"][0], fields["shape"][1], fields["shape"][2] > 0, max_depth=max_depth, width=width,
         )  # fmt: skip
         bits = [lax.bitcast_convert_type(part, jnp.int32) for part in (beam.log_f, beam.log_q)]
         return jnp.stack([beam.token, beam.parent, beam.cell, *bits])
 
     def _beam_forward(
-        self, params: Params, pools: Pools, fields: dict[str, jax.Array], carry: tuple[jax.Array, jax.Array],
-        level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array,
+        self, params: Params, pools: Pools, fields: dict[str, jax.Array], vocabulary: VocabularyTable | None,
+        carry: tuple[jax.Array, jax.Array], level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
         """Run the draft on one level of the beam, N = max_depth * W nodes in all.
 
@@ -188,9 +192,10 @@ class ModelPrograms:
             )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 
-        hidden = decode(params, self.config, token.reshape(-1), position.reshape(-1), attend)
+        fed = token if vocabulary is None else vocabulary.fed(token)
+        hidden = decode(params, self.config, fed.reshape(-1), position.reshape(-1), attend)
         scores = logits(params, self.config, hidden).reshape(rows, width, -1)
-        return scores, (k_buffer, v_buffer)
+        return scores if vocabulary is None else vocabulary.scores(scores), (k_buffer, v_buffer)
 
 
 def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPositions:

@@ -45,7 +45,8 @@ class Resolved:
     """A configuration without "auto", and the buckets, limits and memory plan that follow from it.
 
     placement: devices of the target. attention, draft_attention: the kernel implementations. sizes: bytes of each part.
-    memory: the limit that they must fit into.
+    memory: the limit that they must fit into. draft_vocabulary: how the target's tokens are mapped to the drafts', for
+    people; "" if the vocabularies are the same.
     """
 
     config: EngineConfig
@@ -59,6 +60,7 @@ class Resolved:
     draft_attention: Implementation
     sizes: Sizes
     memory: MemoryLimit
+    draft_vocabulary: str = ""
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
         """Return the planned bytes of every part. workspace: of the compiled programs; None before that is known."""
@@ -78,13 +80,14 @@ class Resolved:
 
 def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, elastic: bool = False,
-    training_bytes: int = 0, absent: AbsentDevice | None = None,
+    training_bytes: int = 0, absent: AbsentDevice | None = None, map_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
     """Replace every "auto" of a configuration by what device, models and memory allow.
 
     draft: the local draft's configuration; None without one. elastic: True where the policy exchanges the draft for
     pages and config.elastic is "auto". training_bytes: memory to leave to learning beside serving. absent: the device
-    to plan for in place of those that jax sees.
+    to plan for in place of those that jax sees. map_bytes: of the maps from the target's vocabulary to the drafts'; 0
+    if they have the target's.
     Raises ConfigError: the parts do not fit each other; the message says which to change.
     """
     platform = _platform(absent)
@@ -115,7 +118,7 @@ def resolve(
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
-    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     speculates = draft is not None or config.drafter is not None
@@ -341,13 +344,14 @@ def memory_limit(config: EngineConfig, absent: AbsentDevice | None = None) -> Me
 
 def sizes_of(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement,
-    verify: BucketSet, limit: MemoryLimit, training: int = 0,
+    verify: BucketSet, limit: MemoryLimit, training: int = 0, map_bytes: int = 0,
 ) -> Sizes:  # fmt: skip
     """Return the bytes of each part on the first device. config: without "auto", except num_pages.
 
     The draft lies whole on that device, beside its shard of the target. The devices of a CPU have one memory, which
     holds all shards of this process. Weights and pages are exact, to the byte that the arrays will have; the reserve
     for the workspace is an estimate, for sizing pages before anything is compiled. training: bytes of learning.
+    map_bytes: of the maps of vocabularies.
     """
     partition, platform = placement.partition, placement.devices[0].platform
     on_cpu = platform == "cpu"
@@ -358,7 +362,8 @@ def sizes_of(
     kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
     drafting = 0
     if draft is not None:
-        scores = 4 * SCORES * rows * config.max_width * draft.vocab_size
+        searched = max(draft.vocab_size, target.vocab_size) if map_bytes else draft.vocab_size
+        scores = 4 * SCORES * rows * config.max_width * searched
         drafting = max(_workspace(draft, tokens, rows, dtype), scores)
 
     def sized(quantize: str) -> Sizes:
@@ -372,6 +377,7 @@ def sizes_of(
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
             further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
             training=training,
+            vocabulary_maps=map_bytes,
             draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype, platform),
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )

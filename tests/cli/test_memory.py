@@ -13,6 +13,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.runtime import loading as planned
 from adaserve_jax.runtime.sizing import Resolved, resolve
+from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint
 from tests.program import run_program
 from tests.runtime.test_sizing import DRAFT, TARGET
 
@@ -93,3 +94,13 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert run_program("profile", *arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err
+
+
+def test_a_draft_of_another_vocabulary_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    draft = write_checkpoint(tmp_path / "draft", tokenizer=metaspace_tokenizer())
+    models = ["--target", str(target), "--draft", str(draft), "--max-context", "64"]
+    assert run_program("profile", "--memory", *models) == 0
+    shown = capsys.readouterr().out
+    assert "draft of another vocabulary: intersection of vocabularies (tokens of equal bytes): covers 97.8% of" in shown
+    assert "draft vocabulary maps" in shown

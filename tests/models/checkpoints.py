@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 CONFIG: dict[str, Any] = {
@@ -146,6 +146,31 @@ def metaspace_tokenizer() -> Tokenizer:
     )
     tokenizer.add_special_tokens([EOS, USER, ASSISTANT])
     return tokenizer
+
+
+def with_ids(tokenizer: Tokenizer, new_ids: np.ndarray) -> Tokenizer:
+    """Return the tokenizer with other token ids: what was token i is token new_ids[i], i64[V]."""
+    whole = json.loads(tokenizer.to_str())
+    model = whole["model"]
+    model["vocab"] = {token: int(new_ids[i]) for token, i in model["vocab"].items()}
+    for token in whole["added_tokens"]:
+        token["id"] = int(new_ids[token["id"]])
+    whole["added_tokens"].sort(key=lambda token: token["id"])
+    return Tokenizer.from_str(json.dumps(whole))
+
+
+def write_with_ids(folder: Path, source: Path, new_ids: np.ndarray) -> Path:
+    """Write the checkpoint of `source` with other token ids, in tokenizer and weights: the same function of texts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        rows = np.empty_like(tensors[name])
+        rows[new_ids] = tensors[name]
+        tensors[name] = rows
+    write_tensors(folder, tensors)
+    write_tokenizer(folder, with_ids(Tokenizer.from_file(str(source / "tokenizer.json")), new_ids))
+    return folder
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -13,6 +13,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import find_pair
 from adaserve_jax.runtime.sizing import resolve
@@ -198,8 +199,9 @@ def test_drafts_that_do_not_belong_together_are_refused(config: EngineConfig, tm
 
     with pytest.raises(ConfigError, match=r"draft 'wide' must be of the shape .* intermediate_size is 48, got 96"):
         find_pair(with_draft("wide", intermediate_size=96))
-    with pytest.raises(CheckpointError, match="must have the same vocabulary"):
-        find_pair(with_draft("other", tokenizer=metaspace_tokenizer()))
+    learning = replace(with_draft("other", tokenizer=metaspace_tokenizer()), learning=LearnConfig())
+    with pytest.raises(CheckpointError, match="a draft that learns must have the same vocabulary as the target"):
+        find_pair(learning)
     for again in ("code", "default"):
         with pytest.raises(ConfigError, match="drafts must be of different names, none of them default"):
             with_draft(again)
