@@ -226,6 +226,8 @@ def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
     alone = [_fewer_pages(ledger, shape), _shorter_steps(ledger, shape)]
     enough = [words for words, changed in smaller if changed.needed <= changed.limit.bytes]
     alone += [words for words in enough if not any(other != words and other in words for other in enough)]
+    if ledger.texts and replace(ledger, texts=0).needed <= ledger.limit.bytes:
+        alone.append("draft_sources " + ("model" if ledger.sizes.draft_weights else "none"))
     found = [change for change in alone if change is not None]
     if not found:
         pairs = [(words, _fewer_pages(changed, shape)) for words, changed in smaller]

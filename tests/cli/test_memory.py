@@ -53,8 +53,11 @@ def test_the_ledger_is_shown_and_written(capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.mark.usefixtures("without_compiling")
 def test_what_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--draft", "none", "--num-pages", "64", "--memory-limit-mib", "32"]
-    assert run_program("profile", "--memory", "--exact", *options) == 2
+    options = ["--draft", "none", "--num-pages", "64", "--memory-limit-mib", "32", "--draft-sources"]
+    assert run_program("profile", "--memory", "--exact", *options, "suffix") == 2
+    out, err = capsys.readouterr()
+    assert "texts to draft from" in out and "draft_sources none" not in err
+    assert run_program("profile", "--memory", "--exact", *options, "none") == 2
     out, err = capsys.readouterr()
     assert "without a draft" in out and "122.1%" in out  # 16.1 + 20 + 3 of 32
     assert err.count("\n") == 1 and "the engine takes 39.1 MiB of memory, but the limit is 32.0 MiB" in err

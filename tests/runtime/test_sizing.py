@@ -206,7 +206,7 @@ def test_pages_in_place_of_the_draft_need_xla_on_an_accelerator() -> None:
     assert choose_attention(EngineConfig(elastic="on"), model, bf16, "gpu") == "xla"
 
 
-SMALL = replace(EngineConfig(**DEMO), elastic=EngineConfig().elastic)
+SMALL = replace(EngineConfig(**DEMO), elastic=EngineConfig().elastic, draft_sources="model")
 
 
 def held(arrays: Any) -> int:
