@@ -6,6 +6,7 @@ No weight is made. A few layers stand for all: programs are unrolled, so a layer
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -34,6 +35,8 @@ from adaserve_jax.types import Progress
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 MOSAIC_DUMP = "MOSAIC_GPU_DUMP_TO"
 THUNKS = "thunk_sequence_after_thunk_passes"
+_WITHOUT_DATA = ("bitcast", "conditional", "copy-start", "get-tuple-element", "parameter", "tuple", "while")
+"""Operations that write no array: of a copy in two parts, the second counts."""
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
@@ -44,8 +47,8 @@ class CompiledProgram:
     kind: verify, commit, catch-up, search, resample, capture, extension, move, empty pools; "..., two slabs" where the
     pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
     *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
-    arithmetic; None where it has none. pool_copies: instructions that copy or convert a whole pool. collectives: bytes
-    of results by operation.
+    arithmetic; None where it has none. pool_copies: instructions that copy, convert or transpose a whole pool.
+    collectives: bytes of results by operation.
 
     Of a GPU: launches, what the host starts, of which a command buffer (CUDA graph) is one however many kernels it has,
     and the body of a loop counts once; kernels, in and outside of command buffers. Where ptxas is installed too:
@@ -311,15 +314,22 @@ def _pool_shapes(abstract: AbstractEngine) -> set[tuple[int, ...]]:
 
 
 def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the instructions of a program's text that produce an array of this shape by copying or converting.
+    """Return the instructions of a program's text that copy, convert or transpose an array of this shape.
 
-    A small array that a TPU fetches into its VMEM, memory space 1, is not copied.
+    They are found by the elements of their results, since a compiler may copy a pool into another order of its axes.
+    A small array that a TPU fetches into its VMEM, memory space 1, is not copied. Where a copy and the update of a
+    slice are fused, the slice is copied.
     """
-    text = re.escape(",".join(map(str, shape)))
-    produced = re.findall(rf"(%\S+) = \w+\[{text}\](\S*) ([\w-]+)\(", hlo)
-    return [
-        name for name, layout, opcode in produced if "S(1)" not in layout and re.search("copy|convert", opcode + name)
-    ]
+    found = []
+    for name, result, opcode in re.findall(r"(%\S+) = (\(.*?\)|\S+) ([\w-]+)\(", hlo):
+        copies = re.search(r"copy(?!\S*dynamic-update-slice)|convert|transpose", f"{name} {opcode}")
+        if opcode in _WITHOUT_DATA or not copies:
+            continue
+        arrays = re.findall(r"\w+\[([\d,]+)\](\S*)", result)
+        sizes = [math.prod(map(int, sizes.split(","))) for sizes, layout in arrays if "S(1)" not in layout]
+        if math.prod(shape) in sizes:
+            found.append(name)
+    return found
 
 
 def collectives_of(hlo: str) -> dict[str, int]:
