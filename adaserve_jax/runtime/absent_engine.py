@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,16 +106,17 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
 
 
 def compile_absent(
-    engine: AbsentEngine, *, every_bucket: bool = False, progress: Progress | None = None
+    engine: AbsentEngine, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
 ) -> list[CompiledProgram]:
     """Compile the programs of an engine, of each kind the largest, or all with `every_bucket`, and report on each.
 
-    A program that does not compile is reported with the compiler's error.
+    kinds: to compile (`kind_of`); none: all. A program that does not compile is reported with the compiler's error.
     """
     pair = engine.pair if not engine.layers else _cut(engine.pair, engine.layers)
     with compiling_for(engine.device.platform):
         abstract = declare_shapes(pair, engine.resolved)
         chosen = abstract.declared if every_bucket else _largest(abstract.declared)
+        chosen = [program for program in chosen if not kinds or kind_of(program.key) in kinds]
         reports = []
         for done, declared in enumerate(chosen, 1):
             reports.append(_report(declared, abstract, pair, engine.resolved))
