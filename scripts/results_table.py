@@ -57,6 +57,10 @@ LOADS = (
 )
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+COMPUTED_PROGRAMS = (
+    "| packed tokens | requests | ms | times the step of one token | ms at the ceilings "
+    "| ms computed from the data sheet |\n|---|---|---|---|---|---|"
+)
 PARTS = (
     "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest "
     "| attention of the step | step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -172,11 +176,12 @@ def device_tables(result: dict[str, Any]) -> str:
     """Return the tables of a run of benchmarks/device.py, whatever parts of it were run."""
     ceilings = result["ceilings"]
     parts = [f"Measured with `{result['command']}`:"]
-    if "kernels" in result:
-        kernels = result["kernels"]
+    kernels = result.get("kernels", {})
+    if "conformance" in kernels:
         wrong = [f"{each['implementation']} {each['spec']}" for each in kernels["conformance"] if not each["ok"]]
         checked = f"{len(kernels['conformance'])} kernels and shapes were checked against the oracle"
         parts.append(f"{checked}; {'wrong: ' + ', '.join(wrong) if wrong else 'all were correct'}.")
+    if "times" in kernels:
         times = [
             line(
                 each["kernel"], each["spec"], f"`{each['implementation']}`", number(each["seconds"] * 1e6, 1),
@@ -184,25 +189,32 @@ def device_tables(result: dict[str, Any]) -> str:
             )
             for each in kernels["times"]
         ]  # fmt: skip
+        parts.append("\n".join([KERNELS, *times]))
+    if "picks" in kernels:
         picks = [
             line(str(each["vocabulary"]), number(each["argmax_s"] * 1e6, 0), number(each["top_k_s"] * 1e6, 0))
             for each in kernels["picks"]
         ]
-        parts += ["\n".join([KERNELS, *times]), "Finding the largest scores of 64 rows:", "\n".join([PICKS, *picks])]
+        parts += ["Finding the largest scores of 64 rows:", "\n".join([PICKS, *picks])]
     if "programs" in result:
         verify = result["programs"]["verify"]
         one = min(verify, key=lambda step: (step["tokens"], step["rows"]))["seconds"]
+        computed = any(step.get("computed_s") is not None for step in verify)
         steps = [
             line(
                 str(step["tokens"]), str(step["rows"]), number(step["seconds"] * 1e3), number(step["seconds"] / one),
-                number(step["bound_s"] * 1e3),
+                number(step["bound_s"] * 1e3), *([number(step["computed_s"] * 1e3)] if computed else []),
             )
             for step in verify
         ]  # fmt: skip
         about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
-        parts += [about, "\n".join([PROGRAMS, *steps])]
+        parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
         if shares := [_parts_line(step) for step in result["programs"]["parts"]]:
             parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
+    missing = [f"`{name}` failed: {error}" for name, error in result.get("errors", {}).items()]
+    missing += [f"`{name}` was not begun in time" for name in result.get("not_begun", [])]
+    if missing:
+        parts.append("\n".join(f"* {each}" for each in missing))
     rates = (
         f"copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
         f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
