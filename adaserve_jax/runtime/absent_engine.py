@@ -168,7 +168,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     arguments = jax.tree.map(lambda leaf: _on(first, leaf), declared.arguments)
     try:
         function = declared.function if arguments else _placed(declared.function, first)
-        compiled, figures = _compile(function.lower(*arguments), resolved.placement.devices[0])
+        compiled, figures = compile_with_figures(function.lower(*arguments), resolved.placement.devices[0])
     except Exception as error:  # whatever a compiler raises is the report
         return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
     seconds = time.perf_counter() - started
@@ -187,7 +187,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     )  # fmt: skip
 
 
-def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
+def compile_with_figures(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
     """Compile a program. Returns it, and the figures of `CompiledProgram` that only this kind of device has.
 
     A Mosaic kernel of a GPU that this process compiled before is not compiled again, and does not count again.
