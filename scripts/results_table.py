@@ -1,5 +1,5 @@
-"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md and howto/gpu-and-tpu.md, between their markers,
-from what is committed under benchmarks/results.
+"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, howto/gpu-and-tpu.md and architecture/device.md,
+between their markers, from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -9,7 +9,7 @@ client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py;
-absent-devices.json: of absent_devices.py. No number is typed. Imports no jax.
+absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from results_peers import peer_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_star import overhead_tables, table1_tables
+from results_tiles import tile_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,6 +43,7 @@ PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
+DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
     "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
@@ -318,10 +320,13 @@ def main() -> int:
     planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
+    device_page = DEVICE_PAGE.read_text()
+    tiles = [tile_tables(json.loads(file.read_text())) for file in results.glob("tile-sizes.json")]
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
+        DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]
     for path in stale:

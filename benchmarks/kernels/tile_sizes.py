@@ -1,9 +1,9 @@
-"""Compiles the attention kernels with other tile sizes, for devices that are not here, and reads what their compilers say.
+"""Compiles the attention kernels with other tile sizes, for devices that are not here, and reads the figures.
 
-`python -m benchmarks.kernels.tile_sizes --out tile-sizes.json` compiles one layer's attention of a step of 1024 tokens in
-128 rows. On TPUs it varies KEYS_PER_STEP, and reads the schedule that libtpu writes: the instructions of one step over
-context keys, how many vector registers all of the kernel spills, and the VMEM. On Hopper GPUs it varies DEPTH, and reads
-registers, spills and shared memory. The page docs/architecture/device.md shows it.
+`python -m benchmarks.kernels.tile_sizes --out tile-sizes.json` compiles one layer's attention of a step of 1024 tokens
+in 128 rows. On TPUs it varies KEYS_PER_STEP, and reads the schedule that libtpu writes: the instructions of one step
+over context keys, how many vector registers all of the kernel spills, and the VMEM. On Hopper GPUs it varies DEPTH, and
+reads registers and spills. The page docs/architecture/device.md shows it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TPU_SHAPES = (("v5e", 2, 4), ("v5p", 8, 4), ("v6e", 8, 4), ("v6e", 1, 8), ("tpu7
 KEYS = (256, 512, 1024)
 PAGE_BUFFER_BYTES = 16 << 20
 """Room for pages that cuts none of KEYS."""
+LONG_RUN = 100
+"""Instructions of a run that computes; those that start copies and clear pages are shorter."""
 GPU_SHAPES = (("h100", 8, 4),)
 DEPTHS = (2, 3, 4, 5)
 
@@ -67,17 +69,18 @@ def lower_attention(device: str, kv_heads: int, group: int, implementation: Any)
 def read_schedule(folder: Path) -> dict[str, int]:
     """Return the instructions of a context step and the spilled registers, from what libtpu writes of the kernel.
 
-    A context step is the longest run of instructions in the second level of loops; the loops inside of it, which start
-    copies, are not in it. One instruction takes a cycle or more.
+    A context step is the longest run of instructions in the second level of loops before its last long run, which is
+    the step over in-flight keys. The loops inside of it, which start copies, are not in it. One instruction takes a
+    cycle or more.
     """
     (bundles,) = folder.glob("*paged_tree_attention*[0-9]-final_bundles.txt")
     (used,) = folder.glob("*paged_tree_attention*final_hlo-static-per-bundle-utilization.txt")
     depths = [len(each) for each in re.findall(r"^\s*0x[0-9a-f]+\s+(?:\w\w)?\s*: (>*)", bundles.read_text(), re.M)]
-    longest = max(len(list(run)) for depth, run in groupby(depths) if depth == 2)
+    *before, _ = [size for depth, run in groupby(depths) if depth == 2 and (size := len(list(run))) >= LONG_RUN]
     header, *lines = re.search(r"^(MXU, .*)\n([\s\S]*)", used.read_text(), re.M)[0].splitlines()  # type: ignore[index]
     columns = [list(map(int, line.split())) for line in lines if re.fullmatch(r"[\d ]+", line)][1:]
     spills = header.split(", ").index("VSTORE:SPILL")
-    return {"step_instructions": longest, "spills": sum(row[spills] for row in columns)}
+    return {"step_instructions": max(before), "spills": sum(row[spills] for row in columns)}
 
 
 def tpu_rows(dumps: Path) -> Iterator[dict[str, Any]]:
