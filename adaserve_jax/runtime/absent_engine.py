@@ -6,7 +6,6 @@ No weight is made. A few layers stand for all: programs are unrolled, so a layer
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -317,7 +316,7 @@ def _pool_shapes(abstract: AbstractEngine) -> set[tuple[int, ...]]:
 def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
     """Return the instructions of a program's text that copy, convert or transpose an array of this shape.
 
-    They are found by the elements of their results, since a compiler may copy a pool into another order of its axes.
+    Their results may have the axes in another order, since a compiler may copy a pool into one.
     A small array that a TPU fetches into its VMEM, memory space 1, is not copied. Where a copy and the update of a
     slice are fused, the slice is copied.
     """
@@ -327,8 +326,7 @@ def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
         if opcode in _WITHOUT_DATA or not copies:
             continue
         arrays = re.findall(r"\w+\[([\d,]+)\](\S*)", result)
-        sizes = [math.prod(map(int, sizes.split(","))) for sizes, layout in arrays if "S(1)" not in layout]
-        if math.prod(shape) in sizes:
+        if sorted(shape) in (sorted(map(int, sizes.split(","))) for sizes, layout in arrays if "S(1)" not in layout):
             found.append(name)
     return found
 
