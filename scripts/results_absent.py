@@ -37,13 +37,39 @@ def absent_table(result: dict[str, Any]) -> str:
             f"| {_range(shares)} | {_kernels(rows)} | {_launches(verify)} | {_memory(verify)} "
             f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
         )
+    commits = ", ".join(sorted({row["commit"][:12] for row in result["rows"]}))
     about = (
         "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "
         f"of each kind, {result['layers']} layers, llama-1b as draft, bf16, no weights. Compiled for, not run on. jax "
-        f"{result['jax_version']}, commit {result['commit'][:12]}."
+        f"{result['jax_version']}, commits {commits}."
     )
-    parts = ["\n".join([HEADER, *lines]), "\n".join(dict.fromkeys(refusals)), about]
+    parts = ["\n".join([HEADER, *lines]), "\n".join(dict.fromkeys(refusals)), about, _deep(result.get("deep", []))]
     return "\n\n".join(part for part in parts if part)
+
+
+def _deep(rows: list[dict[str, Any]]) -> str:
+    """Return the workspace of an engine compiled with all layers beside the reserve that was planned for it."""
+    if not rows:
+        return ""
+    first = rows[0]
+    results = {row["kind"]: row["result_bytes"] - row["alias_bytes"] for row in rows if not _makes_pages(row["kind"])}
+    temporary, kept = max(rows, key=lambda row: row["temporary_bytes"]), first["kept_bytes"]
+    returned = max(results, key=lambda kind: results[kind])
+    workspace = temporary["temporary_bytes"] + results[returned] + kept
+    shares = [row["ledger_bytes"] / row["argument_bytes"] for row in rows if row.get("ledger_bytes")]
+    return (
+        f"With all {first['layers']} layers ({first['device']}, {first['target']}; `--deep`): the ledger counts "
+        f"{_range(shares)} of the arguments of verify and catch-up. The workspace takes "
+        f"{workspace / MIB:,.0f} MiB: {temporary['temporary_bytes'] / MIB:,.0f} of temporaries ({temporary['kind']}), "
+        f"{results[returned] / MIB:,.0f} of results ({returned}), and {kept / MIB:,.0f} of tables of edits. That is "
+        f"{workspace / first['reserve_bytes']:.0%} of the {first['reserve_bytes'] / MIB:,.0f} MiB that the ledger "
+        f"reserves for it. Commit {first['commit'][:12]}."
+    )
+
+
+def _makes_pages(kind: str) -> bool:
+    """Return whether a program's results are pages, which the ledger counts itself."""
+    return kind in ("move", "empty pools of the draft", "empty extension")
 
 
 def _kernels(rows: Iterable[dict[str, Any]]) -> str:

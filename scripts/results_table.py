@@ -1,5 +1,5 @@
-"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md and howto/gpu-and-tpu.md,
-between their markers, from what is committed under benchmarks/results.
+"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
+architecture/device.md, between their markers, from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -9,8 +9,8 @@ client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
-absent-devices.json: of absent_devices.py; draft-sources-*.json: of engine/draft_sources.py. No number is typed.
-Imports no jax.
+absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json: of
+engine/draft_sources.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import sources_table
 from results_star import overhead_tables, table1_tables
+from results_tiles import tile_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +46,7 @@ FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
+DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
     "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
@@ -60,6 +62,10 @@ LOADS = (
 )
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+COMPUTED_PROGRAMS = (
+    "| packed tokens | requests | ms | times the step of one token | ms at the ceilings "
+    "| ms computed from the data sheet |\n|---|---|---|---|---|---|"
+)
 PARTS = (
     "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest "
     "| attention of the step | step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -179,11 +185,12 @@ def device_tables(result: dict[str, Any]) -> str:
     """Return the tables of a run of benchmarks/device.py, whatever parts of it were run."""
     ceilings = result["ceilings"]
     parts = [f"Measured with `{result['command']}`:"]
-    if "kernels" in result:
-        kernels = result["kernels"]
+    kernels = result.get("kernels", {})
+    if "conformance" in kernels:
         wrong = [f"{each['implementation']} {each['spec']}" for each in kernels["conformance"] if not each["ok"]]
         checked = f"{len(kernels['conformance'])} kernels and shapes were checked against the oracle"
         parts.append(f"{checked}; {'wrong: ' + ', '.join(wrong) if wrong else 'all were correct'}.")
+    if "times" in kernels:
         times = [
             line(
                 each["kernel"], each["spec"], f"`{each['implementation']}`", number(each["seconds"] * 1e6, 1),
@@ -191,25 +198,32 @@ def device_tables(result: dict[str, Any]) -> str:
             )
             for each in kernels["times"]
         ]  # fmt: skip
+        parts.append("\n".join([KERNELS, *times]))
+    if "picks" in kernels:
         picks = [
             line(str(each["vocabulary"]), number(each["argmax_s"] * 1e6, 0), number(each["top_k_s"] * 1e6, 0))
             for each in kernels["picks"]
         ]
-        parts += ["\n".join([KERNELS, *times]), "Finding the largest scores of 64 rows:", "\n".join([PICKS, *picks])]
+        parts += ["Finding the largest scores of 64 rows:", "\n".join([PICKS, *picks])]
     if "programs" in result:
         verify = result["programs"]["verify"]
         one = min(verify, key=lambda step: (step["tokens"], step["rows"]))["seconds"]
+        computed = any(step.get("computed_s") is not None for step in verify)
         steps = [
             line(
                 str(step["tokens"]), str(step["rows"]), number(step["seconds"] * 1e3), number(step["seconds"] / one),
-                number(step["bound_s"] * 1e3),
+                number(step["bound_s"] * 1e3), *([number(step["computed_s"] * 1e3)] if computed else []),
             )
             for step in verify
         ]  # fmt: skip
         about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
-        parts += [about, "\n".join([PROGRAMS, *steps])]
+        parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
         if shares := [_parts_line(step) for step in result["programs"]["parts"]]:
             parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
+    missing = [f"`{name}` failed: {error}" for name, error in result.get("errors", {}).items()]
+    missing += [f"`{name}` was not begun in time" for name in result.get("not_begun", [])]
+    if missing:
+        parts.append("\n".join(f"* {each}" for each in missing))
     rates = (
         f"copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
         f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
@@ -335,11 +349,14 @@ def main() -> int:
     sources = [sources_table(json.loads(file.read_text())) for file in sorted(results.glob("draft-sources-*.json"))]
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
+    device_page = DEVICE_PAGE.read_text()
+    tiles = [tile_tables(json.loads(file.read_text())) for file in results.glob("tile-sizes.json")]
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
         SOURCES_PAGE: (drafting, between(drafting, "draft-sources", sources, SOURCES_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
+        DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]
     for path in stale:

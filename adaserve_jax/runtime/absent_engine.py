@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,8 @@ from adaserve_jax.types import Progress
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 MOSAIC_DUMP = "MOSAIC_GPU_DUMP_TO"
 THUNKS = "thunk_sequence_after_thunk_passes"
+_WITHOUT_DATA = ("bitcast", "conditional", "copy-start", "get-tuple-element", "parameter", "tuple", "while")
+"""Operations that write no array: of a copy in two parts, the second counts."""
 _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 
 
@@ -44,8 +46,8 @@ class CompiledProgram:
     kind: verify, commit, catch-up, search, resample, capture, extension, move, empty pools; "..., two slabs" where the
     pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
     *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
-    arithmetic; None where it has none. pool_copies: instructions that copy or convert a whole pool. collectives: bytes
-    of results by operation.
+    arithmetic; None where it has none. pool_copies: instructions that copy, convert or transpose a whole pool.
+    collectives: bytes of results by operation.
 
     Of a GPU: launches, what the host starts, of which a command buffer (CUDA graph) is one however many kernels it has,
     and the body of a loop counts once; kernels, in and outside of command buffers. Where ptxas is installed too:
@@ -103,16 +105,17 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
 
 
 def compile_absent(
-    engine: AbsentEngine, *, every_bucket: bool = False, progress: Progress | None = None
+    engine: AbsentEngine, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
 ) -> list[CompiledProgram]:
     """Compile the programs of an engine, of each kind the largest, or all with `every_bucket`, and report on each.
 
-    A program that does not compile is reported with the compiler's error.
+    kinds: to compile (`kind_of`); none: all. A program that does not compile is reported with the compiler's error.
     """
     pair = engine.pair if not engine.layers else _cut(engine.pair, engine.layers)
     with compiling_for(engine.device.platform):
         abstract = declare_shapes(pair, engine.resolved)
         chosen = abstract.declared if every_bucket else _largest(abstract.declared)
+        chosen = [program for program in chosen if not kinds or kind_of(program.key) in kinds]
         reports = []
         for done, declared in enumerate(chosen, 1):
             reports.append(_report(declared, abstract, pair, engine.resolved))
@@ -164,7 +167,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     arguments = jax.tree.map(lambda leaf: _on(first, leaf), declared.arguments)
     try:
         function = declared.function if arguments else _placed(declared.function, first)
-        compiled, figures = _compile(function.lower(*arguments), resolved.placement.devices[0])
+        compiled, figures = compile_with_figures(function.lower(*arguments), resolved.placement.devices[0])
     except Exception as error:  # whatever a compiler raises is the report
         return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
     seconds = time.perf_counter() - started
@@ -183,7 +186,7 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
     )  # fmt: skip
 
 
-def _compile(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
+def compile_with_figures(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]]:
     """Compile a program. Returns it, and the figures of `CompiledProgram` that only this kind of device has.
 
     A Mosaic kernel of a GPU that this process compiled before is not compiled again, and does not count again.
@@ -311,15 +314,21 @@ def _pool_shapes(abstract: AbstractEngine) -> set[tuple[int, ...]]:
 
 
 def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """Return the instructions of a program's text that produce an array of this shape by copying or converting.
+    """Return the instructions of a program's text that copy, convert or transpose an array of this shape.
 
-    A small array that a TPU fetches into its VMEM, memory space 1, is not copied.
+    Their results may have the axes in another order, since a compiler may copy a pool into one.
+    A small array that a TPU fetches into its VMEM, memory space 1, is not copied. Where a copy and the update of a
+    slice are fused, the slice is copied.
     """
-    text = re.escape(",".join(map(str, shape)))
-    produced = re.findall(rf"(%\S+) = \w+\[{text}\](\S*) ([\w-]+)\(", hlo)
-    return [
-        name for name, layout, opcode in produced if "S(1)" not in layout and re.search("copy|convert", opcode + name)
-    ]
+    found = []
+    for name, result, opcode in re.findall(r"(%\S+) = (\(.*?\)|\S+) ([\w-]+)\(", hlo):
+        copies = re.search(r"copy(?!\S*dynamic-update-slice)|convert|transpose", f"{name} {opcode}")
+        if opcode in _WITHOUT_DATA or not copies:
+            continue
+        arrays = re.findall(r"\w+\[([\d,]+)\](\S*)", result)
+        if sorted(shape) in (sorted(map(int, sizes.split(","))) for sizes, layout in arrays if "S(1)" not in layout):
+            found.append(name)
+    return found
 
 
 def collectives_of(hlo: str) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Pools of KV pages on the device, and every program that writes them.
 
 Pools are donated to these programs, which write in place. A program that loops over a donated pool and then scatters
-into it makes XLA copy the pool. So the programs of a step only read pools, and their K/V is written here afterwards
-(docs/architecture/device.md).
+into it makes XLA copy the pool. So the programs of a step only read pools, and their K/V is written here afterwards:
+by a scatter, and on a TPU by a loop over groups of slots (docs/architecture/device.md).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
+from adaserve_jax.pallas_kernels.compat import platform
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import Pool, Slabs
 from adaserve_jax.runtime.page_moves import move_pages
 
@@ -52,6 +53,8 @@ NO_PAGE = 1 << 30
 """Page of tokens whose K/V is dropped: larger than the last page of any pool."""
 TPU_LANES = 128
 """XLA on a TPU lays out an array in the order of its axes if the last one is a multiple of this."""
+GROUP_SLOTS = 8
+"""Slots that a TPU writes at once: the rows of one tile of a pool's layout, T(8,128). It divides every page size."""
 POOL_HEADS = 2
 """Axis of the KV heads in a pool."""
 IN_FLIGHT_HEADS = 2
@@ -94,21 +97,63 @@ def page_slots(fields: dict[str, jax.Array], keep: jax.Array, page_size: int) ->
 
 def commit(pools: Pools, in_flight: InFlight) -> Pools:
     """Write in-flight K/V into the pages, in place (donate the pools)."""
-    at = (in_flight.page, in_flight.slot)
-    written = Pools(_write(pools.k, in_flight.k, *at), _write(pools.v, in_flight.v, *at))
+    write = _write_groups if platform() == "tpu" else _scatter
+    k, v = write(pools, in_flight)
     if pools.extension is None:
-        return written
+        return Pools(k, v)
     # Pages of the base go past the extension's end, where they are dropped. Below 0, indices would wrap.
     beyond = in_flight.page - pools.k.shape[1]
     page = jnp.where(beyond < 0, pools.extension.num_pages, beyond)
-    return written._replace(extension=commit(pools.extension, in_flight._replace(page=page)))
+    return Pools(k, v, commit(pools.extension, in_flight._replace(page=page)))
 
 
-def _write(pool: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
-    """Scatter new, [L, T, K, D], into a pool, padded to its D. Pages beyond the pool are dropped."""
-    new = jnp.pad(new, [(0, 0)] * 3 + [(0, pool.shape[4] - new.shape[3])])
-    # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
-    return pool.at[:, page, :, slot].set(new.transpose(1, 0, 2, 3), mode="drop")
+def _scatter(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Array]:
+    """Return the base's K and V with the in-flight ones scattered into them. Pages beyond the pool are dropped."""
+
+    def written(pool: jax.Array, new: jax.Array) -> jax.Array:
+        # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
+        at = pool.at[:, in_flight.page, :, in_flight.slot]
+        return at.set(_padded(new, pool).transpose(1, 0, 2, 3), mode="drop")
+
+    return written(pools.k, in_flight.k), written(pools.v, in_flight.v)
+
+
+def _write_groups(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `_scatter`, written by a loop over the groups of GROUP_SLOTS slots that get a token.
+
+    XLA on a TPU scatters into a pool in another order of its axes: it copies the whole pool there and back. A loop that
+    updates a slice stays in place, but only if the slice is whole tiles of the layout, so groups are read, completed
+    and written back.
+    """
+    _, num_pages, _, page_size, _ = pools.k.shape
+    num_tokens, per_page = in_flight.page.shape[0], page_size // GROUP_SLOTS
+    no_group = num_pages * per_page
+    group = jnp.where(in_flight.page < num_pages, in_flight.page * per_page + in_flight.slot // GROUP_SLOTS, no_group)
+    order = jnp.argsort(group)
+    group = group[order]
+    begins = (group < no_group) & (group != jnp.roll(group, 1).at[0].set(-1))
+    index = jnp.where(group < no_group, jnp.cumsum(begins, dtype=jnp.int32) - 1, num_tokens)
+    # By group that is written: its place, and the token of each of its slots, num_tokens where none is.
+    place = jnp.zeros(num_tokens, jnp.int32).at[index].set(group, mode="drop")
+    token = jnp.full((num_tokens, GROUP_SLOTS), num_tokens, jnp.int32)
+    token = token.at[index, in_flight.slot[order] % GROUP_SLOTS].set(order.astype(jnp.int32), mode="drop")
+
+    def write(index: jax.Array, written: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def completed(pool: jax.Array, new: jax.Array) -> jax.Array:
+            chosen = _padded(new[:, jnp.minimum(token[index], num_tokens - 1)], pool)
+            chosen = chosen.transpose(0, 2, 1, 3)[:, None]  # [L, 1, K, GROUP_SLOTS, D]
+            start = (0, place[index] // per_page, 0, place[index] % per_page * GROUP_SLOTS, 0)
+            kept = lax.dynamic_slice(pool, start, chosen.shape)
+            return lax.dynamic_update_slice(pool, jnp.where((token[index] < num_tokens)[:, None], chosen, kept), start)
+
+        return completed(written[0], in_flight.k), completed(written[1], in_flight.v)
+
+    return lax.fori_loop(0, jnp.sum(begins, dtype=jnp.int32), write, (pools.k, pools.v))
+
+
+def _padded(new: jax.Array, pool: jax.Array) -> jax.Array:
+    """Pad K/V, [L, T, K, D], with zeros to the D of a pool."""
+    return jnp.pad(new, [(0, 0)] * 3 + [(0, pool.shape[4] - new.shape[3])])
 
 
 def move_to_base(base: Pools, extension: Pools, from_pages: jax.Array, to_pages: jax.Array) -> Pools:

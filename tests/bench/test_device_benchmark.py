@@ -1,9 +1,14 @@
-"""benchmarks/device.py: its arithmetic, and that it finds what is wrong. The whole run is a benchmark, not a test."""
+"""benchmarks/device.py: its arithmetic, its order of parts, and that it finds what is wrong. The whole run is a
+benchmark, not a test."""
 
+import json
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from adaserve_jax.types import CostSamples
 from benchmarks.kernels.attention_specs import TINY
@@ -29,6 +34,101 @@ def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
     assert (small.tokens, small.rows, small.bound_s) == (1, 1, pytest.approx(0.04))  # 400 MB at 10 GB/s
     assert small.of_bound == pytest.approx(0.5)
     assert large.bound_s == pytest.approx(0.0512)  # 2 x 1e8 x 256 operations at 1e12/s
+
+
+def test_steps_stand_beside_the_times_of_the_data_sheet(modules, ceilings):
+    samples = CostSamples({(1, 1): 0.08, (256, 4): 0.1}, {}, {})
+    steps = modules.device.step_times(samples, ceilings, 1, 1, lambda tokens, rows: tokens / rows)
+    assert [step.computed_s for step in steps] == [1, 64]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"), ("NVIDIA H100 PCIe", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_a_data_sheet_is_found_by_jaxs_name_of_the_device(modules, kind, name):
+    sheet = modules.device.data_sheet(kind)
+    assert (None if sheet is None else sheet.name) == name
+
+
+@pytest.fixture
+def run(modules, monkeypatch, tmp_path):
+    """Run the command on measurements that only note their names; returns the file, and what was measured."""
+    device, kernels, noted = modules.device, modules.kernels, []
+
+    def note(name, result):
+        noted.append(name)
+        if name in failing:
+            raise MemoryError(f"{name} needs more")
+        return result
+
+    ceilings = modules.ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
+    times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [], [])
+    monkeypatch.setattr(device, "measure_ceilings", lambda _: note("ceilings", ceilings))
+    monkeypatch.setattr(device, "measure_programs", lambda *_: note("programs", times))
+    monkeypatch.setattr(device, "measure_serving", lambda *_: note("bench", []))
+    monkeypatch.setattr(device, "run_swaps", lambda *_: (note("swaps", modules.elastic.Swaps(1, 1, 1, 1, 1, 1)), None))
+    monkeypatch.setattr(device, "show_swaps", lambda *_: None)
+    monkeypatch.setattr(device, "as_result", lambda timed: {"pages": 1})
+    monkeypatch.setattr(device, "result_table", lambda rows: "")
+    monkeypatch.setattr(kernels, "conformance", lambda full: note("conformance", []))
+    monkeypatch.setattr(kernels, "time_kernels", lambda ceilings, full: note("times", []))
+    monkeypatch.setattr(kernels, "time_picks", lambda: note("picks", []))
+    monkeypatch.setattr(device, "source_commit", lambda: commit[0])
+    commit, failing = ["abc"], set()
+    app = typer.Typer()
+    app.command()(device.device)
+
+    def call(*options, fails=(), at="abc"):
+        commit[0] = at
+        noted.clear()
+        failing.clear()
+        failing.update(fails)
+        done = CliRunner().invoke(app, ["--out", str(tmp_path / "device.json"), *options], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return json.loads((tmp_path / "device.json").read_text()), list(noted)
+
+    return call
+
+
+ORDER = ["ceilings", "conformance", "programs", "bench", "times", "picks", "swaps"]
+
+
+def test_parts_are_measured_by_priority_and_a_part_that_fails_stops_no_other(run):
+    found, noted = run(fails=("programs", "times"))
+    assert noted == ORDER
+    assert found["errors"] == {
+        "programs": "MemoryError: programs needs more", "kernels.times": "MemoryError: times needs more"
+    }  # fmt: skip
+    assert found["bench"] == [] and found["kernels"] == {"conformance": [], "picks": []} and "programs" not in found
+
+
+def test_the_same_command_measures_what_is_missing_and_nothing_else(run):
+    run(fails=("programs",))
+    found, noted = run()
+    assert noted == ["programs"] and found["errors"] == {} and found["programs"]["target_params"] == 1
+    assert run("--swaps", "3")[1] == ["swaps"]
+    assert run("--max-requests", "4", "--swaps", "3")[1] == ["programs", "bench"]
+    assert run("--max-requests", "4", "--swaps", "3", at="def")[1] == ORDER
+
+
+def test_no_part_is_begun_after_the_time(run, modules, monkeypatch):
+    later = iter([0.0, 1.0, 59.0])
+    monkeypatch.setattr(modules.device, "time", SimpleNamespace(monotonic=lambda: next(later, 61.0)))
+    found, noted = run("--minutes", "1")
+    assert noted == ORDER[:2]
+    assert found["not_begun"] == ["programs", "bench", "kernels.times", "kernels.picks", "swaps"]
+    monkeypatch.setattr(modules.device, "time", time)
+    assert run("--minutes", "1")[1] == ORDER[2:]
+
+
+def test_parts_that_need_the_ceilings_say_so(run):
+    found, noted = run(fails=("ceilings",))
+    assert noted == ["ceilings", "conformance", "bench", "picks", "swaps"]
+    assert found["errors"]["programs"] == "ConfigError: needs the part ceilings, which was not measured"
 
 
 def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):

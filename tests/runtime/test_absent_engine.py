@@ -99,6 +99,7 @@ def test_a_target_over_four_devices_exchanges_sums(tmp_path: Path, name: str) ->
     assert done.returncode == 0, done.stderr
     rows = rows_of(done.stdout)
     assert float(rows["verify"][7]) > 0 and rows["catch-up"][7] == ""
+    assert all(cells[6] == "0" for cells in rows.values()), rows  # copies of a pool
     if name == "v5e":  # of the attention kernel, whose page table alone has 8 x 16 entries
         vmem_bytes, smem_bytes = (int(cell.replace(",", "")) for cell in rows["verify"][8:10])
         assert 0 < vmem_bytes <= 16 << 20 and smem_bytes >= 4 * 8 * 16
@@ -141,9 +142,14 @@ def test_what_a_program_exchanges_and_copies_is_read_from_its_text() -> None:
       %copy.1 = bf16[2,8,4,64,128]{4,3,2,1,0} copy(%pool)
       %fetched = bf16[2,8,4,64,128]{4,3,2,1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
       %add = bf16[2,8,4,64,128]{4,3,2,1,0} add(%a, %b)
+      %turned = bf16[8,64,2,4,128]{4,3,2,1,0:T(8,128)(2,1)} transpose(%pool), dimensions={1,3,0,2,4}
+      %copy_bitcast_fusion = (bf16[2,8,4,64,128]{4,3,2,1,0:T(8,128)(2,1)}, bf16[8]{0}) fusion(%a), kind=kLoop
+      %copy_dynamic-update-slice_fusion.1 = bf16[2,8,4,64,128]{4,3,2,1,0} fusion(%pool, %slice), kind=kLoop
+      %copy.2 = bf16[8,64,2,4,128]{4,1,3,0,2} bitcast(%pool)
+      %copy.3 = bf16[2,8,4,128]{3,2,1,0} copy(%slice)
     """
     assert collectives_of(text) == {"all-reduce": 4 * 64 * 128, "all-gather": 2 * (8 + 32)}
-    assert copies_of(text, (2, 8, 4, 64, 128)) == ["%copy.1"]
+    assert copies_of(text, (2, 8, 4, 64, 128)) == ["%copy.1", "%turned", "%copy_bitcast_fusion"]
 
 
 def test_options_that_measure_do_not_go_with_a_device() -> None:

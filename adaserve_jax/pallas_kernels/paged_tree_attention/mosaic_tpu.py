@@ -29,6 +29,10 @@ LOWEST = -1e30
 LANES = 128
 KEYS_PER_STEP = 512
 """Context keys of one step, at most; fewer where the table has fewer pages or the buffers would grow too large."""
+# By the compiled programs (benchmarks/kernels/tile_sizes.py): on v5e with 2 KV heads and on v6e with 8, copying the 512
+# keys of the next step takes longer than the instructions of this one above 1.1 GHz, so that larger steps gain nothing.
+# Steps of 256 keys are bound by instructions on v6e. On v5p and 7x, steps of 1024 keys have a fifth fewer instructions
+# per key, but spill more registers, take 10 of 16 MiB of VMEM, and make contexts below 512 keys dearer by half.
 PAGE_BUFFER_BYTES = 4 * 2**20
 """VMEM for pages: keys and values, those computed and those in flight. A kernel has 16 MiB of VMEM by default."""
 
