@@ -177,6 +177,12 @@ def test_who_is_served_first_has_the_last_node(order, expected):
     assert selection.slo_phase(f, need, budget=3, order=order).tolist() == expected
 
 
+def test_a_request_that_cannot_reach_its_need_is_served_last():
+    """The first wants 1 node and would still be short of 3 tokens; the second reaches 2.5 tokens with 2 nodes."""
+    f = np.array([[0.5, 0.0], [0.9, 0.7]])
+    assert selection.slo_phase(f, np.array([3.0, 2.5]), budget=4).tolist() == [0, 2]
+
+
 def test_an_equal_rest_is_shared_level_by_level_beyond_what_was_taken():
     """The first request has one of three already; the second has two to give, and takes part from its first on."""
     ranked = selection.Ranked(
