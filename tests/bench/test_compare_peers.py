@@ -15,7 +15,7 @@ from tests.bench.scripts import FOLDER, imported
 from tests.waiting import wait_until
 
 STAND_IN = Path(__file__).with_name("stand_in_peer.py")
-TARGETS_MS = {"tight": 10.0, "relaxed": 1000.0}
+TARGETS_MS = {"tight": 200.0, "relaxed": 1000.0}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ def test_servers_take_turns_and_are_asked_for_whole_texts(scripts, tmp_path):
 
 def test_requests_that_take_too_long_or_have_no_server_failed(scripts, tmp_path):
     compare, common = scripts["compare"], scripts["common"]
-    asked = [compare.Asked([97], 2000, 0, "tight"), compare.Asked([97], 2, 1, "tight")]
+    asked = [compare.Asked([97], 20_000, 0, "tight"), compare.Asked([97], 2, 1, "tight")]
     with compare.up([stand_in(compare, "one")], tmp_path / "logs") as (one,):
         drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
-        row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, list(reversed(asked)), 0.5)
+        row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, list(reversed(asked)), 3.0)
         assert (row.requests, row.failed) == (2, 1)
     gone = compare.Drive(stand_in(compare, "none"), common.free_port(), 0.0, TARGETS_MS)
     heard, _, _ = asyncio.run(gone.open(asked[:1], 5.0))
