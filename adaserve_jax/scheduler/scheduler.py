@@ -225,10 +225,8 @@ class Scheduler:
         started = time.perf_counter()
         planned = self._expect(plan)
         self._merged = None
-        if planned.suffix is not None:
-            from adaserve_jax.scheduler.suffix_drafter import merge
-
-            self._merged = merge(candidates, planned.suffix.candidates)
+        if self._suffix is not None and planned.suffix is not None:
+            self._merged = self._suffix.merge(candidates, planned.suffix)
             candidates = self._merged.candidates
         trees = self._selector.trees(planned, candidates, now)
         self._stats.select_s += time.perf_counter() - started

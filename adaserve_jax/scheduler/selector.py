@@ -46,8 +46,9 @@ class Selector:
         plan = planned.plan
         if not candidates.log_f.size or plan.tree_token_cap <= plan.num_decode:
             return selection.roots_only(plan.root_token)
-        drafted_alone = planned.suffix is None and plan.draft is not None
-        speculates = plan.draft.speculates if drafted_alone and plan.draft else np.ones(plan.num_decode, bool)
+        speculates = np.ones(plan.num_decode, bool)
+        if planned.suffix is None and plan.draft is not None:
+            speculates = plan.draft.speculates
         candidates = _within_reach(candidates, planned.remaining, speculates)
         left = plan.tree_token_cap - plan.num_decode
         if self._takes_all and candidates.log_f.size <= left:

@@ -7,7 +7,7 @@ trees are worth, and rows for which no draft could bring more are left out of th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 
@@ -28,21 +28,13 @@ _NO_EDGES = np.full((2, 7), np.inf, np.float32)
 class SuffixTrees:
     """Trees of the suffix source for the decode rows of a step.
 
-    covered: bool[num_decode], rows for which no tree of the draft is expected to bring as much.
+    f: f64[num_decode, C], of each row's candidates, best first, 0 for absent ones. covered: bool[num_decode], rows for
+    which no tree of the draft is expected to bring as much.
     """
 
     candidates: CandidateTrees
+    f: np.ndarray
     covered: np.ndarray
-
-    @cached_property
-    def f(self) -> np.ndarray:
-        """f64[num_decode, C], f of each row's candidates, best first, 0 for absent ones."""
-        return -np.sort(-np.exp(self.candidates.log_f.astype(np.float64)), axis=1)
-
-    @property
-    def num_nodes(self) -> int:
-        """Candidates of all rows."""
-        return int(np.count_nonzero(self.candidates.log_f > -np.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +134,12 @@ class SuffixDrafter:
             log_f = candidates.log_f.copy()
             log_f[short] = np.where(candidates.depth <= room[:, None], log_f[short], np.float32(-np.inf))
             candidates = replace(candidates, log_f=log_f)
-        expected = np.exp(candidates.log_f.astype(np.float64)).sum(axis=1)
-        return SuffixTrees(candidates, expected >= max(float(self._acceptance.expected().sum()), 1e-9))
+        f = -np.sort(-np.exp(candidates.log_f.astype(np.float64)), axis=1)
+        return SuffixTrees(candidates, f, f.sum(axis=1) >= max(float(self._acceptance.expected().sum()), 1e-9))
+
+    def merge(self, drafted: CandidateTrees, proposed: SuffixTrees) -> MergedTrees:
+        """Merge the draft's candidates with those proposed for the same step."""
+        return merge(drafted, proposed.candidates)
 
     def keep(self, state: SequenceState) -> None:
         """Keep the text of a sequence that ended, for others of its salt, unless its request says no."""

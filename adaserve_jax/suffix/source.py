@@ -26,8 +26,8 @@ MOST_SALTS = 4096
 """Salts that are remembered before those without a text in the store are dropped."""
 GREEDY_CHANCE = (0.35, 0.50, 0.65, 0.78, 0.88, 0.93, 0.96, 0.98)
 """Chance by bin of match length that an undisputed continuation is right at temperature 0. These tables are rounded
-from 10,000 outcomes of the tasks of `benchmarks/engine/draft_sources.py`, and lower for short matches, which open text
-has more of.
+from outcomes of the tasks of `benchmarks/engine/draft_sources.py`, and lower for short matches, which open text has
+more of.
 """
 KIND_FACTOR = (1.0, 0.6, 0.35, 0.18, 0.1, 0.95, 0.4, 0.2, 0.12, 0.1)
 """Factors on it: first choice with nearly all, most, or less of the occurrences, second, later; then the same in other

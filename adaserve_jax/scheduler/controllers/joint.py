@@ -100,20 +100,22 @@ class Reach:
         need_rate: f64[R], tokens per second. step_s: f64[O, E]. shapes: indices of the O rows of step_s; None for all.
         """
         first = np.arange(len(self.tokens)) if shapes is None else shapes
-        gain = need_rate * (step_s * GRID)[:, :, None]
-        gain -= GRID
-        np.ceil(gain, out=gain)
-        np.clip(gain, 0.0, self.grid_steps - 1, out=gain)
-        gain += (first * self.grid_steps)[:, None, None]
-        return self.nodes.take(gain.astype(np.intp))
+        return self._nodes(need_rate, step_s, (first * self.grid_steps)[:, None, None])
 
     def nodes_of_rows(self, need_rate: np.ndarray, step_s: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the nodes that put each of `rows` on pace, i64[O, E, len(rows)], where the table has a line for each
         row instead of each shape. Arguments as of `nodes_for`; rows: i64[n].
         """
-        gain = np.ceil((need_rate[rows] * step_s[:, :, None] - 1.0) * GRID)
-        at = np.clip(gain, 0.0, self.grid_steps - 1).astype(np.intp)
-        return self.nodes.take(at + rows * self.grid_steps)
+        return self._nodes(need_rate[rows], step_s, rows * self.grid_steps)
+
+    def _nodes(self, need_rate: np.ndarray, step_s: np.ndarray, line: np.ndarray) -> np.ndarray:
+        """Look the nodes up. line: begin of the table's line for each need, broadcast to i64[O, E, R]."""
+        gain = need_rate * (step_s * GRID)[:, :, None]
+        gain -= GRID
+        np.ceil(gain, out=gain)
+        np.clip(gain, 0.0, self.grid_steps - 1, out=gain)
+        gain += line
+        return self.nodes.take(gain.astype(np.intp))
 
     def gain(self, nodes: np.ndarray, shapes: np.ndarray | None) -> np.ndarray:
         """Return f64[O, ...], expected tokens beyond the root of the `nodes` best nodes, linear between whole ones."""
@@ -251,9 +253,10 @@ class JointController(Controller):
         draft_s = self._draft_s(all_rows, catchup_s, context)
         verify_s = self._cost.verify_s(all_rows, context)
         edges = _spread(low, high, COARSE_EDGES)
+        text = None if load.suffix_f is None else Reach.of(_cumulated(load.suffix_f))
 
         def look(shapes: np.ndarray, edges: np.ndarray) -> Choices:
-            return self._look(load, shapes, edges, draft_s, verify_s, correction)
+            return self._look(load, shapes, edges, draft_s, verify_s, correction, text)
 
         choices = look(shapes, edges)
         return Weighed(
@@ -288,11 +291,11 @@ class JointController(Controller):
 
     def _look(
         self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray,
-        correction: Correction | None,
+        correction: Correction | None, text: Reach | None,
     ) -> Choices:  # fmt: skip
         """Value `shapes` at the edges `at` (indices) for every share of prefill.
 
-        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges.
+        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges. text: a line of nodes of text for each row.
         """
         rows, reach = load.num_decode, self._reach_now()
         step_s = draft_s[shapes, None] + verify_s[at]
@@ -307,11 +310,10 @@ class JointController(Controller):
         cost = reach.nodes_for(in_order, step_s, shapes)
         late = load.need_rate[plain] * step_s[:, :, None] > 1.0
         plain_cost = np.where(late, OUT_OF_REACH, 0)
-        if load.suffix_f is not None:
-            text = Reach.of(_cumulated(load.suffix_f))
+        if text is not None:
             cost = np.minimum(cost, text.nodes_of_rows(load.need_rate, step_s, drafted.nonzero()[0]))
             plain_cost = np.minimum(plain_cost, text.nodes_of_rows(load.need_rate, step_s, plain.nonzero()[0]))
-        if plain_cost.shape[2] or load.suffix_f is not None:
+        if plain_cost.shape[2] or text is not None:
             cost = np.concatenate([plain_cost, cost], axis=2)
             cost.sort(axis=2)
         spent = np.cumsum(cost, axis=2, out=cost)
