@@ -3,19 +3,25 @@
     python -m benchmarks.engine.draft_sources --out draft-sources.json [--data FOLDER]
 
 Every task is completed request by request under each policy, in rotation; the target is the demo's, grown to 110M
-parameters. Tasks with a reference are replayed (`replay.py`): the target writes the reference. "Open text" is what the
-target itself writes, at temperatures 0 and 0.8. Speed is that of decoding: tokens after the first over the time since.
+parameters. "Open text" is what the target itself writes, at temperatures 0 and 0.8. Tasks with a reference are
+replayed, because the embedded target is too small to follow an instruction such as "rewrite this file": the target
+may draw nothing but the reference's next token, while the forwards, the trees, the drafts and the times are real. The
+forced draw is the engine's own second draw from edited logits, so that every policy pays for it alike. Speed is that
+of decoding: tokens after the first over the time since.
 --data names a folder with Spec-Bench, HumanEval and GSM8K; without it, the tasks that need none are measured.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -28,13 +34,196 @@ from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.results.provenance import machine_name, source_commit
-from benchmarks.engine.replay import Reference, Replay
-from benchmarks.engine.source_tasks import Item, encoded, tasks
+from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
+from adaserve_jax.workloads.workload import load_workload
 from benchmarks.engine.throughput import grown_target
 
 POLICIES = "ar,adaserve@none,adaserve@suffix,adaserve@model,adaserve@suffix+model,spec:4@suffix,spec:4@model"
 MOST_PROMPT, MOST_NEW, OPEN_NEW = 900, 320, 192
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A text to write. prompt_tokens: length of its prompt. token_ids: i32[n], the output."""
+
+    prompt_tokens: int
+    token_ids: np.ndarray
+
+
+class Replay:
+    """References by the seeds of their requests. `observe` is an argument of `LocalEngine`."""
+
+    def __init__(self) -> None:
+        self.references: dict[int, Reference] = {}
+
+    def observe(self, executor: ModelExecutor) -> Any:
+        """Return the executor with a `verify` that forces references."""
+        return _Replaying(executor, self.references)
+
+
+class _Replaying:
+    def __init__(self, executor: ModelExecutor, references: dict[int, Reference]):
+        self._executor = executor
+        self._references = references
+        self._words = -(-executor.target.config.vocab_size // 32)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def verify(
+        self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepOutcome:  # fmt: skip
+        forced = self._forced(plan, trees)
+        if not (forced >= 0).any():
+            return self._executor.verify(plan, trees, edits, meanwhile)
+        outcome = self._executor.verify(plan, trees, self._edits(plan, forced), meanwhile)
+        return replace(outcome, edited=None, logprobs=None)  # so that the engine learns from what it sees
+
+    def _forced(self, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
+        """Return i32[N], the token to draw after each tree node and each prompt's end; -1: any."""
+        of_row = [self._references.get(int(seed)) for seed in plan.sampling.seed]
+        forced = np.full(trees.num_nodes, -1, np.int32)
+        on_path = np.zeros(trees.num_nodes, bool)
+        for node, (row, parent, depth) in enumerate(zip(trees.row, trees.parent, trees.depth, strict=True)):
+            reference = of_row[row]
+            if reference is None:
+                continue
+            place = int(plan.ctx_len[row]) + int(depth) + 1 - reference.prompt_tokens
+            on_path[node] = parent < 0 or (on_path[parent] and trees.token[node] == forced[parent])
+            if on_path[node] and place < len(reference.token_ids):
+                forced[node] = reference.token_ids[place]
+        ends = [of_row[plan.num_decode + index] for index in np.flatnonzero(plan.prefill_final)]
+        firsts = [-1 if reference is None else int(reference.token_ids[0]) for reference in ends]
+        return np.concatenate([forced, np.array(firsts, np.int32)])
+
+    def _edits(self, plan: StepPlan, forced: np.ndarray) -> LogitEdits:
+        rows, changed = plan.num_rows, forced >= 0
+        allowed = np.full((len(forced), self._words), 0xFFFFFFFF, np.uint32)
+        allowed[changed] = 0
+        at = np.flatnonzero(changed)
+        allowed[at, forced[at] // 32] = np.uint32(1) << (forced[at] % 32).astype(np.uint32)
+        nothing = np.zeros(0, np.int32)
+        return LogitEdits(
+            np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.ones(rows, np.float32), nothing, nothing,
+            nothing, np.zeros(0, bool), np.zeros(0, np.float32), allowed, changed, np.full(rows, -1, np.int32),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request. reference: text to write; "": the target writes its own."""
+
+    prompt: str
+    reference: str = ""
+
+
+def tasks(data: Path | None, count: int, seed: int) -> dict[str, list[Item]]:
+    """Return `count` items of every task by name; those of real data where `data`, a folder, has them."""
+    rng = np.random.default_rng(seed)
+    found = {
+        "code edit": code_edits(count, rng),
+        "JSON records": json_records(count, rng),
+        "open text": [Item(each.prompt) for each in load_workload().items if isinstance(each.prompt, str)][:count],
+    }
+    if data is not None:
+        questions = _lines(data / "spec-bench" / "question.jsonl.gz")
+        by_kind: dict[str, list[dict[str, Any]]] = {}
+        for question in questions:
+            by_kind.setdefault(question["category"], []).append(question)
+        found["quoting summary"] = [quoting_summary(each["turns"][0]) for each in by_kind["summarization"][:count]]
+        for kind in ("summarization", "translation", "rag", "math_reasoning"):
+            found[f"Spec-Bench {kind}"] = [_answered(each) for each in by_kind[kind][:count]]
+        chats = [each for kind in ("coding", "math", "reasoning") for each in by_kind[kind] if each.get("reference")]
+        found["chat, second turn"] = [second_turn(each) for each in chats[:count]]
+        problems = _lines(data / "human-eval" / "HumanEval.jsonl.gz")[:count]
+        found["HumanEval"] = [Item(each["prompt"], each["canonical_solution"]) for each in problems]
+        sums = _lines(data / "gsm8k" / "train.jsonl.gz")[:count]
+        found["GSM8K"] = [Item(f"Question: {each['question']}\nAnswer: ", each["answer"]) for each in sums]
+    return found
+
+
+def code_edits(count: int, rng: np.random.Generator, chars: int = 1200) -> list[Item]:
+    """Return pieces of Python files with the instruction to rename a name, and the renamed piece as the reference."""
+    found: list[Item] = []
+    files = [text for text in held_out_code() if len(text) > 2 * chars]
+    while len(found) < count:
+        lines = files[int(rng.integers(len(files)))].splitlines(keepends=True)
+        start = int(rng.integers(len(lines)))
+        piece = ""
+        for line in lines[start:]:
+            if len(piece) + len(line) > chars:
+                break
+            piece += line
+        names = [name for name in re.findall(r"\b[a-z_]{4,}\b", piece) if piece.count(name) >= 3]
+        if len(piece) < chars // 2 or not names:
+            continue
+        name = names[int(rng.integers(len(names)))]
+        edited = re.sub(rf"\b{name}\b", f"{name}_all", piece)
+        found.append(Item(f"# Rename {name} to {name}_all.\n{piece}\n# The renamed code:\n", edited))
+    return found
+
+
+def json_records(count: int, rng: np.random.Generator, records: int = 12) -> list[Item]:
+    """Return lists of records with the same keys and drawn values."""
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(held_out_code()))))
+
+    def record(index: int) -> dict[str, Any]:
+        first, second = (words[int(rng.integers(len(words)))] for _ in range(2))
+        return {
+            "id": index,
+            "name": first,
+            "tags": [second],
+            "active": bool(rng.integers(2)),
+            "size": int(rng.integers(999)),
+        }
+
+    found = []
+    for _ in range(count):
+        text = json.dumps([record(index) for index in range(records)], indent=1)
+        found.append(Item(f"The {records} records as JSON:\n", text))
+    return found
+
+
+def quoting_summary(prompt: str, sentences: int = 4) -> Item:
+    """Return a summary that quotes: the longest of the article's first sentences, in order."""
+    article = prompt.partition(":")[2].strip()[:1500]
+    parts = re.split(r"(?<=[.!?]) +", article)[:12]
+    chosen = sorted(sorted(range(len(parts)), key=lambda index: -len(parts[index]))[:sentences])
+    quoted = " ".join(f'It says: "{parts[index]}"' for index in chosen)
+    return Item(f"Summarize with quotes: {article}\nSummary: ", quoted)
+
+
+def second_turn(question: dict[str, Any]) -> Item:
+    """Return a chat's second turn, which resends the first with its answer."""
+    (first, second), answers = question["turns"][:2], question["reference"]
+    return Item(f"User: {first}\nAssistant: {_text(answers[0])}\nUser: {second}\nAssistant: ", _text(answers[-1]))
+
+
+def encoded(
+    item: Item, encode: Callable[[str], list[int]], most_prompt: int, most_new: int
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of prompt and reference, cut at the prompt's beginning and the reference's end."""
+    return encode(item.prompt)[-most_prompt:], encode(item.reference)[:most_new] if item.reference else []
+
+
+def _answered(question: dict[str, Any]) -> Item:
+    return Item(f"{question['turns'][0]}\nAnswer: ", _text(question["reference"]))
+
+
+def _text(reference: Any) -> str:
+    """Return the first text of a reference, which may be lists of alternatives."""
+    while not isinstance(reference, str):
+        reference = reference[0]
+    return reference
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 @dataclass

@@ -159,3 +159,12 @@ def test_every_change_that_is_named_is_enough(
             changed = replace(changed, workspace=Workspace(workspace // 2))
         assert changed.needed <= limit, change
     return None
+
+
+def test_a_refusal_offers_to_do_without_texts_where_that_is_enough() -> None:
+    sizes, limit = Sizes(target_weights=20 * MIB, target_page=MIB), MemoryLimit(32 * MIB, "asked for", 64 * MIB, True)
+    ledger = Ledger(sizes, limit, num_pages=8, texts=10 * MIB)
+    assert not ledger.fits and ledger.taken() == 38 * MIB
+    said = refusal(ledger, Shape(page_size=64, max_context=64, max_requests=1))
+    assert "texts to draft from 10.0 MiB" in said and "draft_sources none" in said
+    assert Ledger(sizes, limit, num_pages=8).fits
