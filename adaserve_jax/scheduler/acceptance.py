@@ -53,6 +53,7 @@ class LearnedAcceptance:
         self._mean_f = self._prior.copy()
         self._accepted = np.full_like(self._prior, PRIOR_TOKENS)
         self._expected = np.full_like(self._prior, PRIOR_TOKENS)
+        self._observed = 0
         self.updates = 0
         """Number of times that the averages moved."""
 
@@ -104,7 +105,9 @@ class LearnedAcceptance:
             log_f = log_f[speculates]
         depth = log_f.shape[1] // width
         mean = (np.add.reduce(np.exp(log_f), axis=0, dtype=np.float64) / speculating).reshape(depth, width)
-        self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
+        self._observed += 1
+        rate = max(MEAN_RATE, 1 / (1 + self._observed))
+        self._mean_f[:depth, :width] += rate * (mean - self._mean_f[:depth, :width])
         self._accepted *= DECAY
         self._expected *= DECAY
         self._accepted += np.bincount(cell, accepted, size)[ranks:].reshape(levels, ranks)

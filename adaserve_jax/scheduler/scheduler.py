@@ -358,7 +358,8 @@ class Scheduler:
                     self._calibrator.mark_sent()
                 self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited, columns)
         elif plan.num_decode and self._policy.uses_draft:
-            self._acceptance.forget()
+            if planned.suffix is None or not planned.suffix.covered.all():  # the draft was declined for its own worth
+                self._acceptance.forget()
             if self._draft.remote:
                 self.costs.forget_draft()
         feedback = None
