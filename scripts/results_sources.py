@@ -1,4 +1,7 @@
-"""Table of docs/draft-sources.md from a run of benchmarks/engine/draft_sources.py. Imports no jax."""
+"""Tables of docs/draft-sources.md from runs of benchmarks/engine/draft_sources.py and draft_sources_load.py.
+
+Imports no jax.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,22 @@ def _aims(speeds: dict[tuple[str, float], dict[str, float]]) -> list[str]:
             add("text alone, over plain decoding", task, LEAST_OPEN, ratios[TEXT])
             add("both, over the model", task, LEAST_OPEN, ratios[BOTH] / ratios[MODEL])
     return lines
+
+
+def sources_load_table(result: dict[str, Any]) -> str:
+    """Return attainment and goodput by rate and policy."""
+    targets = list(result["rows"][0]["by_target"])
+    head = ["requests/s", "policy", "attainment", *(f"target {target}" for target in targets)]
+    head += ["goodput, tokens/s", "tokens per step"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in result["rows"]:
+        cells = [f"{row['rate_rps']:g}", f"`{row['policy']}`", f"{row['attainment']:.1%}"]
+        cells += [f"{row['by_target'][target]:.0%}" for target in targets]
+        cells += [f"{row['goodput_tps']:.1f}", f"{row['tokens_per_step']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = (
+        f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the warm-up, "
+        f"{result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. Target "
+        f"{result['target']}, draft {result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n".join([*lines, "", about])

@@ -10,7 +10,7 @@ learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-pla
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json: of
-engine/draft_sources.py. No number is typed. Imports no jax.
+engine/draft_sources.py and draft_sources_load.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from results_nightjar import nightjar_tables
 from results_peers import peer_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
-from results_sources import sources_table
+from results_sources import sources_load_table, sources_table
 from results_star import overhead_tables, table1_tables
 from results_tiles import tile_tables
 
@@ -346,7 +346,13 @@ def main() -> int:
     planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
     planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
     drafting = SOURCES_PAGE.read_text()
-    sources = [sources_table(json.loads(file.read_text())) for file in sorted(results.glob("draft-sources-*.json"))]
+    sources = [
+        sources_table(json.loads(file.read_text())) for file in sorted(results.glob("draft-sources-[0-9]*.json"))
+    ]
+    loaded = [sources_load_table(json.loads(file.read_text())) for file in results.glob("draft-sources-load-*.json")]
+    drafts = between(
+        between(drafting, "draft-sources", sources, SOURCES_PAGE), "draft-sources-load", loaded, SOURCES_PAGE
+    )
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
     device_page = DEVICE_PAGE.read_text()
@@ -354,7 +360,7 @@ def main() -> int:
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
-        SOURCES_PAGE: (drafting, between(drafting, "draft-sources", sources, SOURCES_PAGE)),
+        SOURCES_PAGE: (drafting, drafts),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,17 +98,19 @@ class Planner:
 
     def __init__(
         self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
-        *, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
+        *, max_prefill: int, horizon: int, decision_limits: Limits | None = None, text_without_draft: bool = True,
     ):  # fmt: skip
         """Set up for one batch.
 
         suffix: proposes from text already seen. max_prefill: most prefill tokens of a step. horizon: h, tokens within
         which a sequence may catch up. decision_limits: bounds of decisions, where they are not the batch's.
+        text_without_draft: steps for which the controller decides depth 0 verify trees of text alone.
         """
         self._batch = batch
         self._suffix = suffix
         self._limits = batch.limits
         self._decision_limits = decision_limits or batch.limits
+        self._text_without_draft = text_without_draft
         self._controller = controller
         self._draft = draft
         self._max_prefill = max_prefill
@@ -145,6 +147,8 @@ class Planner:
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)
+        if suffix is not None and not decision.depth and self._text_without_draft:
+            decision = replace(decision, tree_token_cap=self._limits.max_tree_tokens)
         chunks = share_out(
             prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)),
             spare // 2 if decision.depth or suffix is not None else spare,  # a long prompt would else stop speculation

@@ -357,6 +357,7 @@ ABLATIONS: dict[str, Policy] = {
         controller=_no_speculation,
         elastic=False,
         weighs_pages=False,
+        sources="model",
     ),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")

@@ -84,9 +84,10 @@ class Scheduler:
         policy, sources = self._policy, sources_of(config, self._policy)
         uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources
         uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and "suffix" in sources
-        # a policy that knows no suffix source takes it for a draft, of the same depths, that costs nothing
+        # a policy that knows no suffix source takes text alone for a draft, of the same depths, that costs nothing
         decided = limits
-        if uses_suffix and not uses_model and "suffix" not in policy.sources:
+        text_as_draft = uses_suffix and not uses_model and "suffix" not in policy.sources
+        if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         parts = Parts(
             decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
@@ -130,7 +131,7 @@ class Scheduler:
         self._merged: MergedTrees | None = None
         self._planner = Planner(
             self.batch, self.controller, self._draft, self._suffix, max_prefill=max_prefill, horizon=objective.horizon,
-            decision_limits=decided,
+            decision_limits=decided, text_without_draft=not text_as_draft,
         )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,

@@ -51,10 +51,15 @@ class Selector:
             speculates = plan.draft.speculates
         candidates = _within_reach(candidates, planned.remaining, speculates)
         left = plan.tree_token_cap - plan.num_decode
-        if self._takes_all and candidates.log_f.size <= left:
+        if self._takes_all and planned.decided_depth and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
         ranked = selection.rank(candidates)
-        if self._policy.selector == "equal":
+        if (
+            not planned.decided_depth and self._policy.selector != "slo"
+        ):  # text alone, whose chances alone say its worth
+            budget, _ = self._in_horizon(planned, ranked, int(candidates.depth.max()), now, search=True)
+            chosen = selection.best_overall(ranked, budget - plan.num_decode)
+        elif self._policy.selector == "equal":
             chosen = selection.equal_share(ranked, left)
         elif self._policy.selector == "best":
             chosen = selection.best_overall(ranked, left)
@@ -71,7 +76,7 @@ class Selector:
         plan = planned.plan
         most, depth = self._max_slo_nodes, int(candidates.depth.max())
         if self._policy.need == "horizon":
-            budget, wanted = self._in_horizon(planned, ranked, depth, now)
+            budget, wanted = self._in_horizon(planned, ranked, depth, now, search=self._search_budget)
         else:
             budget, wanted = plan.tree_token_cap, self._in_one_step(planned, depth, now)
             if self._policy.need == "code":
@@ -83,12 +88,12 @@ class Selector:
         )  # fmt: skip
 
     def _in_horizon(
-        self, planned: PlannedStep, ranked: selection.Ranked, depth: int, now: float
+        self, planned: PlannedStep, ranked: selection.Ranked, depth: int, now: float, *, search: bool
     ) -> tuple[int, np.ndarray]:
-        """Return the budget, on a token edge, and A_cap f64[R] in its horizon form."""
+        """Return the budget, on a token edge, and A_cap f64[R] in its horizon form. search: choose the budget."""
         plan = planned.plan
         edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows, self._cost.context_load(plan.ctx_len))
-        if not self._search_budget:
+        if not search:
             edge = int(np.searchsorted(edges, plan.tree_token_cap + plan.num_prefill_tokens))
             edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
         question = BudgetQuestion(

@@ -146,7 +146,7 @@ class SimExecutor:
         if sampled > limits.max_tree_tokens or packed > limits.max_tokens or plan.num_rows > limits.max_requests:
             raise IntegrityError(f"the step of {packed} tokens, {sampled} sampled, breaks {limits}")
         bucket = limits.token_edges[bisect_left(limits.token_edges, packed)]
-        tokens = np.zeros((plan.num_rows, limits.max_depth + 1), np.int32)
+        tokens = np.zeros((plan.num_rows, limits.max_tree_depth + 1), np.int32)
         counts = np.zeros(plan.num_rows, np.int32)
         accepted = self._walk(plan, trees, tokens, counts)
         if plan.num_rows > rows:

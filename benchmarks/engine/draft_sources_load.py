@@ -136,15 +136,15 @@ def draft_sources_load(
             for policy in names:
                 rows.append(measure(engine, requests, policy, rate, config.seed))
                 show(rows[-1:], console)
-        baseline_s, compiles = engine.info.baseline_s, engine.stats().compiles_after_ready
+        info, compiles = engine.info, engine.stats().compiles_after_ready
     finally:
         engine.close()
     show(rows, console)
     result = {
         "command": f"python -m benchmarks.engine.draft_sources_load --out {out.name} --data FOLDER "
-        f"--policies {policies} --params {params} --rates {rates} --count {count}",
+        f"--policies {policies} --params {params} --rates {rates} --count {count} --max-requests {info.max_requests}",
         "commit": source_commit(), "machine": machine_name(), "target": f"demo grown to {params}",
-        "draft": config.draft, "baseline_s": baseline_s, "max_requests": config.max_requests,
+        "draft": config.draft, "baseline_s": info.baseline_s, "max_requests": info.max_requests,
         "compiles_after_ready": compiles, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -13,7 +13,10 @@ from tests.engines import PLAIN
 
 REPEATS = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n" * 2
 PROMPTS = [REPEATS + "class Queue:\n    def", "x = [1, 2, 1, 2, 1,", "for i in range(10):\n    for i in", "a b a b a b"]
-SOURCES = ("ar", "adaserve@suffix", "adaserve@model", "adaserve@suffix+model", "spec:3@suffix", "nightjar@suffix")
+SOURCES = (
+    "ar", "adaserve@suffix", "adaserve@model", "adaserve@suffix+model", "spec:3@suffix", "nightjar@suffix",
+    "nightjar@suffix+model",
+)  # fmt: skip
 
 
 def texts(llm: LLM, temperature: float, **changes) -> list[list[int]]:

@@ -97,6 +97,23 @@ def check_texts(run: Run, load: list[Sequence]) -> None:
         assert (run.text[request.sequence_id], reason) == expected_text(request, 256), request.sequence_id
 
 
+def test_text_drafts_while_the_drafts_memory_serves_as_pages() -> None:
+    """Every request of the crowd is asked twice; those that repeat find their text in what was kept."""
+    run = watched("nightjar@suffix+model", replace(LIMITS, suffix_depth=8))
+    load = random_load(3, 24, 12.0)
+    load += [replace(each, sequence_id=f"{each.sequence_id}-again", arrival_s=each.arrival_s + 3.0) for each in load]
+    accepted: dict[bool, list[int]] = {True: [0], False: [0]}
+
+    def note(step: int) -> None:
+        stats = run.scheduler.totals
+        accepted[stats.draft_resident].append(stats.suffix_accepted_tokens - sum(map(sum, accepted.values())))
+
+    run.serve(sorted(load, key=lambda each: each.arrival_s), note)
+    check_texts(run, load)
+    assert run.scheduler.stats.elastic_moves["expand"] >= 1
+    assert sum(accepted[False]) > 40
+
+
 @pytest.mark.parametrize(("policy", "seed"), [("nightjar", 1), ("adaserve", 2)])
 def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy: str, seed: int) -> None:
     run, load = watched(policy), crowd_and_calm(seed, tpot_slo_s=None)

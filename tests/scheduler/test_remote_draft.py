@@ -267,6 +267,22 @@ def test_while_no_service_can_be_asked_plans_have_no_draft(policy: str) -> None:
     assert run.text["a"] == expected_text(request_of("a", tokens=300), 512)[0]
 
 
+@pytest.mark.parametrize("policy", ["adaserve", "nightjar@suffix+model"])
+def test_text_drafts_while_no_service_can_be_asked(policy: str) -> None:
+    """The second request writes what the first one wrote, and finds it in the texts that were kept."""
+    run = run_of(policy=policy, limits={"suffix_depth": 8})
+    service = service_of(run)
+    service.sessions.available = False
+    first, second = request_of("a", tokens=80), replace(request_of("a", tokens=80), sequence_id="again")
+    run.serve([first])
+    assert run.steps >= 80 and run.scheduler.stats.suffix_accepted_tokens < 8, "numbers at random do not repeat"
+    run.serve([second])
+    assert not service.plans
+    assert run.steps < 80 + 40
+    assert run.scheduler.stats.suffix_accepted_tokens > 40
+    assert run.text["a"] == run.text["again"] == expected_text(first, 256)[0]
+
+
 def test_whose_tree_came() -> None:
     run = run_of()
     run.add(request_of("a", tokens=40))
