@@ -81,8 +81,8 @@ def sources_load_table(result: dict[str, Any]) -> str:
         cells += [f"{row['goodput_tps']:.1f}", f"{row['tokens_per_step']:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     about = (
-        f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the warm-up, "
-        f"{result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. Target "
+        f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the "
+        f"warm-up, {result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. Target "
         f"{result['target']}, draft {result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n".join([*lines, "", about])

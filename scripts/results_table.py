@@ -19,7 +19,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -346,17 +346,14 @@ def main() -> int:
     planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
     planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
     drafting = SOURCES_PAGE.read_text()
-    sources = [
-        sources_table(json.loads(file.read_text())) for file in sorted(results.glob("draft-sources-[0-9]*.json"))
-    ]
-    loaded = [sources_load_table(json.loads(file.read_text())) for file in results.glob("draft-sources-load-*.json")]
-    drafts = between(
-        between(drafting, "draft-sources", sources, SOURCES_PAGE), "draft-sources-load", loaded, SOURCES_PAGE
-    )
+    sources = _tables(sources_table, sorted(results.glob("draft-sources-[0-9]*.json")))
+    loaded = _tables(sources_load_table, results.glob("draft-sources-load-*.json"))
+    drafts = between(drafting, "draft-sources", sources, SOURCES_PAGE)
+    drafts = between(drafts, "draft-sources-load", loaded, SOURCES_PAGE)
     accelerators = ACCELERATOR_PAGE.read_text()
-    absent = [absent_table(json.loads(file.read_text())) for file in results.glob("absent-devices.json")]
+    absent = _tables(absent_table, results.glob("absent-devices.json"))
     device_page = DEVICE_PAGE.read_text()
-    tiles = [tile_tables(json.loads(file.read_text())) for file in results.glob("tile-sizes.json")]
+    tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
@@ -371,6 +368,11 @@ def main() -> int:
         else:
             path.write_text(written[path][1])
     return int(arguments.check and bool(stale))
+
+
+def _tables(table_of: Callable[[dict[str, Any]], str], files: Iterable[Path]) -> list[str]:
+    """Return the table of each result file."""
+    return [table_of(json.loads(file.read_text())) for file in files]
 
 
 if __name__ == "__main__":
