@@ -82,7 +82,7 @@ def sources_load_table(result: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     about = (
         f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the "
-        f"warm-up, {result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. Target "
-        f"{result['target']}, draft {result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
+        f"warm-up, {result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. "
+        f"Target {result['target']}, draft {result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n".join([*lines, "", about])
