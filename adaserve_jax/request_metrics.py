@@ -61,11 +61,17 @@ class RequestMetrics:
     thinking_tpot_slo_s: float | None = None
     thinking_tokens: int = 0
     thinking_last_s: float | None = None
+    e2e_slo_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds from arrival to the last token so far."""
+        return None if self.last_token_s is None else self.last_token_s - self.arrival_s
 
     @property
     def queue_s(self) -> float | None:
@@ -129,9 +135,16 @@ class RequestMetrics:
         return self.ttft_s is not None and self.ttft_s <= self.ttft_slo_s
 
     @property
+    def e2e_met(self) -> bool | None:
+        """True if the last token came before the deadline. None without one."""
+        if self.e2e_slo_s is None:
+            return None
+        return self.e2e_s is not None and self.e2e_s <= self.e2e_slo_s
+
+    @property
     def slo_met(self) -> bool | None:
         """True if all targets are met; None without targets."""
-        outcomes = [met for met in (self.tpot_met, self.ttft_met) if met is not None]
+        outcomes = [met for met in (self.tpot_met, self.ttft_met, self.e2e_met) if met is not None]
         return all(outcomes) if outcomes else None
 
     @property

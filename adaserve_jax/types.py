@@ -29,20 +29,22 @@ class SLO:
     """Speed target of one request; None means no target of that kind.
 
     tpot_ms: milliseconds per output token after the first. ttft_ms: milliseconds to the first token. relative: TPOT
-    target as a multiple of the measured baseline latency (one token, no speculation, one request alone); resolved at
-    admission. thinking_tpot_ms: milliseconds per token while the output thinks, up to its closing mark; the TPOT target
-    is then that of the tokens behind the mark. Raises RequestError(code="invalid_slo") unless finite and > 0.
+    target as a multiple of the measured baseline latency (one token, no speculation, one request alone); resolved
+    at admission. e2e_ms: milliseconds from the request's arrival to its last token. thinking_tpot_ms: milliseconds
+    per token while the output thinks, up to its closing mark; the TPOT target is then that of the tokens behind the
+    mark. Raises RequestError(code="invalid_slo") unless finite and > 0.
     """
 
     tpot_ms: float | None = None
     ttft_ms: float | None = None
     relative: float | None = None
     thinking_tpot_ms: float | None = None
+    e2e_ms: float | None = None
 
     def __post_init__(self) -> None:
         for name, param in (
             ("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative"),
-            ("thinking_tpot_ms", "slo_thinking_tpot_ms"),
+            ("thinking_tpot_ms", "slo_thinking_tpot_ms"), ("e2e_ms", "slo_e2e_ms"),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
@@ -66,6 +68,11 @@ class SLO:
         """Seconds to the first token."""
         return None if self.ttft_ms is None else self.ttft_ms / 1e3
 
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds to the last token."""
+        return None if self.e2e_ms is None else self.e2e_ms / 1e3
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -87,11 +94,11 @@ class Sequence:
     """One choice of one user request, as the scheduler receives it; immutable.
 
     prompt_ids: i32[tokens], not empty. seed: always drawn by now. choice: index among the n choices of the request.
-    tpot_slo_s, ttft_slo_s: targets in seconds, or None. thinking_tpot_slo_s: TPOT target of the thinking; tpot_slo_s is
-    then that of the answer alone. priority: lower is sooner. arrival_s: on the engine's clock.
-    stop_token_ids: with the model's EOS ids unless `ignore_eos`. cache_salt: sequences share cached KV pages only
-    within one salt. draft: index of the draft model that speculates for it. keeps_text: its text may be kept to draft
-    from, for sequences of the same salt.
+    tpot_slo_s, ttft_slo_s: targets in seconds, or None. thinking_tpot_slo_s: TPOT target of the thinking;
+    tpot_slo_s is then that of the answer alone. e2e_slo_s: deadline of the last token, in seconds from the arrival.
+    priority: lower is sooner. arrival_s: on the engine's clock. stop_token_ids: with the model's EOS ids unless
+    `ignore_eos`. cache_salt: sequences share cached KV pages only within one salt. draft: index of the draft model
+    that speculates for it. keeps_text: its text may be kept to draft from, for sequences of the same salt.
     """
 
     sequence_id: str
@@ -108,6 +115,7 @@ class Sequence:
     cache_salt: str = ""
     draft: int = 0
     thinking_tpot_slo_s: float | None = None
+    e2e_slo_s: float | None = None
     keeps_text: bool = True
 
 

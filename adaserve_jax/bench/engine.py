@@ -74,6 +74,7 @@ class Probe(ABC):
             output_tokens=len(times),
             tpot_slo_s=slo.tpot_s(at.baseline_s),
             ttft_slo_s=slo.ttft_s,
+            e2e_slo_s=slo.e2e_s,
             slo_class=slo_class,
             slo_feasible=False if code == SLO_INFEASIBLE else reported and reported.slo_feasible,
         )

@@ -98,7 +98,10 @@ def request_body(ask: Ask, settings: UrlSettings, dialect: ServerDialect, writte
             body["ignore_eos"] = True
     if dialect.own if settings.send_slo is None else settings.send_slo:
         tpot_s = ask.slo.tpot_s(dialect.baseline_s)
-        targets = {"slo_tpot_ms": None if tpot_s is None else 1e3 * tpot_s, "slo_ttft_ms": ask.slo.ttft_ms}
+        targets = {
+            "slo_tpot_ms": None if tpot_s is None else 1e3 * tpot_s, "slo_ttft_ms": ask.slo.ttft_ms,
+            "slo_e2e_ms": ask.slo.e2e_ms,
+        }  # fmt: skip
         body |= {name: value for name, value in targets.items() if value is not None}
     return route, body | dict(settings.extra_body)
 

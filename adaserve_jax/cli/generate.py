@@ -36,6 +36,7 @@ def generate(
     json_schema: Annotated[Path | None, typer.Option(help="file of a JSON Schema; the text is JSON that fits")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="target: milliseconds per token after the first")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the first token")] = None,
+    slo_e2e_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the last token")] = None,
 ) -> None:
     """Continue a prompt; say tokens per second, accepted tokens per step, and whether the target was met."""
     chosen_seed = secrets.randbits(32) if seed is None else seed
@@ -45,7 +46,7 @@ def generate(
         grammar=None if grammar is None else read_text(grammar, "grammar"),
         json_schema=None if json_schema is None else read_text(json_schema, "JSON schema"),
     )  # fmt: skip
-    slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms)
+    slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms, e2e_ms=slo_e2e_ms)
     with open_llm(with_options(config, LearnOptions(), drafter_options)) as llm:
         metrics = show(llm.stream(prompt, sampling, slo=slo))
     if metrics is not None:
@@ -79,5 +80,5 @@ def summary(metrics: RequestMetrics) -> str:
 
 
 def _targets(metrics: RequestMetrics) -> str:
-    targets = (("TPOT", metrics.tpot_slo_s), ("TTFT", metrics.ttft_slo_s))
+    targets = (("TPOT", metrics.tpot_slo_s), ("TTFT", metrics.ttft_slo_s), ("deadline", metrics.e2e_slo_s))
     return ", ".join(f"{name} {target_s * 1e3:g} ms" for name, target_s in targets if target_s is not None)

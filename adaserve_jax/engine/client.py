@@ -32,6 +32,7 @@ class GenerateRequest:
         tenant: account that the request belongs to; learning is balanced between tenants.
         draft_tag: name of the draft to use; "": the engine chooses.
         max_wait_s: a choice that has not begun after so long ends with the error "overloaded"; 0: it waits.
+        max_queue_s: a choice that has not begun after so long ends with the error "queue_timeout"; 0: it waits.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class GenerateRequest:
     tenant: str = ""
     draft_tag: str = ""
     max_wait_s: float = 0.0
+    max_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,17 @@ class EngineTokenizer(Decodes, Spells, Protocol):
         ...
 
 
+QUEUE_TIMEOUT = "queue_timeout"
+"""Code of the error of a choice that waited longer than its request allows."""
+_OVERDUE = {
+    OverloadedError.code: "the request waited {wait_s:g} s for its turn, as long as this server lets it wait; retry "
+    "after the time in Retry-After, or elsewhere",
+    QUEUE_TIMEOUT: "the request had not begun after its max_queue_ms of {wait_ms:g} ms; allow more, or retry when the "
+    "server has less to do",
+}
+"""Messages of choices that did not begin in time, by the error's code."""
+
+
 class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it."""
 
@@ -84,7 +95,8 @@ class EngineCore:
         self._undelivered: list[SequenceUpdate] = []
         """Updates of the last step whose text is not decoded yet."""
         self._latest_begins: list[tuple[float, str, float, list[str]]] = []
-        """Heap of the time by which a request must begin, its id, its max_wait_s and its entry in `_choice_ids`."""
+        """Heap of the time by which a request must begin, its id, the wait until then, the error's code, and its entry
+        in `_choice_ids`."""
 
     @property
     def has_work(self) -> bool:
@@ -143,9 +155,9 @@ class EngineCore:
                 self._constraints.discard(sequence_id)
             raise
         self._choice_ids[request.request_id] = added
-        if request.max_wait_s:
-            latest_s = arrival_s + request.max_wait_s
-            heapq.heappush(self._latest_begins, (latest_s, request.request_id, request.max_wait_s, added))
+        for wait_s, code in ((request.max_wait_s, OverloadedError.code), (request.max_queue_s, QUEUE_TIMEOUT)):
+            if wait_s:
+                heapq.heappush(self._latest_begins, (arrival_s + wait_s, request.request_id, wait_s, code, added))
         if self._learner is not None:
             for choice in choices:
                 self._learner.added(choice, learn=request.learn, tenant=request.tenant)
@@ -167,6 +179,7 @@ class EngineCore:
         metrics = RequestMetrics(
             arrival_s, prompt_tokens=len(request.prompt_ids), tpot_slo_s=slo.tpot_s(self._baseline_s),
             ttft_slo_s=slo.ttft_s, slo_class=request.slo_class, thinking_tpot_slo_s=slo.thinking_tpot_s,
+            e2e_slo_s=slo.e2e_s,
         )  # fmt: skip
         choices = range(request.sampling.n)
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
@@ -218,15 +231,12 @@ class EngineCore:
         chunks: list[OutputChunk] = []
         now = self.clock()
         while self._latest_begins and self._latest_begins[0][0] <= now:
-            _, request_id, max_wait_s, choices = heapq.heappop(self._latest_begins)
+            _, request_id, wait_s, code, choices = heapq.heappop(self._latest_begins)
             if self._choice_ids.get(request_id) is not choices:
                 continue  # it ended, and another request may have its id by now
-            error = (
-                f"the request waited {max_wait_s:g} s for its turn, as long as this server lets it wait; retry after "
-                "the time in Retry-After, or elsewhere"
-            )
+            error = _OVERDUE[code].format(wait_s=wait_s, wait_ms=1e3 * wait_s)
             for sequence_id in filter(self.scheduler.never_ran, choices):
-                chunks += self._fail(sequence_id, error, OverloadedError.code)
+                chunks += self._fail(sequence_id, error, code)
         self._forget_finished(chunks)
         return [replace(chunk, metrics=None) for chunk in chunks]  # nothing of them ran
 
@@ -315,6 +325,7 @@ class EngineCore:
                 tpot_slo_s=request.slo.tpot_s(self._baseline_s),
                 ttft_slo_s=request.slo.ttft_s,
                 thinking_tpot_slo_s=request.slo.thinking_tpot_s,
+                e2e_slo_s=request.slo.e2e_s,
                 priority=request.priority,
                 slo_class=request.slo_class,
                 cache_salt=request.cache_salt,

@@ -30,11 +30,11 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 TIMES = (
     "due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s",
-    "thinking_tpot_s", "answer_tpot_s", "thinking_tpot_slo_s",
+    "thinking_tpot_s", "answer_tpot_s", "thinking_tpot_slo_s", "e2e_slo_s",
 )  # fmt: skip
 """Columns of f64, NaN where a record has None."""
 COUNTS = ("prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions")
-OUTCOMES = ("tpot_met", "ttft_met", "slo_met", "slo_feasible", "tpot_paper_met")
+OUTCOMES = ("tpot_met", "ttft_met", "e2e_met", "slo_met", "slo_feasible", "tpot_paper_met")
 """Columns of i1: 1, 0, or UNKNOWN where a record has None."""
 UNKNOWN = -1
 ROW = np.dtype(
@@ -145,6 +145,7 @@ def _summary(
         attainment=attainment,
         attainment_tpot=_share(rows["tpot_met"]),
         attainment_ttft=_share(rows["ttft_met"]),
+        attainment_e2e=_share(rows["e2e_met"]),
         attainment_tpot_paper=_share(rows["tpot_paper_met"]),
         violations=None if attainment is None else 1 - attainment,
         goodput_tps=_rate(outputs[rows["slo_met"] == 1], wall_s),

@@ -32,7 +32,7 @@ LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
 _COPIED = (
     "slo_class", "prompt_tokens", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s", "ttft_slo_s",
     "slo_feasible", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions", "thinking_tpot_s",
-    "answer_tpot_s", "thinking_tpot_slo_s",
+    "answer_tpot_s", "thinking_tpot_slo_s", "e2e_slo_s",
 )  # fmt: skip
 """Fields of a record with the value that the engine's metrics have under the same name."""
 
@@ -85,6 +85,8 @@ class RequestRecord:
     thinking_tpot_s: float | None = field(default=None, kw_only=True)
     answer_tpot_s: float | None = field(default=None, kw_only=True)
     thinking_tpot_slo_s: float | None = field(default=None, kw_only=True)
+    e2e_slo_s: float | None = field(default=None, kw_only=True)
+    e2e_met: bool | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(
@@ -120,6 +122,7 @@ class RequestRecord:
             tpot_paper_s=paper_s,
             tpot_met=judged(metrics.tpot_met, status),
             ttft_met=judged(metrics.ttft_met, status),
+            e2e_met=judged(metrics.e2e_met, status),
             slo_met=judged(metrics.slo_met, status),
             tpot_paper_met=judged(paper_met, status),
             token_offsets_s=token_offsets_s,
@@ -239,13 +242,13 @@ def served_record(
 
 def unstarted_metrics(
     tpot_slo_s: float | None, ttft_slo_s: float | None, slo_class: str, error_code: str | None,
-    thinking_tpot_slo_s: float | None = None,
+    thinking_tpot_slo_s: float | None = None, e2e_slo_s: float | None = None,
 ) -> RequestMetrics:  # fmt: skip
     """Return metrics of a choice that the engine never began: its targets, and whether they were infeasible."""
     feasible = False if error_code == SLO_INFEASIBLE else None
     return RequestMetrics(
         arrival_s=0.0, tpot_slo_s=tpot_slo_s, ttft_slo_s=ttft_slo_s, slo_class=slo_class, slo_feasible=feasible,
-        thinking_tpot_slo_s=thinking_tpot_slo_s,
+        thinking_tpot_slo_s=thinking_tpot_slo_s, e2e_slo_s=e2e_slo_s,
     )  # fmt: skip
 
 
@@ -285,15 +288,20 @@ def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause |
     if record.status != "finished":
         return record.status
     if record.tpot_met is False:
-        return _tpot_cause(record, acceptance_rate)
+        target_s, tpot_s = slowest_part(record.tpot_parts)
+        return _pace_cause(record, target_s or 0.0, tpot_s or 0.0, acceptance_rate)
     queue_s, ttft_s = record.queue_s or 0.0, record.ttft_s or 0.0
+    decode_s = (record.e2e_s or 0.0) - ttft_s
+    if record.ttft_met is not False and record.e2e_slo_s is not None and decode_s > ttft_s:
+        target_s = (record.e2e_slo_s - ttft_s) / max(record.output_tokens - 1, 1)
+        return _pace_cause(record, target_s, record.tpot_s or 0.0, acceptance_rate)
     return "queueing" if queue_s >= ttft_s - queue_s else "prefill"
 
 
-def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
-    """Return why TPOT was missed: low acceptance when the run's mean acceptance would have met the target with the
-    tokens drafted here. Steps of a missed part count as having emitted as much as all steps did."""
-    target_s, tpot_s = (value or 0.0 for value in slowest_part(record.tpot_parts))
+def _pace_cause(record: RequestRecord, target_s: float, tpot_s: float, acceptance_rate: float) -> Cause:
+    """Return why tokens took tpot_s each instead of target_s: low acceptance when the run's mean acceptance would have
+    been enough with the tokens drafted here. Steps of a missed part count as having emitted as much as all steps
+    did."""
     if record.preemptions:
         return "preemption"
     if record.verify_steps and record.drafted_tokens:

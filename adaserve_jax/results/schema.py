@@ -138,6 +138,7 @@ class Summary:
     running_mean: float | None = None
     busy_throughput_tps: float | None = None
     cancelled: int = 0
+    attainment_e2e: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,11 @@ from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.output_lengths import OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
-from adaserve_jax.scheduler.slo import need_rate
+from adaserve_jax.scheduler.slo import deadline_rate, need_rate
 from adaserve_jax.types import DraftPlan, Limits, ScoredPrompts, StepPlan
 
 if TYPE_CHECKING:  # numba is imported where text drafts alone
@@ -51,27 +52,32 @@ PACE_RATE = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """Progress of the decode rows against their TPOT targets.
+    """Progress of the decode rows against their TPOT targets and deadlines.
 
     start_s, tpot_slo_s: f64[R]; tpot_slo_s is inf without a target. start_s: time of the token from which the target
     counts, the first or the closing mark of the thinking. num_decoded: i64[R], output tokens after that. horizon:
-    i64[R], tokens within which a row shall be on its target.
+    i64[R], tokens within which a row shall be on its target. deadline_s: f64[R], time by which the last token is due,
+    inf without a deadline. tokens_left: i64[R], planned until then, at least 1.
     """
 
     start_s: np.ndarray
     tpot_slo_s: np.ndarray
     num_decoded: np.ndarray
     horizon: np.ndarray
+    deadline_s: np.ndarray
+    tokens_left: np.ndarray
 
     def need_rate(self, now: float) -> np.ndarray:
-        """Return f64[R], tokens per second that put each row on its target less the reserve, as of `now`."""
-        return need_rate(now - self.start_s, (1 - RESERVE) * self.tpot_slo_s, self.num_decoded, self.horizon)
+        """Return f64[R], tokens per second that put each row on its targets less the reserve, as of `now`."""
+        paced = need_rate(now - self.start_s, (1 - RESERVE) * self.tpot_slo_s, self.num_decoded, self.horizon)
+        return np.maximum(paced, deadline_rate(now, self.deadline_s, self.tokens_left))
 
     def due_s(self, now: float) -> np.ndarray:
         """Return f64[R], seconds from `now` until each row's next token is due; 0 if it is late, inf without a
         target.
         """
-        return np.maximum(self.start_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
+        paced = self.start_s + (self.num_decoded + 1) * self.tpot_slo_s - now
+        return np.maximum(np.minimum(paced, (self.deadline_s - now) / self.tokens_left), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +104,19 @@ class Planner:
 
     def __init__(
         self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
-        *, max_prefill: int, horizon: int, decision_limits: Limits | None = None, text_without_draft: bool = True,
+        *, lengths: OutputLengths, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
+        text_without_draft: bool = True,
     ):  # fmt: skip
         """Set up for one batch.
 
-        suffix: proposes from text already seen. max_prefill: most prefill tokens of a step. horizon: h, tokens within
-        which a sequence may catch up. decision_limits: bounds of decisions, where they are not the batch's.
+        suffix: proposes from text already seen. lengths: what outputs still write. max_prefill: most prefill tokens of
+        a step. horizon: h, tokens within which a sequence may catch up. decision_limits: bounds of decisions, where
+        they are not the batch's.
         text_without_draft: steps for which the controller decides depth 0 verify trees of text alone.
         """
         self._batch = batch
         self._suffix = suffix
+        self._lengths = lengths
         self._limits = batch.limits
         self._decision_limits = decision_limits or batch.limits
         self._text_without_draft = text_without_draft
@@ -201,11 +210,11 @@ class Planner:
             if others < 0:
                 decode, prefill = self._rows()
                 needed = self._measure(decode, now)[0].need_rate(now)
-                starting = [self._pace_rate(running, now) for running in prefill]
+                starting = [self._start_rate(running, now) for running in prefill]
                 known = [*needed.tolist(), *starting]
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
-            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.tpot_slo_s)
+            rate = 0.0 if self._batch.queue.is_late(state) else self._pace_rate(state, state.tpot_slo_s, now)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft = self._draft.can_draft
             if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
@@ -215,12 +224,27 @@ class Planner:
 
         return may_start
 
-    def _pace_rate(self, state: SequenceState, now: float) -> float:
+    def _start_rate(self, state: SequenceState, now: float) -> float:
         """Return the rate that a running sequence needs whose prompt is not computed; 0 if its target was or will be
         dropped.
         """
         table = self._batch.table
-        return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
+        if table.misses_ttft(state.slot, now):
+            return 0.0
+        return self._pace_rate(state, float(table.tpot_slo_s[state.slot]), now)
+
+    def _pace_rate(self, state: SequenceState, tpot_slo_s: float | None, now: float) -> float:
+        """Return the tokens per second that keep a sequence without output on its targets; 0 without any."""
+        paced = 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
+        sequence = state.sequence
+        if sequence.e2e_slo_s is None:
+            return paced
+        left_s = sequence.arrival_s + sequence.e2e_slo_s - now
+        return max(paced, self._tokens_left(state) / left_s) if left_s > 0 else 0.0
+
+    def _tokens_left(self, state: SequenceState) -> int:
+        most = max(state.max_total - state.num_tokens, 1)
+        return self._lengths.left(state.sequence.slo_class, state.prompt_len, state.num_output, most)
 
     def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
         """Return pace, tokens to max_total, and tokens that the draft lacks, of the decode rows in these slots."""
@@ -229,11 +253,18 @@ class Planner:
         remaining = table.max_total[decode] - num_tokens
         start_s = table.pace_start_s[decode]
         start_s[start_s != start_s] = now  # no token yet: NaN
+        deadline_s, tokens_left = table.deadline_s[decode], np.ones(len(decode), np.int64)
+        for row in np.flatnonzero(deadline_s < np.inf).tolist():
+            state = table.states[decode[row]]
+            assert state is not None, "decode rows run"
+            tokens_left[row] = self._tokens_left(state)
         pace = Pace(
             start_s=start_s,
             tpot_slo_s=table.tpot_slo_s[decode],
             num_decoded=np.maximum(num_tokens - table.pace_tokens[decode], 0),
             horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
+            deadline_s=deadline_s,
+            tokens_left=tokens_left,
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
 
@@ -268,11 +299,6 @@ class Planner:
             tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
             scored=scored,
         )
-
-
-def _pace_rate(tpot_slo_s: float | None) -> float:
-    """Return the tokens per second that keep a sequence on its target from the start; 0 without one."""
-    return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
 
 
 class DraftPlanner:
@@ -441,11 +467,12 @@ class SlackTracker:
         """Return the seconds that the row with the least slack leaves; 0 before the first decode step if a target
         runs.
         """
-        if not np.isfinite(pace.tpot_slo_s).any():
+        if not (np.isfinite(pace.tpot_slo_s) | np.isfinite(pace.deadline_s)).any():
             return math.inf
         if not self._tokens:
             return 0.0
         token_s = self._step_s / self._tokens
         target_s = TARGET_SHARE * pace.tpot_slo_s
         slack = row_slack_s(now - pace.start_s, target_s, pace.num_decoded, pace.horizon, token_s)
+        slack = np.minimum(slack, pace.deadline_s - now - pace.tokens_left * token_s)
         return max(SLACK_SHARE * float(slack.min()), 0.0)

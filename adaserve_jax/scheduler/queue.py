@@ -2,7 +2,7 @@
 
 Preempted sequences come first, then waiting ones by `order_key`. The key of a sequence never changes. It is its due
 time plus AGEING_S seconds per step of priority, so a later arrival can overtake it only within a bounded time. Under
-`deadline` ordering a sequence that can hardly meet its TTFT target any more goes behind the others, and every
+`deadline` ordering a sequence that can hardly meet its targets any more goes behind the others, and every
 PROMOTION_PERIOD-th admission takes the sequence that has waited longest, which bounds that wait too. Under `priority`
 ordering, a baseline, priorities are strict and preempted sequences have no precedence: a sequence may wait for as long
 as better ones arrive.
@@ -27,26 +27,30 @@ PATIENCE_S = 10.0
 MAX_PRIORITY = 100
 PROMOTION_PERIOD = 128
 LATE_SHARE = 0.75
-"""Share of its TTFT target after which a waiting sequence counts as late: its prompt still has to be computed."""
+"""Share of its `patience_s` after which a waiting sequence counts as late: its prompt still has to be computed."""
 
 
-def order_key(sequence: Sequence, ordering: Ordering) -> float:
-    """Return the key of admission, seconds on the engine's clock; the lower key is served sooner."""
+def order_key(sequence: Sequence, ordering: Ordering, patience_s: float | None = None) -> float:
+    """Return the key of admission, seconds on the engine's clock; the lower key is served sooner.
+
+    patience_s: seconds from arrival within which the first token must come; None: the TTFT target.
+    """
     if ordering == "deadline":
-        return due_s(sequence.arrival_s, sequence.priority, sequence.ttft_slo_s)
+        patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
+        return due_s(sequence.arrival_s, sequence.priority, patience_s)
     return sequence.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * _bounded(sequence.priority)
 
 
-def due_s(arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
-    """Return the key of admission under `deadline` ordering."""
-    patience_s = PATIENCE_S if ttft_slo_s is None else min(ttft_slo_s, PATIENCE_S)
+def due_s(arrival_s: float, priority: int, patience_s: float | None) -> float:
+    """Return the key of admission under `deadline` ordering. patience_s: as of `order_key`; None: PATIENCE_S."""
+    patience_s = PATIENCE_S if patience_s is None else min(patience_s, PATIENCE_S)
     return arrival_s + AGEING_S * _bounded(priority) + patience_s
 
 
 def wait_ratio(state: SequenceState, now: float) -> float:
-    """Return the waiting time for the first token over the TTFT target (PATIENCE_S without one)."""
-    target_s = state.sequence.ttft_slo_s
-    return max(0.0, now - state.sequence.arrival_s) / (PATIENCE_S if target_s is None else target_s)
+    """Return the waiting time for the first token over what the targets allow (PATIENCE_S without one)."""
+    patience_s = PATIENCE_S if state.patience_s is None else state.patience_s
+    return max(0.0, now - state.sequence.arrival_s) / patience_s
 
 
 def _bounded(priority: int) -> int:
@@ -111,7 +115,7 @@ class WaitingQueue:
         return next((state for state in waiting if state.is_untargeted), None)
 
     def is_late(self, state: SequenceState) -> bool:
-        """Return whether the last `peek` found that a waiting sequence will miss its TTFT target."""
+        """Return whether the last `peek` found that a waiting sequence will miss its targets."""
         index = bisect_left(self._late, state.rank, key=_rank)
         return index < len(self._late) and self._late[index] is state
 
@@ -141,7 +145,7 @@ class WaitingQueue:
 
     def _demote_late(self, now: float) -> None:
         while self._on_time:
-            first = self._on_time[0].sequence
-            if first.ttft_slo_s is None or now <= first.arrival_s + LATE_SHARE * first.ttft_slo_s:
+            first = self._on_time[0]
+            if first.patience_s is None or now <= first.sequence.arrival_s + LATE_SHARE * first.patience_s:
                 return
             insort(self._late, self._on_time.pop(0), key=_rank)

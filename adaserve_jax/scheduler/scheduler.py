@@ -30,6 +30,7 @@ from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.output_lengths import TYPICAL, OutputLengths
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
 from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
@@ -53,6 +54,9 @@ from adaserve_jax.types import (
 
 if TYPE_CHECKING:  # numba is imported where text drafts alone
     from adaserve_jax.scheduler.suffix_drafter import MergedTrees, SuffixDrafter
+
+LEAST_PATIENCE_S = 1e-3
+"""Patience, in seconds, of a sequence that cannot keep its deadline: it is late as soon as it comes."""
 
 
 class Scheduler:
@@ -129,9 +133,10 @@ class Scheduler:
                 self.batch, self._acceptance, kept_tokens=config.suffix_kept_tokens, learn=config.calibrate
             )
         self._merged: MergedTrees | None = None
+        self._lengths = OutputLengths()
         self._planner = Planner(
-            self.batch, self.controller, self._draft, self._suffix, max_prefill=max_prefill, horizon=objective.horizon,
-            decision_limits=decided, text_without_draft=not text_as_draft,
+            self.batch, self.controller, self._draft, self._suffix, lengths=self._lengths, max_prefill=max_prefill,
+            horizon=objective.horizon, decision_limits=decided, text_without_draft=not text_as_draft,
         )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -183,17 +188,27 @@ class Scheduler:
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
             raise verdict.refusal(sequence)
         scheduled = verdict.without_infeasible(sequence) if self._policy.gives_up else sequence
+        patience_s = self._patience_s(scheduled, max_total - prompt_tokens)
         state = SequenceState(
             scheduled,
             max_total=max_total,
-            order_key=order_key(scheduled, self._policy.ordering),
+            order_key=order_key(scheduled, self._policy.ordering, patience_s),
             number=self._added,
             asked=sequence,
             feasible=verdict.feasible,
+            patience_s=patience_s,
         )
         self._added += 1
         self._states[name] = state
         self.batch.queue.add(state)
+
+    def _patience_s(self, sequence: Sequence, most: int) -> float | None:
+        """Return the seconds from arrival within which the first token must come for TTFT target and deadline."""
+        if sequence.e2e_slo_s is None:
+            return sequence.ttft_slo_s
+        tokens = self._lengths.left(sequence.slo_class, len(sequence.prompt_ids), 0, most, TYPICAL)
+        latest_s = max(sequence.e2e_slo_s - tokens * self._feasibility.least_tpot_s(), LEAST_PATIENCE_S)
+        return latest_s if sequence.ttft_slo_s is None else min(latest_s, sequence.ttft_slo_s)
 
     def abort(self, sequence_id: str, reason: FinishReason = "abort") -> SequenceUpdate | None:
         """End a sequence; safe while its step is in flight. Returns its last update, or None for an unknown id."""
@@ -252,8 +267,10 @@ class Scheduler:
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self.batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for row, update in updates.ended.items():
+            state = updates.states[row]
+            self._lengths.observe(state.sequence.slo_class, state.prompt_len, state.num_output)
             if self._suffix is not None:
-                self._suffix.keep(updates.states[row])
+                self._suffix.keep(state)
             del self._states[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()

@@ -76,7 +76,7 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "num_scored", "page_keys", "preemptions", "rank", "sequence", "slot",
+        "cached_tokens", "counts", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence", "slot",
         "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
@@ -91,17 +91,20 @@ class SequenceState:
 
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
-        feasible: bool | None = None,
+        feasible: bool | None = None, patience_s: float | None = None,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
         sequence: as it is scheduled; targets that are out of reach are taken out. max_total: most tokens, prompt and
         output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
+        patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
         """
         self.sequence = sequence
         self._asked = sequence if asked is None else asked
         self._feasible = feasible
+        self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
+        """Seconds from arrival within which the first token must come for the targets; None without any that says."""
         self.rank = (order_key, number)
         """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT
@@ -142,8 +145,9 @@ class SequenceState:
 
     @property
     def is_untargeted(self) -> bool:
-        """True if the sequence came without a TPOT target; a target that is out of reach counts as one."""
-        return self._asked.tpot_slo_s is None and self._asked.thinking_tpot_slo_s is None
+        """True if the sequence came without a TPOT target or deadline; one that is out of reach counts."""
+        asked = self._asked
+        return asked.tpot_slo_s is None and asked.thinking_tpot_slo_s is None and asked.e2e_slo_s is None
 
     @property
     def tpot_slo_s(self) -> float | None:
@@ -202,6 +206,7 @@ class SequenceState:
             thinking_tpot_slo_s=asked.thinking_tpot_slo_s,
             thinking_tokens=thinking_tokens,
             thinking_last_s=thinking_last_s,
+            e2e_slo_s=asked.e2e_slo_s,
         )
 
 
@@ -237,6 +242,8 @@ class SlotTable:
         self.min_p = np.zeros(size, np.float32)
         self.tpot_slo_s = np.full(size, np.inf)
         """Seconds per token that the scheduler aims at now; inf without a target or after it was dropped."""
+        self.deadline_s = np.full(size, np.inf)
+        """Time by which the last token is due; inf without a deadline or after it was dropped."""
         self._before_answer: set[int] = set()
         """Slots with a thinking target whose texts have not begun to answer."""
         self._ttft_due_s = np.full(size, np.inf)
@@ -264,6 +271,7 @@ class SlotTable:
         self.min_p[slot] = sampling.min_p
         ttft_slo_s = sequence.ttft_slo_s if self._gives_up else None
         self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else sequence.arrival_s + ttft_slo_s
+        self.deadline_s[slot] = np.inf if sequence.e2e_slo_s is None else sequence.arrival_s + sequence.e2e_slo_s
         self._aim(state)
         if state.text_state != ANSWERING:
             self._before_answer.add(slot)
@@ -352,13 +360,14 @@ class SlotTable:
         return bool(self._ttft_due_s[slot] < now and np.isnan(self.first_token_s[slot]))
 
     def _give_up_late(self, slots: np.ndarray, first_token_s: float) -> None:
-        """Drop the TPOT targets of slots whose first token came late.
+        """Drop the TPOT targets and deadlines of slots whose first token came late.
 
-        A sequence that missed its TTFT target cannot meet its SLO any more; tokens spent on its TPOT target would be
+        A sequence that missed its TTFT target cannot meet its SLO any more; tokens spent on its other targets would be
         taken from sequences that still can.
         """
         late = slots[self._ttft_due_s[slots] < first_token_s]
         self.tpot_slo_s[late] = np.inf
+        self.deadline_s[late] = np.inf
 
     def row_sampling(self, slots: np.ndarray) -> RowSampling:
         """Return the sampling parameters of these slots."""

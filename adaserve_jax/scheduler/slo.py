@@ -58,25 +58,34 @@ def need_rate(
     return np.where(time_left_s > 0, horizon / np.where(time_left_s > 0, time_left_s, 1.0), np.inf)
 
 
+def deadline_rate(now: float, deadline_s: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
+    """Return f64[R], tokens per second that end a sequence by its deadline: 0 without one (inf), inf if it passed."""
+    left_s = deadline_s - now
+    return np.where(left_s > 0, tokens_left / np.where(left_s > 0, left_s, 1.0), np.inf)
+
+
 @dataclass(frozen=True)
 class FeasibilityVerdict:
     """Judgement of one sequence's targets.
 
     judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
-    infeasible target is below, in seconds; None if that target is feasible or absent.
+    infeasible target is below, in seconds; None if that target is feasible or absent. least_e2e_s: likewise, of a
+    deadline that not even the first token can keep.
     """
 
     judged: bool
     least_tpot_s: float | None = None
     least_ttft_s: float | None = None
     least_thinking_tpot_s: float | None = None
+    least_e2e_s: float | None = None
 
     @property
     def feasible(self) -> bool | None:
         """True if every target is feasible; None without a target."""
         if not self.judged:
             return None
-        return self.least_tpot_s is None and self.least_ttft_s is None and self.least_thinking_tpot_s is None
+        least = (self.least_tpot_s, self.least_ttft_s, self.least_thinking_tpot_s, self.least_e2e_s)
+        return all(each is None for each in least)
 
     def without_infeasible(self, sequence: Sequence) -> Sequence:
         """Return `sequence` without the targets that are out of reach."""
@@ -87,6 +96,7 @@ class FeasibilityVerdict:
             tpot_slo_s=sequence.tpot_slo_s if self.least_tpot_s is None else None,
             ttft_slo_s=sequence.ttft_slo_s if self.least_ttft_s is None else None,
             thinking_tpot_slo_s=sequence.thinking_tpot_slo_s if self.least_thinking_tpot_s is None else None,
+            e2e_slo_s=sequence.e2e_slo_s if self.least_e2e_s is None else None,
         )
 
     def refusal(self, sequence: Sequence) -> RequestError:
@@ -95,6 +105,7 @@ class FeasibilityVerdict:
             ("slo_tpot_ms", sequence.tpot_slo_s, self.least_tpot_s),
             ("slo_ttft_ms", sequence.ttft_slo_s, self.least_ttft_s),
             ("slo_thinking_tpot_ms", sequence.thinking_tpot_slo_s, self.least_thinking_tpot_s),
+            ("slo_e2e_ms", sequence.e2e_slo_s, self.least_e2e_s),
         )
         wrong = [(name, asked, least) for name, asked, least in targets if asked is not None and least is not None]
         said = " and ".join(
@@ -133,17 +144,21 @@ class Feasibility:
     def judge(self, sequence: Sequence) -> FeasibilityVerdict:
         """Return the verdict on a sequence. Without a second output token there is no time per token to miss."""
         tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
-        if tpot_s is None and ttft_s is None and thinking_s is None:
+        e2e_s = sequence.e2e_slo_s
+        if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
             return FeasibilityVerdict(judged=False)
         is_paced = (tpot_s is not None or thinking_s is not None) and sequence.sampling.max_tokens > 1
         least_tpot_s = self.least_tpot_s() if is_paced else None
         scored = sequence.sampling.prompt_logprobs is not None
-        least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(sequence.prompt_ids), scored=scored)
+        least_ttft_s = None
+        if ttft_s is not None or e2e_s is not None:
+            least_ttft_s = self.least_ttft_s(len(sequence.prompt_ids), scored=scored)
         return FeasibilityVerdict(
             True,
             _if_below(tpot_s, least_tpot_s),
             _if_below(ttft_s, least_ttft_s),
             _if_below(thinking_s, least_tpot_s),
+            _if_below(e2e_s, least_ttft_s),
         )
 
     def least_tpot_s(self) -> float:

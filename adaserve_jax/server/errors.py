@@ -24,6 +24,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
+    504: "timeout_error",
 }
 
 _BOUNDS = {
@@ -65,6 +66,7 @@ CODES: dict[str, str] = {
     "not_ready": "503: the engine still loads or compiles",
     "overloaded": "429: the request would wait too long for its turn; Retry-After says when it would not",
     "queue_full": "429: the queue is full; Retry-After says when to come again",
+    "queue_timeout": "504: the request had not begun within its max_queue_ms",
     "rate_limited": "429: the API key is over one of its limits; Retry-After says when there is room",
     "request_too_large": "413: the body is larger than the server takes",
     "shutting_down": "503: the server finishes what it has and takes nothing new",

@@ -214,7 +214,7 @@ class Generation:
             ending = "cancelled"
         return EndedChoice(
             self.origin, index, ending, chunk.error_code, request.slo_class, tpot_s, request.slo.ttft_s, metrics, text,
-            thinking_tpot_slo_s=request.slo.thinking_tpot_s,
+            thinking_tpot_slo_s=request.slo.thinking_tpot_s, e2e_slo_s=request.slo.e2e_s,
         )  # fmt: skip
 
     def _failure(self, chunk: OutputChunk) -> ApiError:
@@ -258,6 +258,8 @@ def response_metrics(choices: list[RequestMetrics]) -> ResponseMetrics:
             thinking_tpot_target_ms=_slowest_ms(c.thinking_tpot_slo_s for c in choices),
             thinking_tpot_ms=_slowest_ms(c.thinking_tpot_s for c in choices),
             answer_tpot_ms=_slowest_ms(c.answer_tpot_s for c in choices),
+            e2e_target_ms=_slowest_ms(c.e2e_slo_s for c in choices),
+            e2e_ms=_slowest_ms(c.e2e_s for c in choices if c.e2e_slo_s is not None),
             met=all(met) if met else None,
             feasible=all(feasible) if feasible else None,
         ),

@@ -46,8 +46,8 @@ class Origin:
 class EndedChoice:
     """One choice that has ended.
 
-    index: of the choice in the response. tpot_slo_s, ttft_slo_s, thinking_tpot_slo_s: targets in force, also when the
-    engine never began the choice; metrics is None then. text: None unless the server records texts.
+    index: of the choice in the response. tpot_slo_s, ttft_slo_s, thinking_tpot_slo_s, e2e_slo_s: targets in force, also
+    when the engine never began the choice; metrics is None then. text: None unless the server records texts.
     """
 
     origin: Origin
@@ -61,6 +61,7 @@ class EndedChoice:
     text: ChoiceText | None = None
     ended_unix_s: float = field(default_factory=time.time)
     thinking_tpot_slo_s: float | None = None
+    e2e_slo_s: float | None = None
 
     @property
     def measured(self) -> RequestMetrics:
@@ -68,7 +69,7 @@ class EndedChoice:
         if self.metrics is not None:
             return self.metrics
         return unstarted_metrics(
-            self.tpot_slo_s, self.ttft_slo_s, self.slo_class, self.error_code, self.thinking_tpot_slo_s
+            self.tpot_slo_s, self.ttft_slo_s, self.slo_class, self.error_code, self.thinking_tpot_slo_s, self.e2e_slo_s
         )
 
 

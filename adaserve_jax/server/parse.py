@@ -6,6 +6,7 @@ Errors are RequestError and ApiError that name the field.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ MAX_TOKENS_UNSET = 2**31 - 1
 TARGET_HEADERS = {
     "slo_tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+    "slo_e2e_ms": ("x-llm-d-slo-e2e-ms", "x-slo-e2e-ms"),
 }
 """Headers in which gateways send targets, by field of the body: the current name and the older one."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -224,11 +226,15 @@ def fit_context(body: GenerationBody, sampling: SamplingParams, prompt_tokens: i
 
 @dataclass(frozen=True)
 class RequestTargets:
-    """Targets, class name and priority (lower is sooner) of a request, within all limits."""
+    """Targets, class name and priority (lower is sooner) of a request, within all limits.
+
+    max_queue_s: longest wait to begin; 0: the server's.
+    """
 
     slo: SLO
     slo_class: str
     priority: int
+    max_queue_s: float
 
 
 def targets_of(
@@ -247,7 +253,7 @@ def targets_of(
     """
     default = _class_of(body, settings, classes, limits)
     thinking_ms = body.slo_thinking_tpot_ms if isinstance(body, ChatBody) else None
-    own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative, thinking_ms)
+    own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative, thinking_ms, body.slo_e2e_ms)
     if thinks and thinking_ms is None:
         thinking_ms = default.thinking_tpot_ms
     tpot_ms, relative, ttft_ms = own.tpot_ms, own.relative, own.ttft_ms
@@ -262,11 +268,13 @@ def targets_of(
     if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
         tpot_ms, relative = relative * baseline_s * 1e3, None
     ttft_ms = _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms)
-    slo = SLO(_clamp(tpot_ms, low, high), ttft_ms, relative, _clamp(thinking_ms, low, high))
+    e2e_ms = _clamp(default.e2e_ms if own.e2e_ms is None else own.e2e_ms, ttft_low, math.inf)
+    slo = SLO(_clamp(tpot_ms, low, high), ttft_ms, relative, _clamp(thinking_ms, low, high), e2e_ms)
     priority = default.priority if body.priority is None else body.priority
     if limits is not None and limits.min_priority is not None:
         priority = max(priority, limits.min_priority)
-    return RequestTargets(slo, default.name, priority)
+    max_queue_ms = default.max_queue_ms if body.max_queue_ms is None else body.max_queue_ms
+    return RequestTargets(slo, default.name, priority, (max_queue_ms or 0.0) / 1e3)
 
 
 def _class_of(
@@ -303,7 +311,9 @@ def with_header_targets(body: AnyBody, headers: Headers, *, trusted: bool) -> tu
     if not trusted:
         return body, f"ignored headers of an untrusted gateway: {', '.join(named)}" if named else ""
     own_tpot = body.slo_tpot_ms is not None or body.slo_relative is not None
-    own = {"slo_tpot_ms": own_tpot, "slo_ttft_ms": body.slo_ttft_ms is not None}
+    own = {
+        "slo_tpot_ms": own_tpot, "slo_ttft_ms": body.slo_ttft_ms is not None, "slo_e2e_ms": body.slo_e2e_ms is not None,
+    }  # fmt: skip
     found = {
         field: next((value for value in [_target(headers, name) for name in names] if value is not None), None)
         for field, names in TARGET_HEADERS.items()

@@ -217,6 +217,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
                 tenant=account.name,
                 draft_tag=draft_tag,
                 max_wait_s=state.settings.max_queue_wait,
+                max_queue_s=targets.max_queue_s,
             )
             for ids in encoded
         ]

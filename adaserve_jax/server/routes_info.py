@@ -52,7 +52,9 @@ def _card(state: ServerState) -> ModelCard:
         drafts=list(info.drafts),
         baseline_ms=info.baseline_s * 1e3,
         slo_classes={
-            name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms, thinking_tpot_ms=slo.thinking_tpot_ms)
+            name: SloTargets(
+                tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms, thinking_tpot_ms=slo.thinking_tpot_ms, e2e_ms=slo.e2e_ms
+            )
             for name, slo in state.classes.items()
         },
     )

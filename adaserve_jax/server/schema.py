@@ -124,6 +124,13 @@ class GenerationBody(ConstraintFields):
     user: str | None = Field(None, description="Accepted and not used.")
     slo_tpot_ms: Target | None = Field(None, description="Target: milliseconds per output token after the first.")
     slo_ttft_ms: Target | None = Field(None, description="Target: milliseconds to the first token.")
+    slo_e2e_ms: Target | None = Field(
+        None, description="Target: milliseconds from arrival to the last token, a deadline."
+    )
+    max_queue_ms: Target | None = Field(
+        None,
+        description="Longest wait to begin, milliseconds; a request that has not begun by then is answered with 504.",
+    )
     slo_relative: Target | None = Field(
         None,
         description="TPOT target as a multiple of the measured baseline latency (one token, alone, no speculation).",
@@ -445,6 +452,14 @@ class SloMetrics(ResponseModel):
         default=None, description="Measured from the closing mark on, where the thinking has a target of its own.",
         exclude_if=_none,
     )  # fmt: skip
+    e2e_target_ms: float | None = Field(
+        default=None, description="Deadline in force; only if there is one.", exclude_if=_none
+    )
+    e2e_ms: float | None = Field(
+        default=None,
+        description="Measured from arrival to the last token, where there is a deadline.",
+        exclude_if=_none,
+    )
     met: bool | None = Field(description="All targets were met; null: the request carried none.")
     feasible: bool | None = Field(
         description="False: a target was below what one request alone would get, so that it was served best-effort."
@@ -644,6 +659,9 @@ class SloTargets(ResponseModel):
         default=None, description="Target, milliseconds per token of the thinking; only if there is one.",
         exclude_if=_none,
     )  # fmt: skip
+    e2e_ms: float | None = Field(
+        default=None, description="Deadline of the last token, milliseconds; only if there is one.", exclude_if=_none
+    )
 
 
 class ModelCard(ResponseModel):

@@ -33,6 +33,12 @@ class SloClass(Settings):
         None, "TPOT target of what a model thinks, milliseconds per token; tpot_ms is then that of the answer; none: "
         "tpot_ms is that of both", gt=0,
     )  # fmt: skip
+    e2e_ms: float | None = setting(None, "deadline of the last token, milliseconds after arrival; none: none", gt=0)
+    max_queue_ms: float | None = setting(
+        None,
+        "longest wait to begin, milliseconds, behind which a request is answered with 504; none: the server's",
+        gt=0,
+    )
     priority: int = setting(
         0, "of requests that bring none; lower is sooner",
         expected="an integer of less than 32 bits", gt=-MAX_PRIORITY, lt=MAX_PRIORITY,

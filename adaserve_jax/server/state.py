@@ -228,8 +228,9 @@ class ServerState:
         self, origin: Origin, slo: SLO, slo_class: str, choices: range, error: AdaServeError | ApiError
     ) -> None:
         """Report the choices of one request, by index, that got no room or that the engine did not take."""
-        tpot_s, thinking_s = slo.tpot_s(self.info.baseline_s), slo.thinking_tpot_s
+        tpot_s = slo.tpot_s(self.info.baseline_s)
         for index in choices:
             self.ended(EndedChoice(
-                origin, index, "rejected", error.code, slo_class, tpot_s, slo.ttft_s, thinking_tpot_slo_s=thinking_s
+                origin, index, "rejected", error.code, slo_class, tpot_s, slo.ttft_s,
+                thinking_tpot_slo_s=slo.thinking_tpot_s, e2e_slo_s=slo.e2e_s,
             ))  # fmt: skip

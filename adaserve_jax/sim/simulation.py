@@ -249,6 +249,7 @@ class _Simulation:
             arrival_s=known.arrival_s,
             tpot_slo_s=known.tpot_slo_s,
             ttft_slo_s=known.ttft_slo_s,
+            e2e_slo_s=self._trace.requests[number].slo.e2e_s,
             slo_class=known.slo_class,
         )
 

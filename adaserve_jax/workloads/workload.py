@@ -20,8 +20,8 @@ Targeted = TypeVar("Targeted", WorkloadItem, TraceRequest)
 OTHERS = "*"
 """In the place of a class: requests that carry no target and whose class is not named."""
 NONE = "none"
-_FIELDS = {"tpot": "tpot_ms", "ttft": "ttft_ms", "relative": "relative"}
-EXAMPLE = "code:relative=1.2,ttft=4000;chat:tpot=50;*:tpot=100"
+_FIELDS = {"tpot": "tpot_ms", "ttft": "ttft_ms", "relative": "relative", "e2e": "e2e_ms"}
+EXAMPLE = "code:relative=1.2,ttft=4000;chat:tpot=50;summary:e2e=8000;*:tpot=100"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def with_relative(requests: Sequence[Targeted], scale: float, what: str) -> list
 
 
 def parse_slos(text: str) -> SloTable:
-    """Parse classes apart by ";", each "class:field=number,...": tpot and ttft in milliseconds, relative in baseline
-    latencies; "class:none": no target. Class "*" is for requests that carry no target.
+    """Parse classes apart by ";", each "class:field=number,...": tpot, ttft and e2e in milliseconds, relative in
+    baseline latencies; "class:none": no target. Class "*" is for requests that carry no target.
 
     Raises ConfigError naming the part at fault.
     """

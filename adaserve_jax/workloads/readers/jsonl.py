@@ -11,8 +11,8 @@ from adaserve_jax.workloads.readers.format import DEFAULT_CLASS, Format, Gaps
 from adaserve_jax.workloads.readers.source import MOST_SECONDS, Source
 
 FIELDS = (
-    "prompt", "messages", "max_tokens", "slo_class", "slo_tpot_ms", "slo_relative", "slo_ttft_ms", "temperature",
-    "seed", "arrival_s",
+    "prompt", "messages", "max_tokens", "slo_class", "slo_tpot_ms", "slo_relative", "slo_ttft_ms", "slo_e2e_ms",
+    "temperature", "seed", "arrival_s",
 )  # fmt: skip
 MAX_TOKENS = 64
 """Output tokens of a line that does not say."""

@@ -1,8 +1,8 @@
 """OpenAI's batch files: JSON lines of custom_id, method, url and body, of chats and of completions.
 
-A body may carry this server's targets (slo_tpot_ms, slo_ttft_ms, slo_relative, slo_class). Of sampling, max_tokens (or
-max_completion_tokens), temperature and seed are replayed; what else a body asks for is left out, and the workload's
-notes count it. Source: platform.openai.com/docs/guides/batch.
+A body may carry this server's targets (slo_tpot_ms, slo_ttft_ms, slo_e2e_ms, slo_relative, slo_class). Of sampling,
+max_tokens (or max_completion_tokens), temperature and seed are replayed; what else a body asks for is left out, and the
+workload's notes count it. Source: platform.openai.com/docs/guides/batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = ("custom_id", "method", "url", "body")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 READ = {
     "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "seed",
-    "slo_tpot_ms", "slo_ttft_ms", "slo_relative", "slo_class",
+    "slo_tpot_ms", "slo_ttft_ms", "slo_e2e_ms", "slo_relative", "slo_class",
 }  # fmt: skip
 WITHOUT_EFFECT = {"model", "stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier"}
 """Fields of a body that say nothing of what is generated."""

@@ -101,10 +101,14 @@ class Fields:
         return tuple(turn for turn in read if turn is not None)
 
     def slo(self) -> SLO:
-        """Return the target from slo_tpot_ms, slo_ttft_ms and slo_relative, spelled as in the HTTP interface."""
+        """Return the targets from slo_tpot_ms, slo_ttft_ms, slo_relative and slo_e2e_ms, as the HTTP interface has
+        them."""
         get = self.values.get
         try:
-            return SLO(tpot_ms=get("slo_tpot_ms"), ttft_ms=get("slo_ttft_ms"), relative=get("slo_relative"))
+            return SLO(
+                tpot_ms=get("slo_tpot_ms"), ttft_ms=get("slo_ttft_ms"), relative=get("slo_relative"),
+                e2e_ms=get("slo_e2e_ms"),
+            )  # fmt: skip
         except (RequestError, OverflowError) as error:
             field = getattr(error, "param", None) or "slo"
             raise ConfigError(f"{self.where}: {field}: {error}") from error
