@@ -24,8 +24,8 @@ MIN_REQUESTS = 10
 """Fewest requests that have an interval: resamples of a handful are too alike to tell anything from chance."""
 Unit = Literal["share", "tokens/s", "s", "tokens"]
 _SAME_NAME = (
-    "due_s", "slo_met", "tpot_met", "ttft_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "ttft_slo_s",
-     "verify_steps", "drafted_tokens", "accepted_tokens",
+    "due_s", "slo_met", "tpot_met", "ttft_met", "e2e_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "ttft_slo_s",
+    "e2e_slo_s", "verify_steps", "drafted_tokens", "accepted_tokens",
 )  # fmt: skip
 """Columns that have the name of the record's field."""
 
@@ -50,12 +50,14 @@ class MeasureColumns:
     slo_met: np.ndarray
     tpot_met: np.ndarray
     ttft_met: np.ndarray
+    e2e_met: np.ndarray
     output_tokens: np.ndarray
     queue_s: np.ndarray
     ttft_s: np.ndarray
     tpot_s: np.ndarray
     tpot_slo_s: np.ndarray
     ttft_slo_s: np.ndarray
+    e2e_slo_s: np.ndarray
     tpot_over: np.ndarray
     ttft_over: np.ndarray
     verify_steps: np.ndarray
@@ -86,7 +88,8 @@ class MeasureColumns:
         if slo_class == ALL_CLASSES:
             return np.ones(len(self.slo_class), bool)
         if slo_class in (WITH_TARGET, WITHOUT_TARGET):
-            return (np.isnan(self.tpot_slo_s) & np.isnan(self.ttft_slo_s)) == (slo_class == WITHOUT_TARGET)
+            untargeted = np.isnan(self.tpot_slo_s) & np.isnan(self.ttft_slo_s) & np.isnan(self.e2e_slo_s)
+            return untargeted == (slo_class == WITHOUT_TARGET)
         return self.slo_class == slo_class
 
     def same_requests(self, other: MeasureColumns) -> bool:

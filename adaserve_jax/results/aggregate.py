@@ -248,6 +248,7 @@ class ClassReport:
     summary: Summary
     tpot: TargetSummary
     ttft: TargetSummary
+    e2e: TargetSummary
     cached_tokens: int
     aborted: int
     errors: tuple[tuple[str, int], ...]
@@ -298,6 +299,7 @@ def _class_report(summary: Summary, records: Sequence[ServedRecord]) -> ClassRep
         summary=summary,
         tpot=_targets([slowest_part(r.tpot_parts) for r in records]),
         ttft=_targets([(r.ttft_slo_s, r.ttft_s) for r in records]),
+        e2e=_targets([(r.e2e_slo_s, r.e2e_s) for r in records]),
         cached_tokens=sum(record.cached_tokens for record in records),
         aborted=sum(record.ending == "abort" for record in records),
         errors=tuple(errors.most_common()),

@@ -199,6 +199,20 @@ def test_a_request_of_several_choices_is_queued_whole_or_not_at_all() -> None:
     assert not core.has_work
 
 
+def test_a_request_that_did_not_begin_within_its_own_wait_ends_with_its_own_error() -> None:
+    """The server would let it wait longer; one that has begun is left alone however long it takes."""
+    core = core_of("ar", num_pages=64)
+    for name, tokens in (("a", 44), ("b", 44), ("c", 44), ("d", 44), ("late", 3), ("patient", 3)):
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        own_s = 0.0 if name == "patient" else 0.1
+        core.add(GenerateRequest(name, [3], sampling, max_wait_s=9.0, max_queue_s=own_s), core.clock())
+    ended = {}
+    while core.has_work:
+        ended |= {chunk.request_id: chunk for chunk in core.step() if chunk.finish_reason is not None}
+    assert ended.pop("late").error_code == "queue_timeout"
+    assert {chunk.finish_reason for chunk in ended.values()} == {"length"} and len(ended) == 5
+
+
 def test_what_waited_as_long_as_it_may_ends_and_what_began_goes_on() -> None:
     """Four slots, of which one is free after half a second; the fifth choice may wait longer than the others."""
     core = core_of("ar", num_pages=64)
