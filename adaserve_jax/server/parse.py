@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 
 from adaserve_jax.engine.client import EngineInfo, check_ids, check_prompt
 from adaserve_jax.errors import RequestError
+from adaserve_jax.sampling import is_finite, require
 from adaserve_jax.server.constraint_fields import ANY_OBJECT, constraints_of, json_text
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.prompt_logprobs import PromptReport, is_prompt_only
@@ -274,6 +275,8 @@ def targets_of(
     if limits is not None and limits.min_priority is not None:
         priority = max(priority, limits.min_priority)
     max_queue_ms = default.max_queue_ms if body.max_queue_ms is None else body.max_queue_ms
+    if max_queue_ms is not None:
+        require(is_finite(max_queue_ms) and max_queue_ms > 0, "max_queue_ms", "a finite number above 0", max_queue_ms)
     return RequestTargets(slo, default.name, priority, (max_queue_ms or 0.0) / 1e3)
 
 

@@ -56,7 +56,7 @@ def test_only_the_last_texts_count() -> None:
     assert [lengths.left("chat", 5, 0, 4000, share) for share in (0.4, 0.6)] == [10, 20]
 
 
-@pytest.mark.parametrize(("written", "planned"), [(0, COLD_TOKENS), (150, COLD_TOKENS - 150), (600, 300)])
+@pytest.mark.parametrize(("written", "planned"), [(0, COLD_TOKENS), (100, COLD_TOKENS - 100), (600, 300)])
 def test_before_anything_ended_a_usual_length_is_planned(written: int, planned: int) -> None:
     lengths = OutputLengths()
     assert lengths.left("chat", 5, written, 4000) == planned

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adaserve_jax.results.record_store import read_records
-from adaserve_jax.server.serve import Observability
+from adaserve_jax.server.serve import Observability, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings, SloClass
 from adaserve_jax.types import SLO
 from tests.server.conftest import Running
@@ -70,7 +70,7 @@ def test_the_model_s_card_has_the_deadlines_of_classes(server: Running) -> None:
 def test_answers_records_and_metrics_judge_the_deadline(demo_engine: Any, serve_engine: Any, tmp_path: Path) -> None:
     """One that nobody misses, and one that everybody does."""
     settings = ServerSettings(records=str(tmp_path / "records.sqlite"))
-    with Observability(settings) as watchers, serve_engine(demo_engine, None, settings) as served:
+    with Observability(settings) as watchers, serve_engine(demo_engine, load_tokenizer("demo"), settings) as served:
         watchers.attach(served.state)
         body = {"prompt": "def total(", "max_tokens": 20, "ignore_eos": True}
         for deadline_ms, met in ((60_000.0, True), (1.0, False)):
@@ -91,8 +91,8 @@ def test_answers_records_and_metrics_judge_the_deadline(demo_engine: Any, serve_
 def test_what_did_not_begin_in_time_is_answered_with_504(demo_engine: Any, serve_engine: Any) -> None:
     """All slots are taken by one request's choices, which go on undisturbed."""
     places = demo_engine.info.max_requests
-    with serve_engine(demo_engine, None, ServerSettings()) as served, ThreadPoolExecutor(1) as others:
-        long = {"prompt": "def", "n": places, "max_tokens": 200, "ignore_eos": True}
+    with serve_engine(demo_engine, load_tokenizer("demo"), ServerSettings()) as served, ThreadPoolExecutor(1) as others:
+        long = {"prompt": "def", "n": places, "max_tokens": 40, "ignore_eos": True}
         running = others.submit(served.post, **long)
         wait_until(lambda: demo_engine.stats().scheduler.running == places)
         answer = served.post(prompt="late", max_tokens=2, max_queue_ms=10)
@@ -100,5 +100,5 @@ def test_what_did_not_begin_in_time_is_answered_with_504(demo_engine: Any, serve
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("queue_timeout", "timeout_error")
         assert "had not begun after its max_queue_ms of 10 ms" in error["message"]
-        assert running.result().json()["usage"]["completion_tokens"] == 200 * places
+        assert running.result().json()["usage"]["completion_tokens"] == 40 * places
         assert served.post(prompt="late", max_tokens=2, max_queue_ms=60_000).status_code == 200
