@@ -85,14 +85,14 @@ _FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "num_local_experts": 8, "num_experts_per_tok": 2,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         frozenset({"sliding_window", "num_local_experts"}),
         experts=_MIXTRAL_NAMES,
     ),
     "Qwen3MoeForCausalLM": _Family(
         _QWEN_MOE_DEFAULTS,
-        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "num_experts"}),
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
         qk_norm=True,
         experts=_QWEN_NAMES,
     ),
@@ -260,11 +260,13 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     if names is _MIXTRAL_NAMES:
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
-        count, inner, normalised = "num_experts", "moe_intermediate_size", bool(values.get("norm_topk_prob"))
+        # Transformers 5 writes Mixtral's name for the number of experts.
+        count = "num_experts" if values.get("num_local_experts") is None else "num_local_experts"
+        inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
         given, step = values.get("mlp_only_layers") or (), values.integer("decoder_sparse_step")
         if not isinstance(given, list | tuple) or any(not isinstance(layer, int) for layer in given):
             raise values.wrong("mlp_only_layers", given, "a list of layers")
-        none = values.get("num_experts") == 0
+        none = values.get(count) == 0
         dense = tuple(layer for layer in range(layers) if none or layer in given or (layer + 1) % step)
     if len(dense) == layers:
         return None
@@ -277,15 +279,15 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
-    Windowed layers are those of layer_types if the family reads it, else all (Mistral) or those from max_window_layers
-    on (Qwen).
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts) or those
+    from max_window_layers on (Qwen).
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
     windowed = windowed and (not optional or bool(values.get("use_sliding_window")))
     full, sliding = "full_attention", "sliding_attention"
     given = values.get("layer_types")
-    if optional and windowed:
+    if optional and windowed and family.experts is None:
         first = values.get("max_window_layers")
         if not isinstance(first, int):
             raise values.wrong("max_window_layers", first, "an integer")
