@@ -52,8 +52,13 @@ class ExpertNames:
     up: str
     down: str
 
+    @property
+    def matrices(self) -> tuple[str, str, str]:
+        """Names of gate, up and down."""
+        return self.gate, self.up, self.down
 
-_MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
@@ -88,7 +93,7 @@ _FAMILIES = {
             "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         frozenset({"sliding_window", "num_local_experts"}),
-        experts=_MIXTRAL_NAMES,
+        experts=MIXTRAL_NAMES,
     ),
     "Qwen3MoeForCausalLM": _Family(
         _QWEN_MOE_DEFAULTS,
@@ -257,7 +262,7 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
 
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
-    if names is _MIXTRAL_NAMES:
+    if names is MIXTRAL_NAMES:
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.

@@ -42,7 +42,7 @@ class Experts(nnx.Module):
         self.down = GroupedLinear(experts.count * d, inner, ("expert_down", "expert_mlp"), rngs, dtype)
 
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> jax.Array:
-        """used: bool[T], false for padding, which then reads no expert. None: all are tokens."""
+        """Run each token through its experts. used: bool[T], false for padding, for which no expert is read."""
         count, tokens = self.experts.per_token, x.shape[1]
         weight, chosen = self._route(x)
         held = self.partition.experts_held(self.experts.count)

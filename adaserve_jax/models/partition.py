@@ -8,7 +8,8 @@ vocabulary by rows. Fewer key-value heads than devices are repeated. Every devic
 device, for a second exchange per product (docs/architecture/device.md).
 
 Experts are divided by neuron, as an MLP is, or by expert, whichever exchanges less. Their sums are as large either way,
-and by neuron every device has the same work; by expert is for sizes that do not divide, and in `exact` for wide experts.
+and by neuron every device has the same work; by expert is for sizes that do not divide, and in `exact` for wide
+experts.
 
 Methods that exchange are called inside `jax.shard_map` over AXIS; the others are arithmetic on the host.
 """
@@ -35,10 +36,9 @@ Rows = tuple[tuple[int, int], ...]
 class Partition:
     """A division over `ways` devices.
 
-    splits_vocab: divide the vocabulary, which only some sizes allow. by_expert: each device holds whole experts, and not
-    neurons of all. query_copies: how often a device computes its
-    queries of a key-value head that other devices hold too. In `exact`, as often as it takes for products to have the
-    sizes, and so the bits, of one device.
+    splits_vocab: divide the vocabulary, which only some sizes allow. by_expert: each device holds whole experts, not
+    neurons of all. query_copies: how often a device computes its queries of a key-value head that other devices hold
+    too. In `exact`, as often as it takes for products to have the sizes, and so the bits, of one device.
     """
 
     ways: int = 1

@@ -388,12 +388,23 @@ def sizes_of(
 
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the bytes of one device's weights, as `load_params` places them. config: the partition's whole model."""
+    return sum(_weight_sizes(config, dtype, quantize, partition).values())
+
+
+def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
+    """Return the part of `weight_bytes` that only tokens which chose an expert need."""
+    sizes = _weight_sizes(config, dtype, quantize, partition)
+    return sum(size for name, size in sizes.items() if ".experts." in name and not name.endswith(".router"))
+
+
+def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partition: Partition) -> dict[str, int]:
+    """Return the bytes of each weight on one device."""
     specs = param_specs(config, quantize)
-    total = 0
+    sizes = {}
     for name, (shape, axes) in specs.items():
         size = math.prod(shape) * weight_dtype(name, specs, dtype).itemsize
-        total += size // partition.ways if partition.split_axis(axes) is not None else size
-    return total
+        sizes[name] = size // partition.ways if partition.split_axis(axes) is not None else size
+    return sizes
 
 
 def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
