@@ -3,8 +3,8 @@
 Biases, norms of queries and keys, experts and a tied head follow the configuration. The residual stream is
 feature-major, [d, T], from the embedding to the head, so that each product is `W @ x` with the weight as Hugging Face
 stores it, [out, in]: on a CPU this is up to 1.5 times faster than the token-major form at 2-64 tokens. Flax NNX defines
-and initialises the modules; `jax.jit` gets a flat dict of arrays, which is merged into modules while tracing. Attention is
-the caller's: the decoder knows no KV cache, pages or masks.
+and initialises the modules; `jax.jit` gets a flat dict of arrays, which is merged into modules while tracing. Attention
+is the caller's: the decoder knows no KV cache, pages or masks.
 
 Axes: T packed tokens, d features, H/K query/KV heads, D head dim, S sampled positions, V vocabulary.
 """
