@@ -53,7 +53,7 @@ class Partition:
         if ways == 1:
             return cls()
         divided = {"num_attention_heads": config.num_heads}
-        if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
+        if config.experts is None or config.experts.dense_layers:
             divided["intermediate_size"] = config.intermediate_size
         if exact:
             divided["hidden_size"] = config.hidden_size

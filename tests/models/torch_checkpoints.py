@@ -46,7 +46,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "mixtral": (
+        "Mixtral", {
+            "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": WINDOW,
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", _QWEN_MOE | {"norm_topk_prob": True}),
     "qwen3_moe_mixed": (
         "Qwen3Moe", _QWEN_MOE | {
