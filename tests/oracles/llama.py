@@ -1,5 +1,5 @@
-"""The whole Llama or Mixtral model in NumPy float64, token by token features, from a checkpoint folder. Shares no code with the
-package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
+"""The whole Llama or Mixtral model in NumPy float64, token by token features, from a checkpoint folder. Shares no code
+with the package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
 
 from __future__ import annotations
 

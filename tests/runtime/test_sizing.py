@@ -32,8 +32,8 @@ from adaserve_jax.runtime.sizing import (
     choose_attention,
     draft_attention,
     dtype_of,
-    resolve,
     expert_bytes,
+    resolve,
     weight_bytes,
     workspace_of,
 )

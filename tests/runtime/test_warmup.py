@@ -43,7 +43,7 @@ def test_tokens_are_drawn_from_the_whole_vocabulary() -> None:
     assert set(by_size) == set(LIMITS.token_edges)
     for size, tokens in by_size.items():
         assert len(set(tokens)) > 0.9 * size
-        assert 0 <= tokens.min() and tokens.max() < VOCABULARY
+        assert tokens.min() >= 0 and tokens.max() < VOCABULARY
     assert np.ptp(by_size[256]) > 0.9 * VOCABULARY
 
 
