@@ -1,8 +1,8 @@
 """Computes the profile of an engine on a device that is not here, from the device's data sheet.
 
 A step takes as long as the slower of two things: reading weights and context from memory, or the products. Of experts,
-only those that a token chose are read, as many as random choices reach. Both at a
-share of the published rates; with several devices, their exchanges are added. Nothing of it is measured.
+only those that a token chose are read, as many as random choices reach. Both at a share of the published rates; with
+several devices, their exchanges are added. Nothing of it is measured.
 """
 
 from __future__ import annotations
