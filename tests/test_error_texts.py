@@ -235,7 +235,7 @@ def test_processes_that_are_gone_are_said():
 
 
 def test_models_that_cannot_be_held_are_said(tmp_path: Path):
-    config: Any = SimpleNamespace(num_heads=12, intermediate_size=12, hidden_size=12, num_kv_heads=4)
+    config: Any = SimpleNamespace(num_heads=12, intermediate_size=12, hidden_size=12, num_kv_heads=4, experts=None)
     with pytest.raises(ConfigError, match=r"target's num_key_value_heads \(4\) or be a multiple of it, got 6"):
         Partition.of(config, 6, exact=False)
     rows = Int8Rows("w", np.zeros((1, 2), np.int8), np.zeros(1, np.float32))

@@ -1,7 +1,8 @@
 """Computes the profile of an engine on a device that is not here, from the device's data sheet.
 
-A step takes as long as the slower of two things: reading weights and context from memory, or the products. Both at a
-share of the published rates; with several devices, their exchanges are added. Nothing of it is measured.
+A step takes as long as the slower of two things: reading weights and context from memory, or the products. Of experts,
+only those that a token chose are read, as many as random choices reach. Both at a share of the published rates; with
+several devices, their exchanges are added. Nothing of it is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from adaserve_jax.results.profile import Identity, Profile, Timings
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.absent_engine import AbsentEngine
-from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
+from adaserve_jax.runtime.sizing import expert_bytes, page_bytes, weight_bytes
 
 CONTEXTS = (256, 1024, 4096)
 """Committed tokens of every row for which times are computed; those beyond the engine's limits are left out."""
@@ -41,7 +42,8 @@ class Assumptions:
 @dataclass(frozen=True)
 class Roofline:
     """Times of one model on `ways` devices, each with its part. weights: bytes of a part. products: weights of a part
-    that every token is multiplied with, without the head. context_bytes: K and V of one token on one device."""
+    that every token is multiplied with, without the head. context_bytes: K and V of one token on one device.
+    expert_weights: bytes of the part that are experts'."""
 
     device: AbsentDevice
     config: ModelConfig
@@ -50,12 +52,14 @@ class Roofline:
     products: int
     context_bytes: float
     assumed: Assumptions
+    expert_weights: int = 0
 
     def forward_s(self, tokens: int, rows: int, context: int, *, scored: int) -> float:
         """Return the seconds of one forward over `tokens` packed tokens of `rows` rows, each with `context` committed
         tokens, of which `scored` tokens go through the head."""
         config, assumed = self.config, self.assumed
-        read = self.weights + rows * context * self.context_bytes
+        unread = (1 - self._experts_read(tokens)) * self.expert_weights
+        read = self.weights - unread + rows * context * self.context_bytes
         attention = 4 * config.num_layers * config.q_size / self.ways * tokens * context
         head = 2 * scored * config.vocab_size * config.hidden_size / self.ways
         computed = 2 * self.products * tokens + attention + head
@@ -63,6 +67,11 @@ class Roofline:
             read / (assumed.memory_share * self.device.bytes_per_s),
             computed / (assumed.compute_share * self.device.flops_per_s),
         ) + self._exchanges_s(tokens, scored)
+
+    def _experts_read(self, tokens: int) -> float:
+        """Return the expected share of experts that any of so many tokens chose."""
+        experts = self.config.experts
+        return 1.0 if experts is None else 1 - (1 - experts.per_token / experts.count) ** tokens
 
     def _exchanges_s(self, tokens: int, scored: int) -> float:
         """Return the seconds of two sums per layer, one for the embedding, and the gathering of the scores."""
@@ -83,9 +92,15 @@ def roofline_of(engine: AbsentEngine, config: ModelConfig, *, ways: int, assumed
     weights = weight_bytes(partition.whole(config), resolved.dtype, quantize, partition)
     local = partition.local(config)
     layer = (local.q_size + 2 * local.kv_size) * config.hidden_size + local.q_size * config.hidden_size
-    products = config.num_layers * (layer + 3 * local.intermediate_size * config.hidden_size)
+    inner = config.num_layers * [local.intermediate_size]
+    if config.experts is not None:
+        each = config.experts.per_token * config.experts.intermediate_size // partition.ways
+        inner = [each if config.experts_of(layer) else local.intermediate_size for layer in range(config.num_layers)]
+    products = config.num_layers * layer + 3 * sum(inner) * config.hidden_size
     page = page_bytes(local, resolved.limits.page_size, resolved.dtype, engine.device.platform)
-    return Roofline(engine.device, config, ways, weights, products, page / resolved.limits.page_size, assumed)
+    context = page / resolved.limits.page_size
+    experts = expert_bytes(partition.whole(config), resolved.dtype, quantize, partition)
+    return Roofline(engine.device, config, ways, weights, products, context, assumed, experts)
 
 
 def computed_profile(engine: AbsentEngine, *, name: str, acceptance: float | None, assumed: Assumptions) -> Profile:

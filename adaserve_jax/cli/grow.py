@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +24,16 @@ def grow(
     hidden: Annotated[int, typer.Option(help="features of the residual stream; 0: as the named size")] = 0,
     heads: Annotated[int, typer.Option(help="query heads; 0: as the named size")] = 0,
     kv_heads: Annotated[int, typer.Option(help="key-value heads; 0: as the named size")] = 0,
-    mlp: Annotated[int, typer.Option(help="inner features of the MLP; 0: as the named size")] = 0,
+    mlp: Annotated[int, typer.Option(help="inner features of the MLP or of each expert; 0: as the named size")] = 0,
+    experts: Annotated[int, typer.Option(help="experts of each layer, of which each has the MLP; 0: none")] = 0,
+    experts_per_token: Annotated[int, typer.Option(help="experts that each token goes through")] = 2,
     dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
     seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
 ) -> None:
     """Grow a checkpoint to a size; its text stays the same, its cost does not."""
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    if experts:
+        given |= {"experts": experts, "experts_per_token": experts_per_token}
     shape = _shape(params, {name: value for name, value in given.items() if value})
     with progress_bar() as progress:
         grow_checkpoint(resolve_folder(source, "target"), out, shape, dtype=dtype, seed=seed, progress=progress)
@@ -40,7 +44,7 @@ def _shape(params: str, given: dict[str, int]) -> GrownShape:
     if params and params not in SHAPES:
         raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
     values = (asdict(SHAPES[params]) if params else {}) | given
-    missing = [field.name for field in fields(GrownShape) if field.name not in values]
+    missing = [each.name for each in fields(GrownShape) if each.default is MISSING and each.name not in values]
     if missing:
         raise ConfigError(f"give --params, or all of the sizes; --{missing[0].replace('_', '-')} is missing")
     return GrownShape(**values)

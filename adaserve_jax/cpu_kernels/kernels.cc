@@ -1,4 +1,4 @@
-// What XLA calls: products of weights with few columns, and paged tree attention, for CPUs.
+// What XLA calls: products of weights with few columns, those of experts, and paged tree attention, for CPUs.
 #include "attention.h"
 #include "product.h"
 
@@ -27,6 +27,22 @@ ffi::Error product_i8(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, F32 x, Resul
   return ffi::Error::Success();
 }
 
+ffi::Error grouped_f32(ffi::ThreadPool pool, F32 w, F32 x, S32 sizes, Result y) {
+  adaserve::multiply_groups(pool, w.typed_data(), x, sizes, y->typed_data(), w.dimensions()[1]);
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_bf16(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> w, F32 x, S32 sizes, Result y) {
+  const auto* weight = static_cast<const adaserve::BFloat16*>(w.untyped_data());
+  adaserve::multiply_groups(pool, weight, x, sizes, y->typed_data(), w.dimensions()[1]);
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_i8(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, F32 x, S32 sizes, Result y) {
+  adaserve::multiply_groups(pool, w.typed_data(), x, sizes, y->typed_data(), w.dimensions()[1]);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // clang-format off
@@ -36,6 +52,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_bf16, product_bf16,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_i8, product_i8,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::S8>>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_f32, grouped_f32,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_bf16, grouped_bf16,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<F32>().Arg<S32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_i8, grouped_i8,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::S8>>().Arg<F32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_packed_attention, adaserve::packed_attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
         .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v

@@ -23,7 +23,10 @@ from pathlib import Path
 
 import jax
 
-HANDLERS = ("product_f32", "product_bf16", "product_i8", "packed_attention", "beam_attention")
+HANDLERS = (
+    "product_f32", "product_bf16", "product_i8", "grouped_f32", "grouped_bf16", "grouped_i8", "packed_attention",
+    "beam_attention",
+)  # fmt: skip
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 SWITCH = "ADASERVE_CPU_KERNELS"
 """Environment variable: "0" leaves every CPU kernel to XLA."""

@@ -3,6 +3,9 @@
 // Such a product should cost what reading the weight costs. A tile keeps the sums of kRows outputs and all columns in
 // registers while it streams those rows of the weight once, and asks for the next rows meanwhile. A column's sums are
 // taken in the same order whatever the number of columns from two on.
+//
+// A grouped product has a weight for each group of columns (the tokens of one expert), and reads the weights of groups
+// that have columns only. There a single column too is summed in the order of several.
 #pragma once
 
 #include <algorithm>
@@ -107,18 +110,19 @@ float multiply_row(const W* w, int64_t inputs, const float* x) {
   return sum(sums[0] + sums[1] + (sums[2] + sums[3])) + rest;
 }
 
-// Multiply R rows of w with all columns; store rows from `first` on.
+// Multiply R rows of w with all columns; store rows from `first` on. x_stride 1: one column that is not padded.
 template <int R, typename W>
-void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t columns, int first) {
-  if (columns == 1) {
-    for (int r = first; r < R; ++r) y[r] = multiply_row(w + r * inputs, inputs, x);
+void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+                   int64_t columns, int first) {
+  if (x_stride == 1) {
+    for (int r = first; r < R; ++r) y[r * y_stride] = multiply_row(w + r * inputs, inputs, x);
     return;
   }
   for (int64_t done = 0; done < columns;) {
     const int64_t left = columns - done;
     const auto tile = [&](auto lanes, auto vectors) {
       constexpr int N = decltype(lanes)::value, V = decltype(vectors)::value;
-      multiply_tile<N, V, R>(w, inputs, x + done, x_stride, y + done, columns, std::min<int64_t>(left, N * V), first);
+      multiply_tile<N, V, R>(w, inputs, x + done, x_stride, y + done, y_stride, std::min<int64_t>(left, N * V), first);
       done += N * V;
     };
     using std::integral_constant;
@@ -131,12 +135,33 @@ void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride,
   }
 }
 
+// Multiply rows [from, to) of w, in tiles. The last tile begins earlier if it would pass the end of all `outputs`, so
+// that each row is summed as in any other tile.
+template <typename W>
+void multiply_range(const W* w, int64_t outputs, int64_t inputs, const float* x, int64_t x_stride, float* y,
+                    int64_t y_stride, int64_t columns, int64_t from, int64_t to) {
+  for (int64_t o = from; o < to; o += kRows) {
+    const int64_t begin = std::min(o, outputs - kRows);
+    if (begin >= 0) {
+      multiply_rows<kRows>(w + begin * inputs, inputs, x, x_stride, y + begin * y_stride, y_stride, columns, o - begin);
+    } else {
+      for (int64_t row = 0; row < outputs; ++row)
+        multiply_rows<1>(w + row * inputs, inputs, x, x_stride, y + row * y_stride, y_stride, columns, 0);
+    }
+  }
+}
+
+// Columns rounded up to whole vectors.
+inline int64_t padded_columns(int64_t columns) {
+  const int64_t lanes = columns <= 8 ? 8 : columns <= kLanes ? kLanes : 2 * kLanes;
+  return (columns + lanes - 1) / lanes * lanes;
+}
+
 // w: [outputs, inputs]; x: [inputs, columns]; y: [outputs, columns].
 template <typename W>
 void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float* y, int64_t outputs) {
   const int64_t inputs = x.dimensions()[0], columns = x.dimensions()[1];
-  const int64_t lanes = columns <= 8 ? 8 : columns <= kLanes ? kLanes : 2 * kLanes;
-  const int64_t stride = columns == 1 ? 1 : (columns + lanes - 1) / lanes * lanes;
+  const int64_t stride = columns == 1 ? 1 : padded_columns(columns);
   const float* from = x.typed_data();
   std::vector<float> padded;
   if (stride != columns) {
@@ -150,16 +175,50 @@ void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float
   const bool parallel = outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
   parallel_for(pool, parallel ? threads - 1 : 0, (tiles + chunk - 1) / chunk, [&](int64_t index) {
     const int64_t end = std::min(outputs, (index + 1) * chunk * kRows);
-    for (int64_t o = index * chunk * kRows; o < end; o += kRows) {
-      // The last tile begins earlier if it would pass the end, so that each row is summed as in any other tile.
-      const int64_t begin = std::min(o, outputs - kRows);
-      if (begin >= 0) {
-        multiply_rows<kRows>(w + begin * inputs, inputs, from, stride, y + begin * columns, columns, o - begin);
-      } else {
-        for (int64_t row = 0; row < outputs; ++row)
-          multiply_rows<1>(w + row * inputs, inputs, from, stride, y + row * columns, columns, 0);
-      }
-    }
+    multiply_range(w, outputs, inputs, from, stride, y, columns, columns, index * chunk * kRows, end);
+  });
+}
+
+// w: [groups, outputs, inputs]; x: [inputs, columns], group after group; sizes: columns of each group; y: [outputs,
+// columns], 0 behind the last group.
+template <typename W>
+void multiply_groups(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, ffi::Buffer<ffi::S32>& sizes,
+                     float* y, int64_t outputs) {
+  struct Group {
+    const W* w;
+    int64_t first, columns, stride, packed;
+  };
+  const int64_t inputs = x.dimensions()[0], columns = x.dimensions()[1];
+  std::vector<Group> groups;
+  int64_t first = 0, packed = 0;
+  for (int64_t g = 0; g < sizes.dimensions()[0]; ++g) {
+    const int64_t size = std::min<int64_t>(sizes.typed_data()[g], columns - first);
+    if (size <= 0) continue;
+    groups.push_back({w + g * outputs * inputs, first, size, padded_columns(size), packed});
+    first += size;
+    packed += inputs * groups.back().stride;
+  }
+  if (first < columns)
+    for (int64_t o = 0; o < outputs; ++o) std::memset(y + o * columns + first, 0, (columns - first) * sizeof(float));
+  const int64_t count = groups.size();
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t tiles = (outputs + kRows - 1) / kRows;
+  const int64_t chunk = std::max<int64_t>(1, tiles * count / (8 * threads));
+  const int64_t chunks = (tiles + chunk - 1) / chunk;
+  const bool parallel = count * outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
+  const int64_t helpers = parallel ? threads - 1 : 0;
+  std::vector<float> columns_of(packed);
+  parallel_for(pool, helpers, count, [&](int64_t index) {
+    const Group& group = groups[index];
+    for (int64_t i = 0; i < inputs; ++i)
+      std::memcpy(&columns_of[group.packed + i * group.stride], x.typed_data() + i * columns + group.first,
+                  group.columns * sizeof(float));
+  });
+  parallel_for(pool, helpers, count * chunks, [&](int64_t index) {
+    const Group& group = groups[index / chunks];
+    const int64_t from = index % chunks * chunk * kRows;
+    multiply_range(group.w, outputs, inputs, &columns_of[group.packed], group.stride, y + group.first, columns,
+                   group.columns, from, std::min(outputs, from + chunk * kRows));
   });
 }
 

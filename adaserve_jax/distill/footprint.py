@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adaserve_jax.distill.programs import TrainPrograms, num_trained
+from adaserve_jax.distill.programs import TrainPrograms, check_trainable, num_trained
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -69,7 +69,11 @@ def longest_length(limit_s: float, measured: Callable[[int], float]) -> int:
 
 
 def training_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_drafts: int = 1) -> int:
-    """Return the bytes of training num_drafts drafts of `config`, beside their serving weights; workspace included."""
+    """Return the bytes of training num_drafts drafts of `config`, beside their serving weights; workspace included.
+
+    Raises UnsupportedModelError: they cannot be trained.
+    """
+    check_trainable(config)
     return num_drafts * state_bytes(config, learn, dtype) + workspace_bytes(config, learn, dtype)
 
 

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from adaserve_jax.distill.records import PackedBatch
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import ConfigError, UnsupportedModelError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, attend_dense, decode, logits, param_specs
@@ -149,6 +149,12 @@ def merged(trained: Trained, base: Params, dtype: Any) -> Params:
     }
 
 
+def check_trainable(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a mixture of experts, whose grouped products have no gradient here."""
+    if config.experts is not None:
+        raise UnsupportedModelError("a draft that learns must be dense, got a mixture of experts; use a dense draft")
+
+
 def num_trained(config: ModelConfig, rank: int) -> int:
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if rank == 0:
@@ -186,7 +192,9 @@ class TrainPrograms:
 
         dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
         first local one. counter: counts compilations while a program runs.
+        Raises UnsupportedModelError: the draft is a mixture of experts.
         """
+        check_trainable(config)
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self.dtype = jnp.dtype(dtype)
         self.device = device or jax.local_devices()[0]

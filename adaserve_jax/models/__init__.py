@@ -1,1 +1,1 @@
-"""Models: the dense decoder, its configuration and weights, the tokenizer, and the embedded demo pair."""
+"""Models: the decoder, its configuration and weights, the tokenizer, and the embedded demo pair."""

@@ -33,15 +33,45 @@ _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
 }
 
 
+_QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+}
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Hugging Face's names of a layer's experts: of their block, and of the three matrices of each."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    @property
+    def matrices(self) -> tuple[str, str, str]:
+        """Names of gate, up and down."""
+        return self.gate, self.up, self.down
+
+
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements."""
+    `_SETTINGS` that it implements. experts: names of experts, in a family that has them."""
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertNames | None = None
 
 
 _FAMILIES = {
@@ -56,7 +86,37 @@ _FAMILIES = {
         frozenset({"attention_bias", "sliding_window", "use_sliding_window"}),
         qk_norm=True,
     ),
+    "MixtralForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        frozenset({"sliding_window", "num_local_experts"}),
+        experts=MIXTRAL_NAMES,
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        _QWEN_MOE_DEFAULTS,
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
+        qk_norm=True,
+        experts=_QWEN_NAMES,
+    ),
+}  # fmt: skip
+_ARCHITECTURE_OF_TYPE = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
+_NEEDED = {
+    "Qwen2MoeForCausalLM": "an expert that all tokens share",
+    "Qwen3NextForCausalLM": "linear attention with a recurrent state, and an expert that all tokens share",
+    "DeepseekV2ForCausalLM": "latent attention, and experts that all tokens share",
+    "DeepseekV3ForCausalLM": "latent attention, experts that all tokens share, and routing by groups",
+    "GptOssForCausalLM": "attention sinks, and biases of experts",
+    "Llama4ForCausalLM": "layers without rotary embedding, and an expert that all tokens share",
+    "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
+    "OlmoeForCausalLM": "norms over all query and key heads together",
 }
+"""What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
@@ -67,12 +127,29 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """Experts that take the place of a layer's MLP: `count` of them, of which each token goes through `per_token`.
+
+    intermediate_size: inner features of one expert. normalised: the weights of a token's experts add up to 1; else they
+    are the router's probabilities over all experts. dense_layers: layers that have an MLP instead.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+    names: ExpertNames
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a dense decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
+    """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
     max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
     mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
     windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
+    experts: None in a dense model.
     """
 
     vocab_size: int
@@ -93,6 +170,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    experts: ExpertConfig | None = None
 
     @property
     def q_size(self) -> int:
@@ -107,6 +185,10 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, the current one included; None: no window."""
         return self.windows[layer] if self.windows else None
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """Return a layer's experts; None: it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -153,15 +235,19 @@ class ModelConfig:
             mlp_bias=bool(values.get("mlp_bias")),
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
+            experts=None if family.experts is None else _experts(values, family.experts, layers),
         )
 
 
 def _family(given: dict[str, Any], path: Path) -> _Family:
     asked = given.get("architectures") or given.get("model_type")
-    for name, family in _FAMILIES.items():
-        if asked in ([name], name.removesuffix("ForCausalLM").lower()):
-            return family
-    raise UnsupportedModelError(f"{path}: architectures {asked!r} is not supported; use one of {', '.join(_FAMILIES)}")
+    name = asked[0] if isinstance(asked, list) and len(asked) == 1 else _ARCHITECTURE_OF_TYPE.get(str(asked))
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    needs = f", which needs {_NEEDED[name]}" if name in _NEEDED else ""
+    raise UnsupportedModelError(
+        f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join(_FAMILIES)}"
+    )
 
 
 def _refuse_unsupported(values: Settings, family: _Family) -> None:
@@ -174,18 +260,39 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 
+def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
+    """Return the experts of a family that may have them; None if no layer does."""
+    if names is MIXTRAL_NAMES:
+        count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
+    else:
+        # Transformers 5 writes Mixtral's name for the number of experts.
+        count = "num_experts" if values.get("num_local_experts") is None else "num_local_experts"
+        inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
+        given, step = values.get("mlp_only_layers") or (), values.integer("decoder_sparse_step")
+        if not isinstance(given, list | tuple) or any(not isinstance(layer, int) for layer in given):
+            raise values.wrong("mlp_only_layers", given, "a list of layers")
+        none = values.get(count) == 0
+        dense = tuple(layer for layer in range(layers) if none or layer in given or (layer + 1) % step)
+    if len(dense) == layers:
+        return None
+    experts, per_token = values.integer(count), values.integer("num_experts_per_tok")
+    if per_token > experts:
+        raise values.wrong("num_experts_per_tok", per_token, f"at most {count} ({experts})")
+    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense)
+
+
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
-    Windowed layers are those of layer_types if the family reads it, else all (Mistral) or those from max_window_layers
-    on (Qwen).
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts) or those
+    from max_window_layers on (Qwen).
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
     windowed = windowed and (not optional or bool(values.get("use_sliding_window")))
     full, sliding = "full_attention", "sliding_attention"
     given = values.get("layer_types")
-    if optional and windowed:
+    if optional and windowed and family.experts is None:
         first = values.get("max_window_layers")
         if not isinstance(first, int):
             raise values.wrong("max_window_layers", first, "an integer")

@@ -1,10 +1,10 @@
-"""One dense decoder for Llama, Mistral and Qwen: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+"""One decoder for Llama, Mistral and Qwen: RMSNorm, rotary embedding, grouped-query attention, SwiGLU or experts.
 
-Biases, norms of queries and keys, and a tied head follow the configuration. The residual stream is feature-major,
-[d, T], from the embedding to the head, so that each product is `W @ x` with the weight as Hugging Face stores it,
-[out, in]: on a CPU this is up to 1.5 times faster than the token-major form at 2-64 tokens. Flax NNX defines and
-initialises the modules; `jax.jit` gets a flat dict of arrays, which is merged into modules while tracing. Attention is
-the caller's: the decoder knows no KV cache, pages or masks.
+Biases, norms of queries and keys, experts and a tied head follow the configuration. The residual stream is
+feature-major, [d, T], from the embedding to the head, so that each product is `W @ x` with the weight as Hugging Face
+stores it, [out, in]: on a CPU this is up to 1.5 times faster than the token-major form at 2-64 tokens. Flax NNX defines
+and initialises the modules; `jax.jit` gets a flat dict of arrays, which is merged into modules while tracing. Attention
+is the caller's: the decoder knows no KV cache, pages or masks.
 
 Axes: T packed tokens, d features, H/K query/KV heads, D head dim, S sampled positions, V vocabulary.
 """
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.experts import Experts
 from adaserve_jax.models.layers import Linear, RMSNorm, keep_layout, rotary_angles, rotate
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.quantize import SCALE
@@ -44,15 +45,17 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 
 def decode(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
-    partition: Partition = WHOLE,
+    partition: Partition = WHOLE, used: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Run all layers and the final norm on tokens, i32[T]. Returns f[d, T] in the type of the products.
+
+    used: bool[T], false for padding, for which no expert is read; its result has no meaning. None: all are tokens.
 
     Pure; call it inside `jax.jit`. Only `positions`, i32[T], and `attend` give the tokens an order. With a partition,
     params and config are those of one device, the call stands inside `jax.shard_map`, `attend` sees this device's
     heads, and the result is whole.
     """
-    return _merge(params, config, partition)(tokens, positions, attend)
+    return _merge(params, config, partition)(tokens, positions, attend, used)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
@@ -73,13 +76,15 @@ def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[
 
 
 class Layer(nnx.Module):
-    """Attention and SwiGLU, each behind a norm and added to the stream.
+    """Attention and SwiGLU or experts, each behind a norm and added to the stream.
 
     Query, key and value are one product, gate and up another: fewer and larger products are faster below 16 tokens, and
     fewer arrays are cheaper to dispatch.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
+    experts: Experts | None = None
+
+    def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         d, inner = config.hidden_size, config.intermediate_size
         self.partition = partition
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -91,10 +96,15 @@ class Layer(nnx.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
         self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
         self.mlp_norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        if config.experts_of(layer) is not None:
+            self.experts = Experts(config, rngs, dtype, partition)
+            return
         self.gate_up = Linear(2 * inner, d, ("gate_up", "embed"), rngs, dtype, bias=config.mlp_bias)
         self.down = Linear(d, inner, ("residual", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
-    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend, used: jax.Array | None
+    ) -> jax.Array:
         dtype = self.qkv.dtype
         qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
         rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary).astype(dtype)
@@ -102,6 +112,8 @@ class Layer(nnx.Module):
         queries, keys, values = keep_layout((rotated[: self.heads], rotated[self.heads :], values))
         mixed = keep_layout(attend(layer, queries, keys, values))
         x = x + self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
+        if self.experts is not None:
+            return x + self.experts(self.mlp_norm(x), used)
         gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2)
         return x + self.partition.to_stream(self.down, jax.nn.silu(gate) * up)
 
@@ -120,16 +132,18 @@ class Decoder(nnx.Module):
         self.config = config
         self.partition = partition
         self.embed = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
-        self.layers = nnx.List([Layer(config, rngs, dtype, partition) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, layer, rngs, dtype, partition) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None
+    ) -> jax.Array:
         rotary = rotary_angles(positions, self.config)
         x = self.partition.look_up(self.embed, tokens).T
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, index, attend)
+            x = layer(x, rotary, index, attend, used)
         return self.norm(x).astype(self.embed.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -3,6 +3,9 @@
 Benchmarks so get real text and real acceptance with a target of any cost. The added parts cannot change the result:
 added layers, heads and inner neurons write zeros, added features of the stream stay zero, and norm weights make up for
 the mean over more features. Added weights that are read are random, so that nothing can skip or compress them.
+
+A mixture of experts has the MLP in every expert, and a random router. The weights of a token's experts add up to 1, so
+it computes the same whichever they are; which ones it reads differs from token to token, as in a trained mixture.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
@@ -26,13 +30,19 @@ _NOISE_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class GrownShape:
-    """A size to grow to. head_dim and vocabulary stay those of the source."""
+    """A size to grow to. head_dim and vocabulary stay those of the source.
+
+    mlp: inner features of the MLP, or of each expert. experts: in each layer, 0 for an MLP; each token goes through
+    `experts_per_token` of them.
+    """
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     mlp: int
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 SHAPES: dict[str, GrownShape] = {
@@ -65,9 +75,11 @@ def grow(
         # The mean over features shrinks by old / new, and epsilon with it.
         rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
         windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
+        experts=_experts(shape),
     )
     tensors = _Growth(source, config, grown, np.random.default_rng(seed)).tensors()
-    total = 9 * shape.layers + 2 + (not config.tie_embeddings)
+    tensors_per_layer = 6 + (1 + 3 * shape.experts if shape.experts else 3)
+    total = tensors_per_layer * shape.layers + 2 + (not config.tie_embeddings)
     write_shards(out, tensors, TYPES[dtype], total, "growing", progress)
     copy_all_but_weights(source, out)
     changed = {
@@ -80,8 +92,29 @@ def grow(
         "rms_norm_eps": grown.rms_norm_eps,
         "torch_dtype": TORCH_NAMES[dtype],
     }
-    (out / "config.json").write_text(json.dumps(read_json(source / "config.json") | changed, indent=2) + "\n")
+    given = read_json(source / "config.json")
+    if grown.experts is not None:
+        # Values that the source may leave out, for which Mixtral assumes others.
+        assumed = {"rope_theta": config.rope_theta, "max_position_embeddings": config.max_position}
+        given = assumed | given | _mixtral_settings(grown, grown.experts)
+    (out / "config.json").write_text(json.dumps(given | changed, indent=2) + "\n")
     return grown
+
+
+def _experts(shape: GrownShape) -> ExpertConfig | None:
+    if not shape.experts:
+        return None
+    return ExpertConfig(shape.experts, shape.experts_per_token, shape.mlp, normalised=True, names=MIXTRAL_NAMES)
+
+
+def _mixtral_settings(config: ModelConfig, experts: ExpertConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "sliding_window": config.window_of(0),
+    }
 
 
 def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> None:
@@ -89,6 +122,12 @@ def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> Non
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if config.qkv_bias or config.mlp_bias or config.qk_norm:
         raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
+    if config.experts is not None:
+        raise ConfigError("a mixture of experts cannot grow; grow the dense checkpoint that it came from")
+    if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
+        raise ConfigError(
+            f"experts_per_token must be from 1 to experts ({shape.experts}), got {shape.experts_per_token}"
+        )
     own = GrownShape(
         config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size
     )
@@ -114,6 +153,7 @@ class _Growth:
             for path in sorted(source.glob("*.safetensors"))
             for name in safe_open(path, "np").keys()  # noqa: SIM118  not a dict
         }
+        self._rng = rng
         self._noise = (rng.standard_normal(_NOISE_BLOCK) * new.hidden_size**-0.5).astype(np.float32)
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -127,25 +167,43 @@ class _Growth:
 
     def _layer(self, layer: int, *, added: bool) -> Iterator[tuple[str, np.ndarray]]:
         new, prefix = self._new, f"model.layers.{layer}."
-        inputs = {
-            "self_attn.q_proj.weight": (new.q_size, self._query_rows()),
-            "self_attn.k_proj.weight": (new.kv_size, None),
-            "self_attn.v_proj.weight": (new.kv_size, None),
-            "mlp.gate_proj.weight": (new.intermediate_size, None),
-            "mlp.up_proj.weight": (new.intermediate_size, None),
-        }
-        for name, (rows, places) in inputs.items():
-            shape = (rows, new.hidden_size)
-            yield prefix + name, self._random(shape) if added else self._widened(prefix + name, rows, places)
-        outputs = {
-            "self_attn.o_proj.weight": (new.q_size, self._query_rows()),
-            "mlp.down_proj.weight": (new.intermediate_size, None),
-        }
-        for name, (columns, places) in outputs.items():
-            shape = (new.hidden_size, columns)
-            yield prefix + name, np.zeros(shape, np.float32) if added else self._padded(prefix + name, shape, places)
+        queries = self._query_rows()
+        yield from self._reading(prefix, "self_attn.q_proj.weight", new.q_size, added, queries)
+        yield from self._reading(prefix, "self_attn.k_proj.weight", new.kv_size, added)
+        yield from self._reading(prefix, "self_attn.v_proj.weight", new.kv_size, added)
+        yield from self._writing(prefix, "self_attn.o_proj.weight", new.q_size, added, queries)
+        gate, up, down = (f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        if new.experts is None:
+            names = [(gate, up, down)]
+        else:
+            router = self._rng.standard_normal((new.experts.count, new.hidden_size)) * self._old.hidden_size**-0.5
+            block = new.experts.names.block
+            yield f"{prefix}{block}.gate.weight", router.astype(np.float32)
+            names = [
+                tuple(f"{block}.experts.{expert}.{each}.weight" for each in new.experts.names.matrices)
+                for expert in range(new.experts.count)
+            ]
+        for to_gate, to_up, to_down in names:
+            yield from self._reading(prefix, gate, new.intermediate_size, added, to=to_gate)
+            yield from self._reading(prefix, up, new.intermediate_size, added, to=to_up)
+            yield from self._writing(prefix, down, new.intermediate_size, added, to=to_down)
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             yield prefix + name, np.ones(new.hidden_size, np.float32) if added else self._norm(prefix + name)
+
+    def _reading(
+        self, prefix: str, name: str, rows: int, added: bool, places: np.ndarray | None = None, to: str = ""
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield a matrix that reads the stream, under the source's name or under `to`."""
+        shape = (rows, self._new.hidden_size)
+        yield prefix + (to or name), self._random(shape) if added else self._widened(prefix + name, rows, places)
+
+    def _writing(
+        self, prefix: str, name: str, columns: int, added: bool, places: np.ndarray | None = None, to: str = ""
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield a matrix that writes to the stream, under the source's name or under `to`."""
+        shape = (self._new.hidden_size, columns)
+        grown = np.zeros(shape, np.float32) if added else self._padded(prefix + name, shape, places)
+        yield prefix + (to or name), grown
 
     def _query_rows(self) -> np.ndarray:
         """Return the new places of the old query rows, i64[old q_size]: each old head stays with its key-value head."""

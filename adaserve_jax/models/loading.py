@@ -147,9 +147,27 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }
-    _, index, part, *bias = name.split(".")
-    shapes = {module: shape[:1] if bias else shape for module, shape in modules[part].items()}
-    return {f"model.layers.{index}.{module}.{'bias' if bias else 'weight'}": shape for module, shape in shapes.items()}
+    _, index, part, *rest = name.split(".")
+    if part == "experts":
+        return _expert_tensors(f"model.layers.{index}.", rest[0], config)
+    shapes = {module: shape[:1] if rest else shape for module, shape in modules[part].items()}
+    suffix = "bias" if rest else "weight"
+    return {f"model.layers.{index}.{module}.{suffix}": shape for module, shape in shapes.items()}
+
+
+def _expert_tensors(layer: str, part: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of one weight of `models.experts.Experts`."""
+    experts, d = config.experts, config.hidden_size
+    assert experts is not None
+    inner, names = experts.intermediate_size, experts.names
+    if part == "router":
+        return {f"{layer}{names.block}.gate.weight": (experts.count, d)}
+    shapes = {names.gate: (inner, d), names.up: (inner, d)} if part == "gate_up" else {names.down: (d, inner)}
+    return {
+        f"{layer}{names.block}.experts.{expert}.{name}.weight": shape
+        for expert in range(experts.count)
+        for name, shape in shapes.items()
+    }
 
 
 def is_converted(folder: Path) -> bool:

@@ -7,6 +7,10 @@ vocabulary by rows. Fewer key-value heads than devices are repeated. Every devic
 `exact` never splits a sum: the two products are divided by rows too, and gathered. The bits are then those of one
 device, for a second exchange per product (docs/architecture/device.md).
 
+Experts are divided by neuron, as an MLP is, or by expert, whichever exchanges less. Their sums are as large either way,
+and by neuron every device has the same work; by expert is for sizes that do not divide, and in `exact` for wide
+experts.
+
 Methods that exchange are called inside `jax.shard_map` over AXIS; the others are arithmetic on the host.
 """
 
@@ -18,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import ExpertConfig, ModelConfig
 from adaserve_jax.models.layers import Linear
 
 AXIS = "tp"
@@ -32,22 +36,25 @@ Rows = tuple[tuple[int, int], ...]
 class Partition:
     """A division over `ways` devices.
 
-    splits_vocab: divide the vocabulary, which only some sizes allow. query_copies: how often a device computes its
-    queries of a key-value head that other devices hold too. In `exact`, as often as it takes for products to have the
-    sizes, and so the bits, of one device.
+    splits_vocab: divide the vocabulary, which only some sizes allow. by_expert: each device holds whole experts, not
+    neurons of all. query_copies: how often a device computes its queries of a key-value head that other devices hold
+    too. In `exact`, as often as it takes for products to have the sizes, and so the bits, of one device.
     """
 
     ways: int = 1
     exact: bool = False
     splits_vocab: bool = False
     query_copies: int = 1
+    by_expert: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig, ways: int, *, exact: bool) -> Partition:
         """Divide a model over `ways` devices. Raises ConfigError: a dimension does not divide."""
         if ways == 1:
             return cls()
-        divided = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+        divided = {"num_attention_heads": config.num_heads}
+        if config.experts is None or config.experts.dense_layers:
+            divided["intermediate_size"] = config.intermediate_size
         if exact:
             divided["hidden_size"] = config.hidden_size
         for name, size in divided.items():
@@ -59,7 +66,8 @@ class Partition:
                 f"tp must divide the target's num_key_value_heads ({kv_heads}) or be a multiple of it, got {ways}"
             )
         copies = max(1, ways // kv_heads) if exact else 1
-        return cls(ways, exact, config.vocab_size % ways == 0, copies)
+        by_expert = config.experts is not None and _divides_by_expert(config.experts, config.hidden_size, ways, exact)
+        return cls(ways, exact, config.vocab_size % ways == 0, copies, by_expert)
 
     def whole(self, config: ModelConfig) -> ModelConfig:
         """Return the model as all devices together hold it: at least one key-value head each."""
@@ -79,7 +87,8 @@ class Partition:
         """Return the axis of a weight that is divided; None: every device holds all of it."""
         if self.ways == 1:
             return None
-        divided = {"qkv", "gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided = {"qkv", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided |= {"expert_down"} if self.exact or self.by_expert else {"expert_mlp"}
         divided |= {"vocab"} if self.splits_vocab else set()
         return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
 
@@ -95,6 +104,12 @@ class Partition:
             inner = config.intermediate_size
             rows = inner // self.ways
             return tuple((start + shard * rows, start + (shard + 1) * rows) for start in (0, inner))
+        if logical_axis.startswith("expert_") and not self.by_expert:
+            assert config.experts is not None
+            parts = config.experts.count * (2 if logical_axis == "expert_gate_up" else 1)
+            part, rows = size // parts, size // parts // self.ways
+            starts = (first + shard * rows for first in range(0, size, part))
+            return tuple((start, start + rows) for start in starts)
         rows = size // self.ways
         return ((shard * rows, (shard + 1) * rows),)
 
@@ -105,6 +120,29 @@ class Partition:
         if self.exact:
             return _gather(linear(_gather(x, axis=0)), axis=0)
         return linear.biased(jax.lax.psum(linear.product(x), AXIS))
+
+    def experts_held(self, count: int) -> int:
+        """Return how many of a layer's experts one device holds, whole or in part."""
+        return count // self.ways if self.by_expert else count
+
+    def first_expert(self, count: int) -> jax.Array | int:
+        """Return the first expert that this device holds."""
+        return jax.lax.axis_index(AXIS) * self.experts_held(count) if self.by_expert else 0
+
+    def gather_neurons(self, x: jax.Array) -> jax.Array:
+        """Gather the inner features of experts, f[inner / ways, P], where `exact` needs all of them for a sum."""
+        return _gather(x, axis=0) if self.exact and not self.by_expert else x
+
+    def gather_experts(self, found: jax.Array) -> jax.Array:
+        """Gather what each expert of a token found, f32[d, per_token, T], where `exact` adds them in their order. All
+        but one device add 0."""
+        return jax.lax.psum(found, AXIS) if self.exact and self.by_expert else found
+
+    def join_experts(self, x: jax.Array) -> jax.Array:
+        """Make the sum over a token's experts whole everywhere, f32[d, T]."""
+        if self.ways == 1 or (self.exact and self.by_expert):
+            return x
+        return _gather(x, axis=0) if self.exact else jax.lax.psum(x, AXIS)
 
     def with_copies(self, q: jax.Array, kv_heads: int) -> jax.Array:
         """Repeat the queries f[H, D, T] of each key-value head `query_copies` times."""
@@ -129,6 +167,22 @@ class Partition:
     def join_vocabulary(self, scores: jax.Array) -> jax.Array:
         """Gather every device's scores f32[V / ways, S]: f32[V, S]."""
         return _gather(scores, axis=0) if self.splits_vocab else scores
+
+
+def _divides_by_expert(experts: ExpertConfig, hidden_size: int, ways: int, exact: bool) -> bool:
+    """Return True to divide by expert, False by neuron. Raises ConfigError: neither divides."""
+    by_neuron, by_expert = experts.intermediate_size % ways == 0, experts.count % ways == 0
+    if not (by_neuron or by_expert):
+        raise ConfigError(
+            f"tp must divide the number of the target's experts ({experts.count}) or their inner features "
+            f"({experts.intermediate_size}), got {ways}"
+        )
+    if not (by_neuron and by_expert):
+        return by_expert
+    # Numbers exchanged for a token: the inner features and the result are gathered, or each expert's result is summed,
+    # which sends it out and back. Where sums may be split, both ways sum the result alone.
+    gathered, summed = experts.per_token * experts.intermediate_size + hidden_size, 2 * experts.per_token * hidden_size
+    return exact and summed < gathered
 
 
 WHOLE = Partition()

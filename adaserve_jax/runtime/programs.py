@@ -85,7 +85,8 @@ class ModelPrograms:
             )
             return self.partition.without_copies(mixed, k.shape[0])
 
-        hidden = decode(params, self.config, fields["token"], fields["position"], attend, self.partition)
+        used = fields["row"] < bucket.rows if self.config.experts else None
+        hidden = decode(params, self.config, fields["token"], fields["position"], attend, self.partition, used)
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:

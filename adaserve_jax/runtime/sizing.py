@@ -388,12 +388,23 @@ def sizes_of(
 
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the bytes of one device's weights, as `load_params` places them. config: the partition's whole model."""
+    return sum(_weight_sizes(config, dtype, quantize, partition).values())
+
+
+def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
+    """Return the part of `weight_bytes` that only tokens which chose an expert need."""
+    sizes = _weight_sizes(config, dtype, quantize, partition)
+    return sum(size for name, size in sizes.items() if ".experts." in name and not name.endswith(".router"))
+
+
+def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partition: Partition) -> dict[str, int]:
+    """Return the bytes of each weight on one device."""
     specs = param_specs(config, quantize)
-    total = 0
+    sizes = {}
     for name, (shape, axes) in specs.items():
         size = math.prod(shape) * weight_dtype(name, specs, dtype).itemsize
-        total += size // partition.ways if partition.split_axis(axes) is not None else size
-    return total
+        sizes[name] = size // partition.ways if partition.split_axis(axes) is not None else size
+    return sizes
 
 
 def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
@@ -444,6 +455,8 @@ def _tokens(key: tuple[Any, ...]) -> int:
 def _workspace(config: ModelConfig, tokens: int, sampled: int, dtype: jnp.dtype) -> int:
     """Estimate the bytes of a packed forward. config: one device's part of the model."""
     widest = max(2 * config.intermediate_size, config.q_size + 2 * config.kv_size, config.hidden_size)
+    if config.experts is not None:  # each token once for each of its experts
+        widest = max(widest, config.experts.per_token * max(2 * config.experts.intermediate_size, config.hidden_size))
     scores, activation = 4 * sampled * config.vocab_size, 4 * tokens * widest
     in_flight = 2 * config.num_layers * tokens * config.kv_size * dtype.itemsize
     return SCORES * scores + ACTIVATIONS * activation + IN_FLIGHT * in_flight

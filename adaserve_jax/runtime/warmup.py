@@ -1,7 +1,8 @@
 """Warm-up: runs and times each compiled program through the code that serves. The cost table starts from these times.
 
-Warm-up measures briefly, `adaserve profile` at length. Everything here runs on page 0 of an engine that has not served
-yet, and page 0 loses what it held.
+Warm-up measures briefly, `adaserve profile` at length. Tokens are drawn from the vocabulary at random: which experts a
+step reads depends on its tokens, and equal ones would choose the same few. Everything here runs on page 0 of an engine
+that has not served yet, and page 0 loses what it held.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def measure_draft(
 ) -> Timings:  # fmt: skip
     """Measure a draft that has no target beside it. rows_together: as `context_rows` returns it."""
     timings = Timings(_fit_context(limits, TYPICAL_CONTEXT), rows_together)
-    _measure_all(list(_draft_programs(limits, drafter, timings, effort.all_depths)), limits, effort, progress)
+    jobs = list(_draft_programs(limits, drafter, drafter.model.config.vocab_size, timings, effort.all_depths))
+    _measure_all(jobs, limits, effort, progress)
     return timings
 
 
@@ -119,6 +121,7 @@ def measure_switching(
     limits, drafter = executor.limits, executor.local_drafter
     if drafter is None:
         return {}
+    vocabulary = _common_vocabulary(executor.target, drafter)
     sizes = list(itertools.product(_powers_of_4(limits.max_context), _powers_of_4(limits.max_requests)))
     found: dict[tuple[int, int], float] = {}
     for done, (lag, rows) in enumerate(sizes, 1):
@@ -129,7 +132,7 @@ def measure_switching(
             started = time.perf_counter()
             for context in range(0, fed, chunk):
                 counts = np.full(rows, min(chunk, fed - context), np.int32)
-                catch_up_once(limits, drafter, counts, context)
+                catch_up_once(limits, drafter, counts, context, vocabulary)
             times.append(time.perf_counter() - started)
         found[lag, rows] = min(times) * lag / fed
         if progress is not None:
@@ -154,7 +157,7 @@ def rehearse_expansion(executor: MeasuredExecutor, elastic: Elastic, progress: P
     limits, buckets = executor.limits, executor.target.buckets.all()
     elastic.expand()
     for done, bucket in enumerate(buckets, 1):
-        executor.verify(*_verify_step(limits, bucket, 0))
+        executor.verify(*_verify_step(limits, bucket, 0, executor.target.config.vocab_size))
         if progress is not None:
             progress("running extended", done, len(buckets))
     elastic.move_pages(np.array([limits.num_pages]), np.array([0]))
@@ -200,34 +203,43 @@ def _programs(executor: MeasuredExecutor, timings: Timings, all_depths: bool) ->
     for bucket in executor.target.buckets.all():
 
         def verify(context: int, bucket: Bucket = bucket) -> Callable[[], object]:
-            return partial(executor.verify, *_verify_step(limits, bucket, context))
+            return partial(executor.verify, *_verify_step(limits, bucket, context, executor.target.config.vocab_size))
 
         yield _Program(verify, timings.verify, (bucket.tokens, bucket.rows))
     if drafter is not None and executor.draft_resident:
-        yield from _draft_programs(limits, drafter, timings, all_depths)
+        yield from _draft_programs(limits, drafter, _common_vocabulary(executor.target, drafter), timings, all_depths)
 
 
-def _draft_programs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_depths: bool) -> Iterator[_Program]:
+def _common_vocabulary(target: DeviceModel, drafter: LocalDrafter) -> int:
+    """Return a number below which every token is one of both models."""
+    return min(target.config.vocab_size, drafter.model.config.vocab_size)
+
+
+def _draft_programs(
+    limits: Limits, drafter: LocalDrafter, vocabulary: int, timings: Timings, all_depths: bool
+) -> Iterator[_Program]:
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
 
         def catch_up(context: int, counts: np.ndarray = counts) -> Callable[[], object]:
-            return partial(catch_up_once, limits, drafter, counts, context)
+            return partial(catch_up_once, limits, drafter, counts, context, vocabulary)
 
         yield _Program(catch_up, timings.catchup, (bucket.tokens, bucket.rows))
     depths = range(1, limits.max_depth + 1) if all_depths else sorted({1, limits.max_depth})
     for rows, width, depth in itertools.product(drafter.model.buckets.row_edges, drafter.widths, depths):
 
         def search(context: int, rows: int = rows, width: int = width, depth: int = depth) -> Callable[[], object]:
-            draft = draft_plan(np.ones(rows, np.int32), context, depth, width)
+            draft = draft_plan(np.ones(rows, np.int32), context, depth, width, vocabulary)
             return partial(drafter.propose, decode_plan(limits, rows, context, draft))
 
         yield _Program(search, timings.search, (rows, width, depth))
 
 
-def catch_up_once(limits: Limits, drafter: LocalDrafter, counts: np.ndarray, context: int) -> None:
-    """Feed the draft counts[r] tokens of each row, i32[R], after `context` others; wait until it is done."""
-    drafter.propose(decode_plan(limits, len(counts), context, draft_plan(counts, context)))
+def catch_up_once(limits: Limits, drafter: LocalDrafter, counts: np.ndarray, context: int, vocabulary: int) -> None:
+    """Feed the draft counts[r] tokens below `vocabulary` of each row, i32[R], after `context` others; wait until it is
+    done."""
+    draft = draft_plan(counts, context, vocabulary=vocabulary)
+    drafter.propose(decode_plan(limits, len(counts), context, draft))
     jax.block_until_ready(drafter.model.pools)
 
 
@@ -241,14 +253,25 @@ def _fit_context(limits: Limits, context: int) -> int:
     return max(0, min(context, limits.max_context - limits.max_tokens - limits.max_depth - 1))
 
 
-def draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1) -> DraftPlan:
-    """Return a plan that catches up counts[r] tokens of each row, i32[R], after `context` others, and then searches."""
+def _draw(count: int, vocabulary: int) -> np.ndarray:
+    """Return tokens i32[count] below `vocabulary`, the same ones in every run."""
+    return np.random.default_rng(count).integers(0, vocabulary, count, np.int32)
+
+
+def draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1, vocabulary: int = 1) -> DraftPlan:
+    """Return a plan that catches up counts[r] tokens of each row, i32[R], after `context` others, and then searches.
+
+    vocabulary: tokens are drawn below it.
+    """
     held = np.full(len(counts), context, np.int32)
-    return DraftPlan(depth, width, np.zeros(counts.sum(), np.int32), counts, held, np.ones(len(counts), bool))
+    return DraftPlan(depth, width, _draw(counts.sum(), vocabulary), counts, held, np.ones(len(counts), bool))
 
 
-def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
-    """Return a step of `rows` sampling rows at `context` on page 0; if prefill > 0, the last row is such a chunk."""
+def decode_plan(
+    limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0, vocabulary: int = 1
+) -> StepPlan:
+    """Return a step of `rows` sampling rows at `context` on page 0; if prefill > 0, the last row is such a chunk, of
+    tokens drawn below `vocabulary`."""
     sampling = RowSampling(
         seed=np.arange(rows, dtype=np.uint64), choice=np.zeros(rows, np.int32), temperature=np.ones(rows, np.float32),
         top_k=np.zeros(rows, np.int32), top_p=np.ones(rows, np.float32), min_p=np.zeros(rows, np.float32),
@@ -258,29 +281,29 @@ def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None
         step=0, slots=np.arange(rows), num_decode=rows - chunks, root_token=np.zeros(rows - chunks, np.int32),
         ctx_len=np.full(rows, context, np.int32),
         page_table=np.zeros((rows, limits.max_pages_per_request), np.int32), sampling=sampling,
-        prefill_tokens=np.zeros(prefill, np.int32), prefill_counts=np.full(chunks, prefill, np.int32),
+        prefill_tokens=_draw(prefill, vocabulary), prefill_counts=np.full(chunks, prefill, np.int32),
         prefill_final=np.ones(chunks, bool), draft=draft, tree_token_cap=limits.max_tree_tokens,
     )  # fmt: skip
 
 
-def _verify_step(limits: Limits, bucket: Bucket, context: int) -> tuple[StepPlan, DraftTrees]:
-    """Return a step that fills the bucket: as many tree tokens as the limits allow, then a prefill chunk."""
+def _verify_step(limits: Limits, bucket: Bucket, context: int, vocabulary: int) -> tuple[StepPlan, DraftTrees]:
+    """Return a step that fills the bucket: as many tree tokens as the limits allow, then a prefill chunk. Tokens are
+    drawn below `vocabulary`."""
     rows = min(bucket.rows, bucket.tokens)
     if bucket.tokens <= limits.max_tree_tokens:
-        return decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows))
+        return decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows), vocabulary)
     nodes = limits.max_tree_tokens - 1 if rows > 1 else 0
-    plan = decode_plan(limits, rows, context, prefill=bucket.tokens - nodes)
-    return plan, _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32))
+    plan = decode_plan(limits, rows, context, prefill=bucket.tokens - nodes, vocabulary=vocabulary)
+    return plan, _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32), vocabulary)
 
 
-def _stars(counts: np.ndarray) -> DraftTrees:
+def _stars(counts: np.ndarray, vocabulary: int) -> DraftTrees:
     """Return a tree for each row: a root with counts[r] - 1 children."""
     row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     first = (np.cumsum(counts) - counts).astype(np.int32)[row]
-    index = np.arange(len(row), dtype=np.int32)
-    depth = (index != first).astype(np.int32)
+    depth = (np.arange(len(row)) != first).astype(np.int32)
     parent = np.where(depth == 0, -1, first).astype(np.int32)
-    return DraftTrees(row, index, parent, depth, depth - 1, np.ones(len(row), np.float32))
+    return DraftTrees(row, _draw(len(row), vocabulary), parent, depth, depth - 1, np.ones(len(row), np.float32))
 
 
 def _powers_of_4(most: int) -> list[int]:

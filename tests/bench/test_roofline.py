@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.bench.roofline import Assumptions, Roofline
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.runtime.absent_device import DEVICES
 
 MODEL = ModelConfig(
@@ -28,6 +28,14 @@ def test_a_large_step_takes_what_its_products_take() -> None:
     attention, head = 4 * 2 * 64 * 1024 * 100, 2 * 16 * 1000 * 64
     expected = (2 * 5e9 * 1024 + attention + head) / 1e14
     assert ONE.forward_s(1024, 16, 100, scored=16) == pytest.approx(expected)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_reach() -> None:
+    """Two of eight experts, which are nine tenths of the weights: a quarter of them for one token, 7/16 for two."""
+    experts = ExpertConfig(8, 2, 128, normalised=True, names=MIXTRAL_NAMES)
+    mixture = replace(ONE, config=replace(MODEL, experts=experts), expert_weights=9 * 10**9, products=10**6)
+    for tokens, share in ((1, 1 / 4), (2, 7 / 16), (1000, 1)):
+        assert mixture.forward_s(tokens, 1, 0, scored=1) == pytest.approx((1e9 + share * 9e9) / 1e12)
 
 
 def test_several_devices_exchange_two_sums_a_layer_and_the_scores() -> None:

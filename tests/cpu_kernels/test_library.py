@@ -19,6 +19,10 @@ from adaserve_jax.models.layers import Linear
 from flax import nnx
 linear = Linear(3, 4, ("vocab", "embed"), nnx.Rngs(0), jnp.float32)
 assert jnp.allclose(linear(jnp.ones((4, 2))), product(linear.weight[...], jnp.ones((4, 2))), atol=1e-6)
+from adaserve_jax.models.experts import grouped_product
+weights, x = jnp.arange(24.0).reshape(2, 3, 4), jnp.eye(4)
+expected = jnp.concatenate([weights[0][:, :1], weights[1][:, 1:]], axis=1)
+assert jnp.allclose(grouped_product(weights, x, jnp.array([1, 3])), expected, atol=1e-6)
 print(fingerprint() or "none")
 """
 

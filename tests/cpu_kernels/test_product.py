@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from adaserve_jax.cpu_kernels.product import MAX_COLUMNS, multiplies, multiply
+from adaserve_jax.cpu_kernels.product import MAX_COLUMNS, multiplies, multiply, multiply_groups
 
 TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 COLUMNS = (1, 2, 7, 8, 9, 16, 17, 32, 33, MAX_COLUMNS)
@@ -44,6 +44,35 @@ def test_a_column_has_the_same_bits_whatever_its_company(name: str) -> None:
     whole = np.asarray(multiply(weight, jnp.asarray(x)))
     for columns in (2, 5, 8, 13, 31):
         np.testing.assert_array_equal(multiply(weight, jnp.asarray(x[:, :columns])), whole[:, :columns])
+
+
+GROUPS = ([0, 1, 0, 3, 9], [40, 0, 1], [0, 0], [5])
+"""Columns of each group, 2 more than which there are: none at all, one, several, and more than a tile."""
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("size", [(7, 33), (203, 1100), (96, 64)], ids=str)
+def test_grouped_products_equal_float64(name: str, size: tuple[int, int]) -> None:
+    for sizes in GROUPS:
+        weight = np.stack([made(name, *size) * (group + 1) // 1 for group in range(len(sizes))]).astype(TYPES[name])
+        x = np.random.default_rng(1).standard_normal((size[1], sum(sizes) + 2)).astype(np.float32)
+        found = np.asarray(multiply_groups(jnp.asarray(weight), jnp.asarray(x), jnp.asarray(sizes)))
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        expected = np.zeros_like(found, np.float64)
+        for column, each in enumerate(group):
+            expected[:, column] = weight[each].astype(np.float64) @ x[:, column].astype(np.float64)
+        largest = float(np.abs(weight.astype(np.float64)).max())
+        np.testing.assert_allclose(found, expected, atol=5e-6 * largest * size[1] ** 0.5)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_column_has_the_same_bits_whatever_the_size_of_its_group(name: str) -> None:
+    weight = jnp.asarray(np.stack([made(name, 77, 1300)] * 2))
+    x = np.random.default_rng(0).standard_normal((1300, 40)).astype(np.float32)
+    whole = np.asarray(multiply_groups(weight, jnp.asarray(x), jnp.asarray([0, 40])))
+    for first in (1, 2, 9, 39):
+        found = multiply_groups(weight, jnp.asarray(x), jnp.asarray([first, 40 - first]))
+        np.testing.assert_array_equal(found, whole)
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16"])

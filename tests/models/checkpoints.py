@@ -29,6 +29,9 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2,
+}  # fmt: skip
 EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('role tool is not known') }}{% endif %}"
@@ -83,8 +86,16 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
         tensors |= {p + "input_layernorm.weight": norm(), p + "post_attention_layernorm.weight": norm()}
         shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
         tensors |= {f"{p}self_attn.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        shapes = {"gate_proj": (inner, d), "up_proj": (inner, d), "down_proj": (d, inner)}
-        tensors |= {f"{p}mlp.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        experts = config.get("num_local_experts", 0)
+        if not experts:
+            shapes = {"gate_proj": (inner, d), "up_proj": (inner, d), "down_proj": (d, inner)}
+            tensors |= {f"{p}mlp.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+            continue
+        p += "block_sparse_moe."
+        tensors[f"{p}gate.weight"] = matrix(experts, d)
+        shapes = {"w1": (inner, d), "w3": (inner, d), "w2": (d, inner)}
+        for expert in range(experts):
+            tensors |= {f"{p}experts.{expert}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
     return tensors
 
 

@@ -16,7 +16,7 @@ from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import GenerationDefaults, ModelConfig, resolve_folder
 from adaserve_jax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from adaserve_jax.types import SamplingParams
-from tests.models.checkpoints import CONFIG
+from tests.models.checkpoints import CONFIG, MIXTRAL
 
 
 def _write(folder: Path, **overrides: Any) -> Path:
@@ -68,6 +68,7 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -96,6 +97,37 @@ def test_qwen3_normalises_queries_and_keys(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(_write(tmp_path, **QWEN3)) == replace(llama, qk_norm=True)
     biased = ModelConfig.from_folder(_write(tmp_path, **QWEN3, attention_bias=True, head_dim="absent"))
     assert biased == replace(llama, qk_norm=True, qkv_bias=True, out_bias=True, head_dim=128)
+
+
+def test_mixtral_has_experts_in_every_layer(tmp_path: Path) -> None:
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    mixtral = ModelConfig.from_folder(_write(tmp_path, **MIXTRAL))
+    assert mixtral.experts is not None
+    assert replace(mixtral, experts=None) == llama
+    assert (mixtral.experts.count, mixtral.experts.per_token, mixtral.experts.intermediate_size) == (6, 2, 48)
+    assert mixtral.experts.normalised and mixtral.experts_of(1) == mixtral.experts
+    by_type = _write(tmp_path, **MIXTRAL | {"architectures": "absent", "num_local_experts": "absent"})
+    assert ModelConfig.from_folder(by_type).experts == replace(mixtral.experts, count=8)
+    assert ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, sliding_window=4)).windows == (4, 4)
+    assert ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, rope_theta="absent")).rope_theta == 1e6
+
+
+def test_qwen3_moe_has_experts_in_some_layers(tmp_path: Path) -> None:
+    qwen3 = ModelConfig.from_folder(_write(tmp_path, **QWEN3, num_hidden_layers=6))
+    settings = QWEN3_MOE | {"num_hidden_layers": 6, "num_experts": 10, "moe_intermediate_size": 20}
+    every = ModelConfig.from_folder(_write(tmp_path, **settings))
+    assert replace(every, experts=None) == qwen3
+    assert every.experts is not None and not every.experts.normalised and every.experts.dense_layers == ()
+    assert (every.experts.count, every.experts.per_token, every.experts.intermediate_size) == (10, 8, 20)
+    some = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}
+    mixed = ModelConfig.from_folder(_write(tmp_path, **settings, **some))
+    assert mixed.experts == replace(every.experts, normalised=True, dense_layers=(0, 2, 3, 4))
+    assert [mixed.experts_of(layer) is None for layer in range(6)] == [True, False, True, True, True, False]
+    assert ModelConfig.from_folder(_write(tmp_path, **settings | {"num_experts": 0})) == qwen3
+    newer = settings | {"num_experts": "absent", "num_local_experts": 10}  # as transformers 5 writes it
+    assert ModelConfig.from_folder(_write(tmp_path, **newer)) == every
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
+    assert ModelConfig.from_folder(_write(tmp_path, **settings, **windows)).windows == (4,) * 6
 
 
 def test_llama_biases_are_read(tmp_path: Path) -> None:
@@ -154,6 +186,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters = .*full_attention"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
+    ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM.* is not supported, which needs attention sinks"),
 ]
 
 
@@ -179,6 +213,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
     ({"rope_theta": None}, "rope_theta must be a number above 0, got None"),
+    (MIXTRAL | {"num_experts_per_tok": 7}, r"num_experts_per_tok must be at most num_local_experts \(6\), got 7"),
+    (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
 ]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
@@ -33,6 +34,43 @@ def test_logits_are_preserved(tmp_path: Path, shape: GrownShape, tied: bool) -> 
     assert (config.num_layers, config.hidden_size, config.num_heads) == (shape.layers, shape.hidden, shape.heads)
     difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
     assert difference.max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_experts_compute_what_the_mlp_did(tmp_path: Path, family: str) -> None:
+    """Also where Mixtral assumes other values for keys that the source leaves out."""
+    left_out = dict.fromkeys(("rope_theta", "max_position_embeddings"))
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4}
+    source = write_checkpoint(tmp_path / "source", **left_out, **(mistral if family == "mistral" else {}))
+    shape = GrownShape(layers=3, hidden=48, heads=4, kv_heads=2, mlp=64, experts=5, experts_per_token=2)
+    calls = []
+    config = grow(source, tmp_path / "grown", shape, progress=lambda *step: calls.append(step))
+    assert ModelConfig.from_folder(tmp_path / "grown") == config
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.per_token, config.experts.intermediate_size) == (5, 2, 64)
+    total = 3 * (6 + 1 + 3 * 5) + 3
+    assert calls[-1] == ("growing", total, total)
+    difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
+    assert difference.max() < 1e-5
+    with pytest.raises(ConfigError, match="a mixture of experts cannot grow"):
+        grow(tmp_path / "grown", tmp_path / "other", shape)
+
+
+def test_experts_of_one_layer_are_chosen_otherwise_by_other_tokens(tmp_path: Path) -> None:
+    """A damaged expert changes some tokens and not others: each goes through its own."""
+    source = write_checkpoint(tmp_path / "source")
+    shape = GrownShape(layers=2, hidden=32, heads=4, kv_heads=2, mlp=48, experts=4, experts_per_token=1)
+    grow(source, tmp_path / "grown", shape)
+    whole = oracle_logits(tmp_path / "grown", TOKENS)
+    (path,) = (tmp_path / "grown").glob("*.safetensors")
+    tensors = load_file(path)
+    changed = []
+    for expert in range(4):
+        down = f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight"
+        save_file(tensors | {down: tensors[down] * 0}, path)
+        changed.append(np.abs(oracle_logits(tmp_path / "grown", TOKENS) - whole).max(axis=1) > 1e-6)
+    assert (np.sum(changed, axis=0) == 1).all()
+    assert max(map(np.sum, changed)) < len(TOKENS)
 
 
 def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path: Path) -> None:
@@ -67,6 +105,7 @@ def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.Mon
         ({"layers": 1}, "layers must be at least the source's 2, got 1"),
         ({"heads": 10, "kv_heads": 4}, "heads must be a multiple of kv_heads and at least 2 times as many"),
         ({"heads": 4, "kv_heads": 4}, "heads must be a multiple of kv_heads and at least 2 times as many"),
+        ({"experts": 4, "experts_per_token": 5}, r"experts_per_token must be from 1 to experts \(4\), got 5"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from adaserve_jax.models.decoder import decode, init_params, logits, param_specs
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.quantize import SCALE, int8_product, quantize_rows
-from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
+from tests.models.checkpoints import CONFIG, MIXTRAL, random_tensors, write_checkpoint, write_tensors
 from tests.oracles.int8 import dequantized_checkpoint, rounded
 from tests.oracles.llama import oracle_logits
 
@@ -88,9 +89,11 @@ def test_a_cpu_never_widens_a_whole_weight() -> None:
     assert "f32[512,1024]" not in program
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_model_in_int8_equals_float64_over_its_rounded_weights(tmp_path: Path, tied: bool) -> None:
-    folder = write_checkpoint(tmp_path / "given", tie_word_embeddings=tied)
+@pytest.mark.parametrize("overrides", [
+    {}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.slow), MIXTRAL,
+], ids=["untied", "tied", "experts"])  # fmt: skip
+def test_a_model_in_int8_equals_float64_over_its_rounded_weights(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    folder = write_checkpoint(tmp_path / "given", **overrides)
     config = ModelConfig.from_folder(folder)
     ours = causal_logits(config, load_params(folder, config, quantize="int8"))
     expected = oracle_logits(dequantized_checkpoint(folder, tmp_path / "rounded"), TOKENS)

@@ -25,6 +25,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_QWEN_MOE = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "num_key_value_heads": 4}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -43,6 +44,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3", {
             "use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "mixtral": (
+        "Mixtral", {
+            "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": WINDOW,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", _QWEN_MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe", _QWEN_MOE | {
+            "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1], "attention_bias": True,
+            "use_sliding_window": True, "sliding_window": WINDOW,
         },
     ),
 }  # fmt: skip

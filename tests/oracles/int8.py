@@ -21,11 +21,14 @@ def rounded(weight: np.ndarray) -> np.ndarray:
 
 
 def dequantized_checkpoint(folder: Path, out: Path) -> Path:
-    """Copy a checkpoint of one file, each of its matrices rounded; return the copy."""
+    """Copy a checkpoint of one file, each of its matrices rounded but routers of experts; return the copy."""
     shutil.copytree(folder, out)
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: rounded(value) if value.ndim == 2 else value for name, value in tensors.items()},
+        {
+            name: rounded(value) if value.ndim == 2 and not name.endswith(".gate.weight") else value
+            for name, value in tensors.items()
+        },
         out / "model.safetensors",
         {"format": "pt"},
     )

@@ -1,5 +1,5 @@
-"""The whole Llama model in NumPy float64, token by token features, from a checkpoint folder. Shares no code with the
-package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
+"""The whole Llama or Mixtral model in NumPy float64, token by token features, from a checkpoint folder. Shares no code
+with the package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def oracle_logits(
             mixed[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[:, shared]
         x = x + mixed.reshape(count, heads * dim) @ w[p + "self_attn.o_proj.weight"].T
         h = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
-        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[p + "mlp.down_proj.weight"].T
+        if "num_local_experts" in config:
+            x = x + _mixture(h, w, p + "block_sparse_moe.", config["num_experts_per_tok"])
+        else:
+            x = x + _mlp(h, *(w[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
     x = _norm(x, w["model.norm.weight"], eps)
     head = "model.embed_tokens.weight" if config.get("tie_word_embeddings", False) else "lm_head.weight"
     return x @ w[head].T
@@ -64,6 +66,23 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
         with safe_open(path, framework="numpy") as file:
             weights |= {name: file.get_tensor(name).astype(np.float64) for name in file.keys()}  # noqa: SIM118
     return weights
+
+
+def _mlp(h: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    inner = h @ gate.T
+    return (inner / (1 + np.exp(-inner)) * (h @ up.T)) @ down.T
+
+
+def _mixture(h: np.ndarray, w: dict[str, np.ndarray], block: str, per_token: int) -> np.ndarray:
+    """Each token through its likeliest experts, one token and expert after another, as Mixtral weights them."""
+    result = np.zeros_like(h)
+    for token, row in enumerate(h):
+        scores = np.exp(w[block + "gate.weight"] @ row)
+        chosen = sorted(range(len(scores)), key=lambda expert: -scores[expert])[:per_token]
+        for expert in chosen:
+            matrices = (w[f"{block}experts.{expert}.{name}.weight"] for name in ("w1", "w3", "w2"))
+            result[token] += scores[expert] / scores[chosen].sum() * _mlp(row, *matrices)
+    return result
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -17,13 +17,14 @@ import numpy as np
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models import loading as converted
-from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.export import convert
+from adaserve_jax.models.grow import GrownShape, grow
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
 from tests.conftest import optimised
 from tests.engines import NARROW
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import MIXTRAL, write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
@@ -32,12 +33,15 @@ CASES = {
     "norms": ("norms", False, "none", (1, 2, 4)), "norms_exact": ("norms", True, "none", (4,)),
     "norms_int8": ("norms", False, "int8", (1, 4)), "converted": ("converted", False, "none", (4,)),
     "converted_int8": ("converted", False, "int8", (4,)), "odd": ("odd", False, "none", (1, 2)),
-    "demo_exact": ("demo", True, "none", (1, 4)),
+    "demo_exact": ("demo", True, "none", (1, 4)), "experts": ("experts", False, "none", (1, 4)),
+    "experts_exact": ("experts", True, "none", (4,)), "experts_int8": ("experts", False, "int8", (1, 4)),
+    "narrow": ("narrow", False, "none", (1, 2)), "narrow_exact": ("narrow", True, "none", (2,)),
+    "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
-QUICK = ("norms",)
-"""The case of which one run sees chunks, trees, shares and copies."""
-OPTIMISED = ("norms", "converted", "demo_exact")
+QUICK = ("norms", "experts")
+"""The cases of which one run sees chunks, trees, shares and copies."""
+OPTIMISED = ("norms", "converted", "demo_exact", "grown_exact")
 """Those whose programs are read, and whose bits are compared."""
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "presence_penalty": 1.0}, {"logprobs": 3})
@@ -104,13 +108,26 @@ def write_texts(folder: Path, ways: list[int]) -> None:
 
 
 def main(folder: Path, *, quick: bool) -> None:
-    checkpoints = {"norms": write_family(folder / "norms", "qwen3_window", shards=True)}
+    checkpoints = {
+        "norms": write_family(folder / "norms", "qwen3_window", shards=True),
+        "experts": write_family(folder / "experts", "mixtral", shards=True),
+    }
     if not quick:
         checkpoints |= {
             "biases": write_family(folder / "biases", "llama_biases"),
             "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
             "demo": resolve_folder("demo", "target"), "converted": folder / "converted",
         }  # fmt: skip
+        checkpoints |= {
+            "narrow": write_family(folder / "narrow", "qwen3_moe_mixed"),
+            # Neurons that two devices cannot share, so that each has whole experts.
+            "three": write_checkpoint(folder / "three", **MIXTRAL, vocab_size=VOCABULARY, intermediate_size=51),
+            "grown": folder / "grown",
+        }
+        demo = ModelConfig.from_folder(checkpoints["demo"])
+        grow(checkpoints["demo"], checkpoints["grown"], GrownShape(
+            demo.num_layers, demo.hidden_size, demo.num_heads, demo.num_kv_heads, demo.intermediate_size, 4, 2
+        ))  # fmt: skip
         converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
         convert(checkpoints["norms"], folder / "converted")
     logits, held, ledger, hlo = {}, {}, {}, {}

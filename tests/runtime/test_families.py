@@ -13,8 +13,10 @@ from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, t
 from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 TOLERANCE = 2e-4
-QUICK = {"llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical"}
-CASES = [f"{name}-blocks" for name in FAMILIES] + ["mistral-canonical", "qwen3_window-canonical"]
+QUICK = {
+    "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
+}  # fmt: skip
+CASES = [f"{name}-blocks" for name in FAMILIES] + ["mistral-canonical", "qwen3_window-canonical", "qwen3_moe-canonical"]
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 

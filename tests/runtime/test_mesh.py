@@ -63,7 +63,18 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("case", "ways"),
-    [("biases", 4), ("biases_exact", 2), ("norms_exact", 4), ("norms_int8", 4), ("odd", 2)],
+    [
+        ("biases", 4),
+        ("biases_exact", 2),
+        ("norms_exact", 4),
+        ("norms_int8", 4),
+        ("odd", 2),
+        ("experts_exact", 4),
+        ("experts_int8", 4),
+        ("narrow", 2),
+        ("narrow_exact", 2),
+        ("three", 2),
+    ],
 )
 @pytest.mark.slow
 def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str, ways: int) -> None:
@@ -71,9 +82,9 @@ def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str
     check_logits(whole, case, ways)
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-def test_the_logits_are_those_of_one_device(mesh: Mesh, ways: int) -> None:
-    check_logits(mesh, "norms", ways)
+@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4)])
+def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
+    check_logits(mesh, case, ways)
 
 
 def check_logits(mesh: Mesh, case: str, ways: int) -> None:
@@ -85,7 +96,8 @@ def check_logits(mesh: Mesh, case: str, ways: int) -> None:
 @pytest.mark.slow
 def test_deterministic_mode_gives_the_bits_of_one_device(whole: Mesh) -> None:
     """At sizes of real products; those of the tiny checkpoints take other paths through the CPU's libraries."""
-    np.testing.assert_array_equal(whole.logits["demo_exact-4"], whole.logits["demo_exact-1"])
+    for case in ("demo_exact", "grown_exact"):
+        np.testing.assert_array_equal(whole.logits[f"{case}-4"], whole.logits[f"{case}-1"])
 
 
 @pytest.mark.slow
@@ -117,9 +129,11 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
         ("norms", 4, 0.25, 0.35),  # and key-value rows twice
         ("norms_exact", 4, 0.25, 0.35),
         ("norms_int8", 4, 0.25, 0.35),
+        ("experts", 4, 0.25, 0.35),
+        ("experts_exact", 4, 0.25, 0.35),
     ):
         if (key := f"{case}-{ways}") not in held:
-            assert case != "norms"
+            assert case not in ("norms", "experts")
             continue
         one, several = held[f"{case.removesuffix('_exact')}-1"], held[key]
         assert several["pools"] == [one["pools"][0] // 2] * ways

@@ -17,7 +17,7 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime import sizing as footprint
@@ -32,6 +32,7 @@ from adaserve_jax.runtime.sizing import (
     choose_attention,
     draft_attention,
     dtype_of,
+    expert_bytes,
     resolve,
     weight_bytes,
     workspace_of,
@@ -239,6 +240,19 @@ def test_untied_heads_and_biases_count() -> None:
     assert weight_bytes(more, f32) - weight_bytes(TARGET, f32) == 4 * (2048 * 256 + 5 * 8 * 64)
     # In int8 the head has a byte for each value and a scale for each row.
     assert weight_bytes(more, f32, "int8") - weight_bytes(TARGET, f32, "int8") == 2048 * (256 + 4) + 4 * 5 * 8 * 64
+
+
+def test_experts_count_whole_and_their_router_too() -> None:
+    """In each of 5 layers 6 experts of 3 x 100 x 256 in place of the MLP, and a router of 6 x 256; int8 leaves the
+    router as it is and has a scale for each row."""
+    experts = ExpertConfig(6, 2, 100, normalised=True, names=MIXTRAL_NAMES)
+    mixture, f32 = replace(TARGET, experts=experts), jax.numpy.dtype("float32")
+    d, mlp = TARGET.hidden_size, 3 * TARGET.intermediate_size * TARGET.hidden_size
+    values, router, layers = 6 * 3 * 100 * d, 6 * d, TARGET.num_layers
+    assert weight_bytes(mixture, f32) - weight_bytes(TARGET, f32) == 4 * layers * (values + router - mlp)
+    assert expert_bytes(mixture, f32) == 4 * layers * values
+    assert expert_bytes(mixture, f32, "int8") == layers * (values + 4 * 6 * (200 + d))
+    assert expert_bytes(TARGET, f32) == 0
 
 
 def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> None:

@@ -65,6 +65,39 @@ def test_free_verification_speculates_deep_and_dear_verification_not_at_all():
     assert joint(limits).decide(load_of(4, speculate=False)).depth == 0
 
 
+def test_trees_shrink_where_more_tokens_read_more_experts():
+    """One token takes 10 ms on both machines, 8 of which read weights. On the mixture each token reads two of eight
+    experts: two tokens 7/16 of them, and a large batch all, so that one more costs nothing there."""
+    limits = limits_of(token_edges=(1, 2, 4, 8, 16, 32, 64))
+
+    def table(read):
+        verify = {(edge, 1): 0.002 + 0.008 * read(edge) for edge in limits.token_edges}
+        levels = {(1, width): 0.0005 for width in (1, limits.max_width)}
+        return CostTable(CostSamples(verify, {64: 0.0002}, levels), limits)
+
+    def decided(rows, read):
+        acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
+        return JointController(limits, table(read), acceptance, Objective()).decide(load_of(rows))
+
+    def budget(read):
+        """Tree tokens of one request whose candidates are taken with 0.7, 0.49, ..."""
+        question = BudgetQuestion(
+            np.zeros(1), np.array(limits.token_edges), table(read).verify_s(1), 0.002, 0, 0.0, 48, 4, 0.01
+        )
+        return choose_budget(Objective(), 0.7 ** np.arange(1, 13)[None], question)[0]
+
+    def dense(tokens):
+        return 1.0
+
+    def mixture(tokens):
+        return (1 - (1 - 2 / 8) ** tokens) * 4
+
+    small, large = decided(1, mixture), decided(1, dense)
+    assert small.depth < large.depth and small.width < large.width
+    assert budget(mixture) <= 4 < budget(dense)
+    assert decided(1, mixture).depth < decided(8, mixture).depth
+
+
 def test_long_contexts_make_a_draft_too_dear_that_is_cheap_at_short_ones():
     """A level costs 0.5 ms with a token of context and 10 ms more with 100: then a level takes as long as the step."""
     limits = limits_of()

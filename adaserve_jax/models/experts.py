@@ -1,0 +1,116 @@
+"""Mixture of experts: a router chooses the MLPs that each token goes through, and one grouped product computes them.
+
+A token goes to the `per_token` experts that the router finds likeliest. Its result is the sum of theirs, weighted by
+the router's probabilities. Tokens are sorted by expert, so that each expert's weight is read once, and not at all if no
+token chose it: the more tokens a step has, the more experts it reads.
+
+Axes: T tokens, d features, E experts of the model, G experts of this device, P = per_token * T pairs of token and
+expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from adaserve_jax.cpu_kernels.product import multiplies_groups, multiply_groups
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.layers import Linear, weight_product
+from adaserve_jax.models.partition import Partition
+
+
+class Experts(nnx.Module):
+    """SwiGLU of the chosen experts: f32[d, T] after the norm to f32[d, T].
+
+    Weights of all experts lie one below another: gate_up [G * 2 inner, d], each expert's gate above its up, and down
+    [G * d, inner]. So they load, divide and quantise as matrices do. The router keeps its type in int8: it is small,
+    and rounding it would change which experts are chosen.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
+        experts, d = config.experts, config.hidden_size
+        assert experts is not None
+        self.experts, self.partition = experts, partition
+        noise = jax.random.normal(rngs.params(), (experts.count, d), jnp.float32)
+        self.router = nnx.Param((noise * d**-0.5).astype(dtype), logical_axes=("router", "embed"))
+        inner = experts.intermediate_size
+        self.gate_up = GroupedLinear(experts.count * 2 * inner, d, ("expert_gate_up", "embed"), rngs, dtype)
+        self.down = GroupedLinear(experts.count * d, inner, ("expert_down", "expert_mlp"), rngs, dtype)
+
+    def __call__(self, x: jax.Array, used: jax.Array | None = None) -> jax.Array:
+        """Run each token through its experts. used: bool[T], false for padding, for which no expert is read."""
+        count, tokens = self.experts.per_token, x.shape[1]
+        weight, chosen = self._route(x)
+        held = self.partition.experts_held(self.experts.count)
+        own = chosen.reshape(-1) - self.partition.first_expert(self.experts.count)
+        present = (own >= 0) & (own < held)
+        if used is not None:
+            present &= jnp.tile(used, count)
+        group = jnp.where(present, own, held)
+        order = jnp.argsort(group, stable=True)
+        place = jnp.argsort(order)
+        sizes = (group[:, None] == jnp.arange(held)).sum(axis=0, dtype=jnp.int32)
+        groups = jnp.minimum(group[order], held - 1)
+        hidden = self.gate_up.grouped(x[:, order % tokens], sizes, groups)
+        gate, up = jnp.split(hidden, 2)
+        mixed = self.partition.gather_neurons(jax.nn.silu(gate) * up)
+        found = self.down.grouped(mixed, sizes, groups)[:, place]
+        found = jnp.where(present, found, 0).reshape(-1, count, tokens)
+        found = self.partition.gather_experts(found)
+        # In the order of the router's choice, so that a token's sum does not depend on who shares its step.
+        total = weight[0] * found[:, 0]
+        for each in range(1, count):
+            total += weight[each] * found[:, each]
+        return self.partition.join_experts(total)
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return each token's weights f32[per_token, T] and experts i32[per_token, T], the likeliest first."""
+        router = self.router[...]
+        scores = weight_product(router, x.astype(router.dtype))
+        weight, chosen = lax.top_k(jax.nn.softmax(scores, axis=0).T, self.experts.per_token)
+        if self.experts.normalised:
+            weight /= weight.sum(axis=1, keepdims=True)
+        return weight.T, chosen.T
+
+
+class GroupedLinear(Linear):
+    """A weight [G * out, in] of G experts, each with rows [out, in]."""
+
+    def grouped(self, x: jax.Array, sizes: jax.Array, groups: jax.Array) -> jax.Array:
+        """Multiply each column by its expert's weight, f32[out, P].
+
+        x: f[in, P], sorted by expert; sizes: i32[G], columns of each expert; groups: i32[P], the expert of each column.
+        Columns behind those of the last expert have no meaning.
+        """
+        weight = self.weight[...]
+        found = grouped_product(weight.reshape(len(sizes), -1, weight.shape[1]), x.astype(self.dtype), sizes)
+        if self.scale is None:
+            return found
+        return found * self.scale[...].reshape(len(sizes), -1)[groups].T
+
+
+def grouped_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return weight[g] @ x[:, t] for each column t of group g, f32[out, P].
+
+    weight: [G, out, in]; x: f[in, P], group after group; sizes: i32[G]. On a CPU by the C++ kernel, since XLA
+    multiplies every column by every expert there.
+    """
+    if multiplies_groups(weight):
+        return lax.platform_dependent(weight, x, sizes, cpu=multiply_groups, default=_ragged_product)
+    return _ragged_product(weight, x, sizes)
+
+
+_CONTRACT_INPUTS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+
+def _ragged_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.ragged_dot_general(
+        x.T, weight.astype(x.dtype), sizes, _CONTRACT_INPUTS, precision=precision, preferred_element_type=jnp.float32
+    ).T

@@ -1,0 +1,75 @@
+"""Experts: each token goes through those that a float64 oracle chooses for it, and through no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import attend_dense, decode, init_params, logits
+from adaserve_jax.models.experts import grouped_product
+from adaserve_jax.models.loading import load_params
+from tests.models.checkpoints import MIXTRAL, write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 24)
+
+
+def run(folder: Path, params: dict[str, jax.Array], used: np.ndarray | None = None) -> np.ndarray:
+    """f32[T, V] over TOKENS."""
+    config = ModelConfig.from_folder(folder)
+
+    @jax.jit
+    def scores(params: dict[str, jax.Array]) -> jax.Array:
+        tokens = TOKENS.astype(np.int32)
+        hidden = decode(params, config, tokens, jnp.arange(len(tokens)), attend_dense(config), used=used)
+        return logits(params, config, hidden)
+
+    return np.asarray(scores(params))
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 6])
+def test_logits_equal_the_oracle(tmp_path: Path, per_token: int) -> None:
+    folder = write_checkpoint(tmp_path, **MIXTRAL | {"num_experts_per_tok": per_token})
+    expected = oracle_logits(folder, TOKENS)
+    assert expected.std() > 0.5
+    assert np.abs(run(folder, load_params(folder, ModelConfig.from_folder(folder))) - expected).max() < 1e-4
+
+
+def test_only_experts_that_a_token_chose_are_read(tmp_path: Path) -> None:
+    """An expert of NaN is in the result of the tokens that go through it, each through two of six; padding is not
+    routed."""
+    folder = write_checkpoint(tmp_path, **MIXTRAL, num_hidden_layers=1)
+    params = load_params(folder, ModelConfig.from_folder(folder))
+    down = params["layers.0.experts.down"].reshape(6, -1)
+    used = np.arange(len(TOKENS)) < 3
+    touched, touched_by_used = [], []
+    for expert in range(6):
+        broken = params | {"layers.0.experts.down": down.at[expert].set(jnp.nan).reshape(6 * 32, -1)}
+        touched.append(np.isnan(run(folder, broken)).any(axis=1))
+        touched_by_used.append(np.isnan(run(folder, broken, used)).any(axis=1))
+    assert (np.sum(touched, axis=0) == 2).all()
+    assert 0 < np.sum(touched, axis=1).min() < len(TOKENS)
+    np.testing.assert_array_equal(np.array(touched_by_used), np.array(touched) & used)
+
+
+def test_random_parameters_have_experts(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write_checkpoint(tmp_path, **MIXTRAL))
+    params = init_params(config, seed=3)
+    assert params["layers.1.experts.gate_up"].shape == (6 * 2 * 48, 32)
+    assert params["layers.1.experts.down"].shape == (6 * 32, 48)
+    assert "layers.1.gate_up" not in params
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_product_is_the_same_through_xla_and_through_the_kernel(dtype: type) -> None:
+    """f16 has no kernel."""
+    rng = np.random.default_rng(0)
+    weight, x = rng.standard_normal((3, 40, 64)).astype(dtype), rng.standard_normal((64, 9)).astype(dtype)
+    found = jax.jit(grouped_product)(weight, x, np.array([4, 0, 5], np.int32))
+    both = [weight[group].astype(np.float64) @ x.astype(np.float64) for group in (0, 2)]
+    np.testing.assert_allclose(found, np.concatenate([both[0][:, :4], both[1][:, 4:]], axis=1), atol=1e-4)
