@@ -19,6 +19,7 @@ from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -99,11 +100,13 @@ class Planner:
     def __init__(
         self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
         *, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
+        lengths: OutputLengths | None = None,
     ):  # fmt: skip
         """Set up for one batch.
 
         suffix: proposes from text already seen. max_prefill: most prefill tokens of a step. horizon: h, tokens within
-        which a sequence may catch up. decision_limits: bounds of decisions, where they are not the batch's.
+        which a sequence may catch up. decision_limits: bounds of decisions, where they are not the batch's. lengths: a
+        sequence may catch up until the least length that it can be expected to have, if that is later.
         """
         self._batch = batch
         self._suffix = suffix
@@ -114,6 +117,7 @@ class Planner:
         self._max_prefill = max_prefill
         self._prefill_per_step = 0.0
         self._horizon = horizon
+        self._lengths = lengths
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide and lay out a step; return None if nothing can run."""
@@ -142,6 +146,8 @@ class Planner:
             ),
             can_draft=self._draft.can_draft,
             suffix_f=None if suffix is None else suffix.f,
+            due_s=pace.due_s(now),
+            tpot_slo_s=pace.tpot_slo_s,
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)
@@ -155,7 +161,7 @@ class Planner:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
         scheduled_s = batch.table.first_scheduled_s[slots]
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        due_s = pace.due_s(now) if self._draft.remote else None
+        due_s = load.due_s if self._draft.remote else None
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
         scored = scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
         if decision.tree_token_cap <= len(decode):
@@ -225,11 +231,15 @@ class Planner:
         remaining = table.max_total[decode] - num_tokens
         start_s = table.pace_start_s[decode]
         start_s[start_s != start_s] = now  # no token yet: NaN
+        horizon: int | np.ndarray = self._horizon
+        if self._lengths is not None:
+            prompt_tokens = table.prompt_len[decode]
+            horizon = np.maximum(horizon, self._lengths.remaining(prompt_tokens, num_tokens - prompt_tokens, LOWER))
         pace = Pace(
             start_s=start_s,
             tpot_slo_s=table.tpot_slo_s[decode],
             num_decoded=np.maximum(num_tokens - table.pace_tokens[decode], 0),
-            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
+            horizon=np.minimum(np.maximum(remaining, 1), horizon),
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
 

@@ -30,6 +30,7 @@ from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.output_lengths import UPPER, OutputLengths
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
 from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
@@ -128,9 +129,10 @@ class Scheduler:
                 self.batch, self._acceptance, kept_tokens=config.suffix_kept_tokens, learn=config.calibrate
             )
         self._merged: MergedTrees | None = None
+        self._lengths = OutputLengths() if self._policy.bounds_lengths else None
         self._planner = Planner(
             self.batch, self.controller, self._draft, self._suffix, max_prefill=max_prefill, horizon=objective.horizon,
-            decision_limits=decided,
+            decision_limits=decided, lengths=self._lengths,
         )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -185,7 +187,7 @@ class Scheduler:
         state = SequenceState(
             scheduled,
             max_total=max_total,
-            order_key=order_key(scheduled, self._policy.ordering),
+            order_key=order_key(scheduled, self._policy.ordering, self._most_output(sequence)),
             number=self._added,
             asked=sequence,
             feasible=verdict.feasible,
@@ -251,8 +253,11 @@ class Scheduler:
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self.batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for row, update in updates.ended.items():
+            state = updates.states[row]
             if self._suffix is not None:
-                self._suffix.keep(updates.states[row])
+                self._suffix.keep(state)
+            if self._lengths is not None:
+                self._lengths.observe(state.prompt_len, state.num_output)
             del self._states[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
@@ -379,6 +384,13 @@ class Scheduler:
                 feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
         if feedback is not None:
             self.controller.learn(feedback)
+
+    def _most_output(self, sequence: Sequence) -> float:
+        """Return the upper bound on the output of a new sequence; its `max_tokens` where none was learned."""
+        found = 0
+        if self._lengths is not None:
+            found = int(self._lengths.remaining(np.array([len(sequence.prompt_ids)]), np.zeros(1, np.int64), UPPER)[0])
+        return float(found or sequence.sampling.max_tokens)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats

@@ -44,18 +44,20 @@ class ChainCosts:
         """Tokens per second of one row if every chain were accepted whole and cost what plain decoding does."""
         return self.arms / self._cost.baseline_s
 
-    def predicted(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    def predicted(self, rows: int, prompt_tokens: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the seconds of a step and the tokens emitted per row, f64[K] each, with `rows` rows that all draft.
 
-        If the tree budget cannot hold every chain whole, the rows share it.
+        If the tree budget cannot hold every chain whole, the rows share it. prompt_tokens: computed beside the chains;
+        a chain that the step then does not hold takes for ever.
         """
         limits, cost = self._limits, self._cost
         depth = np.arange(self.arms)
         nodes = np.minimum(depth, (limits.max_tree_tokens - rows) / rows)
         chance = self._acceptance.expected()[:, 0] if limits.max_depth else np.zeros(0)
         emitted = 1.0 + np.interp(nodes, depth, np.concatenate([[0.0], chance.cumsum()]))
-        edges = [limits.token_edges.index(limits.bucket(int(rows * (1 + each)))) for each in nodes]
-        seconds = cost.verify_s(rows)[edges]
+        tokens = (rows * (1 + nodes)).astype(np.int64) + prompt_tokens
+        verify_s = np.append(cost.verify_s(rows), np.inf)
+        seconds = verify_s[np.searchsorted(limits.token_edges, tokens)]
         seconds[0] += cost.overhead_s(False)
         if limits.max_depth:
             fed = np.array([cost.catchup_s(round(rows * each)) for each in emitted[1:]])
