@@ -95,13 +95,14 @@ class Policy:
     about: description in the table of policies. selector: "slo" is Algorithm 2; "slo-equal" is its SLO phase, then
     equal shares of the rest, and "slo-only" leaves the rest; "throughput" takes as many of the likeliest nodes as bring
     most tokens per second, "slo-throughput" compares those numbers alone that keep the most sequences on target. need,
-    slo_order: how the SLO phase counts tokens and its order of service. tree_widths: nodes by level (selector "static" only). search_budget: the verify budget is chosen again, over the token edges,
-    once the candidates are known. calibrated: f is made of calibrated chances instead of the draft's own probabilities.
-    uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is refused without a
-    draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short; otherwise the
-    draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while speculation is
-    off. bounds_lengths: how long outputs become is learned, for the horizon of need and the order "goodput". sources:
-    what its trees are made of, unless `EngineConfig.draft_sources` or the policy's name says otherwise.
+    slo_order: how the SLO phase counts tokens and its order of service. tree_widths: nodes by level (selector "static"
+    only). search_budget: the verify budget is chosen again, over the token edges, once the candidates are known.
+    calibrated: f is made of calibrated chances instead of the draft's own probabilities. uses_draft: the draft is fed
+    and searched at all, when one is loaded. needs_draft: the policy is refused without a draft. elastic: the draft's
+    memory becomes KV pages while speculation is off and pages are short; otherwise the draft stays. weighs_pages: that
+    happens when pages would bring more than the draft, instead of while speculation is off. bounds_lengths: lengths of
+    outputs are learned, for the horizon of need and the order "goodput". sources: what its trees are made of, unless
+    `EngineConfig.draft_sources` or the policy's name says otherwise.
     """
 
     about: str

@@ -58,8 +58,9 @@ class SlidingChunks(SlackChunks):
     """SlidingServe (arXiv 2606.05933; policy `slidingserve`): the chunks of this step and the next, chosen together.
 
     The pair of most prefilled tokens per second of both steps, of those whose first step ends before the next token of
-    any decode row is due, and whose second ends before the one after it is. A greedy first chunk that spends the slack
-    of both is so refused. Without such a pair, or where it begins with less, the chunk is LEAST_CHUNK.
+    any decode row is due, and whose second ends before the one after it is; of equals the one that does more now. A
+    greedy first chunk that spends the slack of both is so refused. Without such a pair, or where it begins with less,
+    the chunk is LEAST_CHUNK.
 
     The paper maximises over the pair by ternary search, which assumes one peak; times are staircases here and edges are
     few, so all pairs are tried. Its objective is taken to be tokens per second. Its batch constructor, a knapsack over
@@ -74,5 +75,5 @@ class SlidingChunks(SlackChunks):
         if not fits.any():
             return self._decision(load, LEAST_CHUNK)
         rate = np.minimum(room[:, None] + room, load.prefill_tokens) / both_s
-        first = int(np.where(fits, rate, -1.0).argmax()) // len(room)
-        return self._decision(load, int(room[first]))
+        best = np.where(fits, rate, -1.0).max(axis=1)
+        return self._decision(load, int(room[best == best.max()][-1]))
