@@ -132,7 +132,10 @@ class TestAdaSpec:
 
 @dataclass
 class Selected:
-    """One call of `Scheduler.select`. made_s: when the step was planned. pace: first token's time and tokens after it, of each decode row."""
+    """One call of `Scheduler.select`.
+
+    made_s: when the step was planned. pace: time of the first token and number of tokens after it, of each decode row.
+    """
 
     plan: StepPlan
     f: list[list[float]]
@@ -176,14 +179,14 @@ class TestDSpark:
         """By the profile of the warm-up, in which 4 levels take 1 ms each."""
         seen = selections(Run.of(limits_of(), policy="dspark:4", knee=knee), "abc")
         for each in seen:
-            rows, f = each.plan.num_decode, sorted(sum(each.f, []), reverse=True)
+            rows, f = each.plan.num_decode, sorted((f for chain in each.f for f in chain), reverse=True)
             rate = [(rows + sum(f[:n])) / (verify_s(rows + n, knee) + 0.004) for n in range(len(f) + 1)]
             assert each.nodes == int(np.argmax(rate))
         assert (min(each.nodes for each in seen if each.plan.num_decode == 3) == 12) == (knee == 64)
 
 
 class TestAdaSpecSelection:
-    @pytest.mark.parametrize("tpot_slo_s", [None, 0.0125])
+    @pytest.mark.parametrize("tpot_slo_s", [None, 0.018])
     def test_most_targets_first_then_throughput(self, tpot_slo_s):
         """Each row must be on its target when the step ends; sizes are those that fill a bucket."""
         run = Run.of(limits_of(), policy="adaspec", knee=4)
@@ -201,8 +204,9 @@ class TestAdaSpecSelection:
                     for have, (first_s, after) in zip(gained, each.pace, strict=True)
                 )
                 judged[n] = (met, sum(gained) / (ends_s - each.made_s))
-            assert judged[each.nodes] == max(judged.values())
-            beyond_throughput += judged[each.nodes][1] < max(rate for _, rate in judged.values())
+            met, rate = judged[each.nodes]
+            assert met == max(judged.values())[0] and rate == pytest.approx(max(judged.values())[1])
+            beyond_throughput += rate < max(other for _, other in judged.values()) - 1e-9
         assert (beyond_throughput > 0) == (tpot_slo_s is not None)
 
 
