@@ -115,7 +115,9 @@ Score = tuple[float, float]
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """draft_tokens: k of `spec:<k>`, 0 for plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most prompt tokens of a step. max_requests: most that run."""
+    """draft_tokens: k of `spec:<k>`, 0 for plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most
+    prompt tokens of a step. max_requests: most that run.
+    """
 
     draft_tokens: int
     prefill_tokens: int

@@ -6,8 +6,9 @@
 Every contender runs at every point twice: with TPOT targets only, as in the paper, and with a TTFT target of 4 s beside
 them. The contenders: `adaserve`, and the policies of its paper and of its authors' code, each with one setting for all
 points; every other policy at the setting that the paper gives its baselines (prefill chunk 128, unless the policy
-chooses it, at most 64 requests); and, where requests have both targets, the best fixed chain of each point (length, 0 for plain decoding, prefill chunk
-and most requests), found by search: with TPOT targets alone a search finds chunks so small that prompts wait for minutes.
+chooses it, at most 64 requests); and, where requests have both targets, the best fixed chain of each point (length, 0
+for plain decoding, prefill chunk and most requests), found by search: with TPOT targets alone a search finds chunks so
+small that prompts wait for minutes.
 
 Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
 From all of them: README.md with tables and figures, verdict.json, and a figure for each machine and kind of targets.
