@@ -115,7 +115,7 @@ Score = tuple[float, float]
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """draft_tokens: k of `spec:<k>`, 0 for plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most
+    """draft_tokens: k of `spec:<k>`; 0: plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most
     prompt tokens of a step. max_requests: most that run.
     """
 
