@@ -8,12 +8,11 @@ import numpy as np
 
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, SoloSpeed
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
+from adaserve_jax.scheduler.controllers.slack_chunks import LEAST_CHUNK
 from adaserve_jax.types import Limits
 
 CHUNKS = 16
 """Sizes of a prefill chunk that are tried."""
-LEAST_CHUNK = 128
-"""Fewest prefill tokens of a step while prompts wait, before chains grow to make room for more."""
 
 
 @dataclass(frozen=True)
