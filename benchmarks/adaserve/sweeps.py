@@ -11,7 +11,8 @@ for plain decoding, prefill chunk and most requests), found by search: with TPOT
 small that prompts wait for minutes.
 
 Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
-From all of them: README.md with tables and figures, verdict.json, and a figure for each machine and kind of targets.
+From all of them: README.md with tables and figures, verdict.json, contenders.json with every contender at every point,
+and a figure for each machine and kind of targets.
 `--report-only` writes these of whatever is there. `--quick` takes short generated traces and few contenders.
 """
 
@@ -39,7 +40,7 @@ from adaserve_jax.results.provenance import new_run_id, source_commit
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from benchmarks.adaserve.sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
-from benchmarks.adaserve.sweeps_tables import Line, tables, verdict
+from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, tables, verdict
 
 QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
 
@@ -114,10 +115,12 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
 
 
 def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
-    """README.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
+    """README.md, verdict.json, contenders.json and, where matplotlib is installed, the figures; returns the verdict."""
     judged = {"commit": commit, **verdict(lines)}
     (out / "README.md").write_text(tables(lines))
     (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
+    each = {"commit": commit, "points": contenders_by_point(lines)}
+    (out / "contenders.json").write_text(json.dumps(each, indent=1, allow_nan=False) + "\n")
     try:
         from benchmarks.adaserve.sweeps_figures import draw
     except ModuleNotFoundError:

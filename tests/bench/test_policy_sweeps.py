@@ -88,10 +88,24 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
 def line(modules, contender: str, group: str, attainment: float, goodput: float, *, value: float = 4.0, **changes):
     row = {
         "slo_class": "all", "attainment": attainment, "goodput_tps": goodput, "policy": "spec:2",
-        "max_prefill_tokens": 512, "max_requests": 48, "commit": "c0ffee",
+        "max_prefill_tokens": 512, "max_requests": 48, "commit": "c0ffee", "requests": 40,
     }  # fmt: skip
     about = {"machine": "m", "sweep": "rate", "targets": "joint", **changes}
     return modules["tables"].Line("k", value=value, contender=contender, group=group, rows=(row,), **about)
+
+
+def test_every_contender_at_every_point(modules) -> None:
+    found = modules["tables"].contenders_by_point(
+        [line(modules, "tuned", "tuned", 0.97, 880.0), line(modules, "ar", "baseline", 0.7, 750.0),
+         line(modules, "ar", "baseline", 0.9, 650.0, value=2.0)]
+    )  # fmt: skip
+    assert [(point["value"], point["requests"], list(point["contenders"])) for point in found] == [
+        (2.0, 40, ["ar"]), (4.0, 40, ["tuned", "ar"])
+    ]  # fmt: skip
+    assert found[1]["contenders"] == {
+        "tuned": {"attainment": 0.97, "goodput_tps": 880.0, "setting": "spec:2, chunk 512, 48 running"},
+        "ar": {"attainment": 0.7, "goodput_tps": 750.0, "setting": None},
+    }
 
 
 def test_the_verdict_is_by_the_definitions(modules) -> None:
