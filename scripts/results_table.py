@@ -307,7 +307,8 @@ def vocabulary_table(result: dict[str, Any]) -> str:
 
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "contenders": contenders_table,
-    "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
+    "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table,
+    "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
     "peers": peer_tables, "restart": start_table, "draft-vocabulary": vocabulary_table,
 }  # fmt: skip

@@ -33,29 +33,19 @@ class JustEnough(Controller):
         if not rows:
             return Decision(0, 0, 0, min(waiting, self.limits.max_tokens), feed_draft=self.limits.max_depth > 0)
         least = min(LEAST_CHUNK, waiting, self.limits.max_tokens - rows)
-        depth = self._depth(load, least)
-        cap = min(rows * (1 + depth), self.limits.max_tree_tokens, self.limits.max_tokens - least)
-        largest = min(waiting, self.limits.max_tokens - cap)
-        chunk = least
-        for each in np.unique(np.linspace(least, largest, CHUNKS).round().astype(np.int64)).tolist():
-            seconds, tokens = self.chains.predicted(rows, each)
-            if tokens[depth] >= _needed(load) * seconds[depth]:
-                chunk = each
+        largest = min(waiting, self.limits.max_tokens - rows)
+        chunks = np.unique(np.linspace(least, largest, CHUNKS).round().astype(np.int64))
+        seconds, tokens = self.chains.beside_prompts(rows, chunks)
+        needed = float(load.need_rate[np.isfinite(load.need_rate)].max(initial=0.0))
+        rate = tokens / seconds
+        enough = rate >= needed
+        depth = 0
+        if load.can_speculate.any():
+            depth = int(enough[0].argmax() if enough[0].any() else rate[0].argmax())
+        chunk = int(chunks[enough[:, depth]].max(initial=least))
+        cap = min(rows * (1 + depth), self.limits.max_tree_tokens, self.limits.max_tokens - chunk)
         return Decision(depth, min(depth, 1), max(cap, rows), chunk, feed_draft=depth > 0)
 
     def fastest_alone(self, alone: SoloSpeed) -> float:
         """Return the rate of the best chain, none included."""
         return alone.fastest_chain(0)
-
-    def _depth(self, load: Load, chunk: int) -> int:
-        """Return the shortest chain that is enough beside `chunk` tokens of prompts, or the fastest."""
-        if not load.can_speculate.any():
-            return 0
-        seconds, tokens = self.chains.predicted(load.num_decode, chunk)
-        enough = np.flatnonzero(tokens >= _needed(load) * seconds)
-        return int(enough[0] if len(enough) else (tokens / seconds).argmax())
-
-
-def _needed(load: Load) -> float:
-    """Return the highest rate that a row needs, tokens per second; 0 if none needs any."""
-    return float(load.need_rate[np.isfinite(load.need_rate)].max(initial=0.0))
