@@ -16,6 +16,9 @@ RULES = {
     "equal": "as many for each request",
     "best": "the likeliest of all requests",
     "static": "the same tree for each request",
+    "throughput": "as many of the likeliest as raise throughput",
+    "slo-throughput": "the same, where it keeps the most targets",
+    "slo-only": "need over a horizon, cheapest-first, and no more",
 }
 
 

@@ -10,7 +10,8 @@ learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-pla
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json: of
-engine/draft_sources.py and draft_sources_load.py. No number is typed. Imports no jax.
+engine/draft_sources.py and draft_sources_load.py; contenders-*.json: of adaserve/sweeps.py. No number is typed.
+Imports no jax.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_tables
 from results_nightjar import nightjar_tables
 from results_peers import peer_tables
-from results_policies import calibration_table, sweeps_table, validation_tables
+from results_policies import calibration_table, contenders_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import sources_load_table, sources_table
 from results_star import overhead_tables, table1_tables
@@ -306,8 +307,9 @@ def vocabulary_table(result: dict[str, Any]) -> str:
 
 
 POLICY_PARTS = {
-    "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
-    "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
+    "validation": validation_tables, "sweeps": sweeps_table, "contenders": contenders_table,
+    "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table,
+    "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
     "peers": peer_tables, "restart": start_table, "draft-vocabulary": vocabulary_table,
 }  # fmt: skip

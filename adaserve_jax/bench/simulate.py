@@ -11,7 +11,6 @@ from itertools import product
 
 import adaserve_jax
 from adaserve_jax.bench.plan import check_classes
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import RecordColumns, summarize
 from adaserve_jax.results.provenance import code_and_machine, new_run_id
 from adaserve_jax.results.records import RequestRecord
@@ -116,7 +115,9 @@ Score = tuple[float, float]
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """draft_tokens: k of `spec:<k>`. prefill_tokens: most prompt tokens of a step. max_requests: most that run."""
+    """draft_tokens: k of `spec:<k>`; 0: plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most
+    prompt tokens of a step. max_requests: most that run.
+    """
 
     draft_tokens: int
     prefill_tokens: int
@@ -127,7 +128,7 @@ class Setting:
 class Grid:
     """Increasing values of each part of a setting."""
 
-    draft_tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    draft_tokens: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
     prefill_tokens: tuple[int, ...] = (64, 128, 256, 512)
     max_requests: tuple[int, ...] = (28, 32, 36, 42, 48, 56, 64)
 
@@ -226,7 +227,9 @@ def tune_fixed(
     plan: SimulationPlan, machine: Machine, trace: Trace, *, replicas: int = 1, exhaustive: bool = False,
     grid: Grid | None = None,
 ) -> Tuned:  # fmt: skip
-    """Find the best `spec:<k>` for this trace, by joint attainment, then goodput; k is at most the draft's depth."""
+    """Find the best chain for this trace, none included, by joint attainment, then goodput; it is at most as long as
+    the draft is deep.
+    """
     whole = grid or Grid()
     limits = machine.limits()
     possible = replace(
@@ -234,8 +237,6 @@ def tune_fixed(
         draft_tokens=tuple(k for k in whole.draft_tokens if k <= limits.max_depth),
         max_requests=tuple(sorted({min(cap, machine.limits(cap).max_requests) for cap in whole.max_requests})),
     )
-    if not possible.draft_tokens:
-        raise ConfigError(f"machine {machine.name} has no draft, so that no chain can be tuned; leave out --tune")
 
     def evaluate(setting: Setting) -> Score:
         policy, as_planned = as_run(setting, replace(plan, keep_token_times=False, keep_records=False))
@@ -249,4 +250,4 @@ def tune_fixed(
 def as_run(setting: Setting, plan: SimulationPlan) -> tuple[str, SimulationPlan]:
     """Return the policy and plan that run `setting`."""
     as_planned = replace(plan, max_requests=setting.max_requests, max_prefill_tokens=setting.prefill_tokens)
-    return f"spec:{setting.draft_tokens}", as_planned
+    return f"spec:{setting.draft_tokens}" if setting.draft_tokens else "ar", as_planned

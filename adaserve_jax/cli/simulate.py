@@ -87,7 +87,8 @@ def simulate(
         Path | None, typer.Option(help="acceptance.jsonl of `adaserve bench --record`, instead of the machine's")
     ] = None,
     tune: Annotated[
-        bool, typer.Option(help="also find, for each point, the best fixed chain, prefill chunk and most requests")
+        bool,
+        typer.Option(help="also find, for each point, the best fixed chain or none, prefill chunk and most requests"),
     ] = False,
     exhaustive: Annotated[bool, typer.Option(help="with --tune: try every setting instead of searching")] = False,
     ttft_slo: Annotated[float, typer.Option(help="TTFT target of every request, seconds; 0: none")] = 4.0,

@@ -303,8 +303,14 @@ class CostTable:
 
     def step_at_warm_up_s(self, tokens: int, rows: int, depth: int, width: int, load: float | None = None) -> float:
         """Return the seconds of a step of so many packed tokens by the samples alone: a t_spec that never learns."""
+        edge = min(bisect_left(self._edges, tokens), len(self._edges) - 1)
+        return float(self.steps_at_warm_up_s(rows, depth, width, load)[edge])
+
+    def steps_at_warm_up_s(self, rows: int, depth: int, width: int, load: float | None = None) -> np.ndarray:
+        """Return f64[E], `step_at_warm_up_s` of every token edge."""
         load = self.samples.context * self.grid.groups(rows) if load is None else load
-        verify_s = self.grid.verify_s(tokens, rows, load)
+        lines, column = self.grid.verify, self.grid.row_bucket(rows)
+        verify_s = lines.base[:, column] + lines.slope[:, column] * load
         if not depth or not self.grid.level_rows:
             return verify_s
         return verify_s + depth * self.grid.level_of(rows, width, load)

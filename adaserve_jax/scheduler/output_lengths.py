@@ -13,6 +13,8 @@ PACED, TYPICAL = 0.8, 0.5
 """Shares of the texts of a kind that end within the length that a running text is paced for, and within the length by
 which a deadline counts as out of reach.
 """
+LOWER, UPPER = 0.1, 0.9
+"""Shares that JITServe bounds a length by; the upper is its paper's."""
 COLD_TOKENS = 200
 """Output tokens that are planned for before enough texts have ended."""
 MEMORY = 256
@@ -64,12 +66,18 @@ class OutputLengths:
         self._all.add(output_tokens)
 
     def left(self, slo_class: str, prompt_tokens: int, written: int, most: int, share: float = PACED) -> int:
-        """Return the tokens within which `share` of such outputs end, from 1 to `most`.
+        """Return the tokens within which `share` of such outputs end, from 1 to `most`, the tokens to its length limit.
 
-        written: tokens that it has. most: tokens to its length limit.
+        written: tokens that it has.
         """
+        learned = self.learned_left(slo_class, prompt_tokens, written, share)
+        planned = max(COLD_TOKENS - written, int(GROWTH * written)) if learned is None else learned
+        return max(1, min(planned, most))
+
+    def learned_left(self, slo_class: str, prompt_tokens: int, written: int, share: float) -> int | None:
+        """Return the same without bounds; None where too few outputs were longer."""
         known = (self._kinds.get((slo_class, prompt_tokens.bit_length())), self._classes.get(slo_class), self._all)
         for lengths in known:
             if lengths is not None and lengths.longer_than(written) >= ENOUGH:
-                return max(1, min(lengths.quantile_beyond(written, share) - written, most))
-        return max(1, min(max(COLD_TOKENS - written, int(GROWTH * written)), most))
+                return lengths.quantile_beyond(written, share) - written
+        return None

@@ -19,7 +19,7 @@ from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
-from adaserve_jax.scheduler.output_lengths import OutputLengths
+from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -107,18 +107,20 @@ class Planner:
     def __init__(
         self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
         *, lengths: OutputLengths, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
-        text_without_draft: bool = True,
+        text_without_draft: bool = True, extends_horizon: bool = False,
     ):  # fmt: skip
         """Set up for one batch.
 
         suffix: proposes from text already seen. lengths: what outputs still write. max_prefill: most prefill tokens of
         a step. horizon: h, tokens within which a sequence may catch up. decision_limits: bounds of decisions, where
-        they are not the batch's.
-        text_without_draft: steps for which the controller decides depth 0 verify trees of text alone.
+        they are not the batch's. text_without_draft: steps for which the controller decides depth 0 verify trees of
+        text alone. extends_horizon: a sequence may catch up until the least length that it can be expected to have, if
+        that is later.
         """
         self._batch = batch
         self._suffix = suffix
         self._lengths = lengths
+        self._extends_horizon = extends_horizon
         self._limits = batch.limits
         self._decision_limits = decision_limits or batch.limits
         self._text_without_draft = text_without_draft
@@ -127,6 +129,7 @@ class Planner:
         self._max_prefill = max_prefill
         self._prefill_per_step = 0.0
         self._horizon = horizon
+        self._lengths = lengths
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide and lay out a step; return None if nothing can run."""
@@ -155,6 +158,8 @@ class Planner:
             ),
             can_draft=self._draft.can_draft,
             suffix_f=None if suffix is None else suffix.f,
+            due_s=pace.due_s(now),
+            tpot_slo_s=pace.tpot_slo_s,
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)
@@ -170,7 +175,7 @@ class Planner:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
         scheduled_s = batch.table.first_scheduled_s[slots]
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        due_s = pace.due_s(now) if self._draft.remote else None
+        due_s = load.due_s if self._draft.remote else None
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
         scored = scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
         if decision.tree_token_cap <= len(decode):
@@ -244,6 +249,13 @@ class Planner:
         left_s = sequence.arrival_s + sequence.e2e_slo_s - now
         return max(paced, self._tokens_left(state) / left_s) if left_s > 0 else 0.0
 
+    def _least_left(self, slot: int) -> int:
+        """Return the fewest tokens that a running sequence can be expected to write still; 0 where it is unknown."""
+        state = self._batch.table.states[slot]
+        assert state is not None, "decode rows run"
+        name, written = state.sequence.slo_class, state.num_output
+        return self._lengths.learned_left(name, state.prompt_len, written, LOWER) or 0
+
     def _tokens_left(self, state: SequenceState) -> int:
         most = max(state.max_total - state.num_tokens, 1)
         return self._lengths.left(state.sequence.slo_class, state.prompt_len, state.num_output, most)
@@ -261,11 +273,15 @@ class Planner:
             assert state is not None and state.sequence.e2e_slo_s is not None, "decode rows run"
             deadline_s[row] -= DEADLINE_RESERVE * state.sequence.e2e_slo_s
             tokens_left[row] = self._tokens_left(state)
+        horizon: int | np.ndarray = self._horizon
+        if self._extends_horizon:
+            least = [self._least_left(slot) for slot in decode.tolist()]
+            horizon = np.maximum(horizon, np.array(least, np.int64))
         pace = Pace(
             start_s=start_s,
             tpot_slo_s=table.tpot_slo_s[decode],
             num_decoded=np.maximum(num_tokens - table.pace_tokens[decode], 0),
-            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
+            horizon=np.minimum(np.maximum(remaining, 1), horizon),
             deadline_s=deadline_s,
             tokens_left=tokens_left,
         )

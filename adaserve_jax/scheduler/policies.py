@@ -23,6 +23,7 @@ from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.baselines import (
     ClosedFormController,
     Exp3Spec,
+    FastestChain,
     FixedController,
     GoodputController,
     LinearSampling,
@@ -32,14 +33,18 @@ from adaserve_jax.scheduler.controllers.baselines import (
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import JointController
+from adaserve_jax.scheduler.controllers.just_enough import JustEnough
 from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController, Rule, SwitchTable
+from adaserve_jax.scheduler.controllers.slack_chunks import SlackChunks, SlidingChunks
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.queue import Ordering
 from adaserve_jax.scheduler.selection import SloOrder
 from adaserve_jax.types import Limits
 
-SelectionRule = Literal["slo", "slo-equal", "equal", "best", "static"]
+SelectionRule = Literal[
+    "slo", "slo-equal", "slo-only", "throughput", "slo-throughput", "equal", "best", "static"
+]  # fmt: skip
 NeedRule = Literal["horizon", "step", "code"]
 
 SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
@@ -88,13 +93,16 @@ class Policy:
     """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
 
     about: description in the table of policies. selector: "slo" is Algorithm 2; "slo-equal" is its SLO phase, then
-    equal shares of the rest. need, slo_order: how the SLO phase counts tokens and its order of service. tree_widths:
-    nodes by level (selector "static" only). search_budget: the verify budget is chosen again, over the token edges,
-    once the candidates are known. calibrated: f is made of calibrated chances instead of the draft's own probabilities.
-    uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is refused without a
-    draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short; otherwise the
-    draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while speculation is
-    off. sources: what its trees are made of, unless `EngineConfig.draft_sources` or the policy's name says otherwise.
+    equal shares of the rest, and "slo-only" leaves the rest; "throughput" takes as many of the likeliest nodes as bring
+    most tokens per second, "slo-throughput" compares those numbers alone that keep the most sequences on target. need,
+    slo_order: how the SLO phase counts tokens and its order of service. tree_widths: nodes by level (selector "static"
+    only). search_budget: the verify budget is chosen again, over the token edges, once the candidates are known.
+    calibrated: f is made of calibrated chances instead of the draft's own probabilities. uses_draft: the draft is fed
+    and searched at all, when one is loaded. needs_draft: the policy is refused without a draft. elastic: the draft's
+    memory becomes KV pages while speculation is off and pages are short; otherwise the draft stays. weighs_pages: that
+    happens when pages would bring more than the draft, instead of while speculation is off. bounds_lengths: lengths of
+    outputs are learned, for the horizon of need and the order "goodput". sources: what its trees are made of, unless
+    `EngineConfig.draft_sources` or the policy's name says otherwise.
     """
 
     about: str
@@ -110,6 +118,7 @@ class Policy:
     needs_draft: bool = False
     elastic: bool = False
     weighs_pages: bool = False
+    bounds_lengths: bool = False
     sources: DraftSources = "model"
 
     @property
@@ -192,6 +201,23 @@ POLICIES: dict[str, Policy] = {
         "the same, and a chain of 1 every 50 steps while it is off, so that it learns",
         lambda parts: GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS), selector="equal",
     ),
+    "turbospec": Policy(
+        "TurboSpec: the same goodput in every step, none favoured, with probes while it is off",
+        lambda parts: GoodputController(
+            parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS, steps_per_decision=1, off_favour=1.0
+        ),
+        selector="equal",
+    ),
+    "adaspec": Policy(
+        "AdaSpec: the chain of most predicted tokens per second, of which each request's share follows from confidence "
+        "and TPOT targets",
+        lambda parts: FastestChain(parts.limits, parts.chain_costs), selector="slo-throughput",
+    ),
+    "dspark:<k>": Policy(
+        "DSpark: chains of k, of which the prefixes that are likely to survive are verified, as many as raise "
+        "throughput by the warm-up's profile",
+        lambda parts: FixedController(parts.limits, parts.parameter), selector="throughput", needs_draft=True,
+    ),
     "tetris:<k>": Policy(
         "TETRIS: chains longer than k, of which the k n likeliest nodes of all requests are verified",
         _over_drafting, selector="best", calibrated=False, needs_draft=True,
@@ -227,6 +253,21 @@ POLICIES: dict[str, Policy] = {
     "sarathi": Policy(
         "Sarathi-Serve: no speculation; decodes first, prefill chunks in what is left of 512 tokens per step",
         lambda parts: FixedController(parts.limits, 0, step_tokens=SARATHI_TOKENS), selector="equal", uses_draft=False,
+    ),
+    "niyama": Policy(
+        "Niyama: no speculation; chunks of the decodes' slack, between the earliest deadline and the shortest prompt "
+        "first, those in danger last",
+        lambda parts: SlackChunks(parts.limits, parts.cost), selector="equal", ordering="hybrid", uses_draft=False,
+    ),
+    "slidingserve": Policy(
+        "SlidingServe: no speculation; the chunks of this step and the next planned at once, by deadline",
+        lambda parts: SlidingChunks(parts.limits, parts.cost), selector="equal", ordering="deadline", uses_draft=False,
+    ),
+    "jitserve": Policy(
+        "JITServe: the shortest chain and the fewest nodes that keep targets, most goodput per step first, by learned "
+        "bounds on output lengths",
+        lambda parts: JustEnough(parts.limits, parts.chain_costs), selector="slo-only", ordering="goodput",
+        bounds_lengths=True,
     ),
     "priority": Policy(
         "no speculation; strictly by (priority, arrival), the worst is preempted for a better one",

@@ -2,7 +2,7 @@
 
 Preempted sequences come first, then waiting ones by `order_key`. The key of a sequence never changes. It is its due
 time plus AGEING_S seconds per step of priority, so a later arrival can overtake it only within a bounded time. Under
-`deadline` ordering a sequence that can hardly meet its targets any more goes behind the others, and every
+the orderings of RELEGATING a sequence that can hardly meet its targets any more goes behind the others, and every
 PROMOTION_PERIOD-th admission takes the sequence that has waited longest, which bounds that wait too. Under `priority`
 ordering, a baseline, priorities are strict and preempted sequences have no precedence: a sequence may wait for as long
 as better ones arrive.
@@ -16,7 +16,10 @@ from typing import Literal
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.types import Sequence
 
-Ordering = Literal["deadline", "arrival", "priority"]
+Ordering = Literal["deadline", "hybrid", "goodput", "arrival", "priority"]
+
+RELEGATING: tuple[Ordering, ...] = ("deadline", "hybrid", "goodput")
+"""Orderings that send a sequence behind the others once its TTFT target can hardly be met."""
 
 AGEING_S = 30.0
 """Seconds of waiting that outweigh one step of priority."""
@@ -26,18 +29,34 @@ PATIENCE_S = 10.0
 """TTFT target, in seconds, assumed of a sequence without one, and upper bound of the target used in the order."""
 MAX_PRIORITY = 100
 PROMOTION_PERIOD = 128
+PROMPT_TOKEN_S = 0.008
+"""alpha of `hybrid` ordering: seconds by which a token of the prompt puts a sequence back. Source: Niyama's 8 ms."""
+OUTPUT_WEIGHT = 8.0
+"""Weight of an output token beside a prompt token in the goodput of `goodput` ordering. Source: JITServe's code."""
 LATE_SHARE = 0.75
 """Share of its `patience_s` after which a waiting sequence counts as late: its prompt still has to be computed."""
 
 
-def order_key(sequence: Sequence, ordering: Ordering, patience_s: float | None = None) -> float:
+def order_key(
+    sequence: Sequence, ordering: Ordering, patience_s: float | None = None, output_tokens: float = 1.0
+) -> float:  # fmt: skip
     """Return the key of admission, seconds on the engine's clock; the lower key is served sooner.
 
+    `hybrid` puts a due time back by the work on the prompt: between the earliest deadline and the shortest prompt
+    first. `goodput` prefers sequences that earn more per step: output_tokens, a bound on its length, is also the number
+    of its steps. The share of steps that earn nothing but output is turned into at most PATIENCE_S seconds of waiting.
     patience_s: seconds from arrival within which the first token must come; None: the TTFT target.
     """
+    patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
     if ordering == "deadline":
-        patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
         return due_s(sequence.arrival_s, sequence.priority, patience_s)
+    if ordering == "hybrid":
+        prompt_s = PROMPT_TOKEN_S * len(sequence.prompt_ids)
+        return due_s(sequence.arrival_s, sequence.priority, patience_s) + prompt_s
+    if ordering == "goodput":
+        output = OUTPUT_WEIGHT * output_tokens
+        steps_share = output / (len(sequence.prompt_ids) + output)
+        return sequence.arrival_s + AGEING_S * _bounded(sequence.priority) + PATIENCE_S * steps_share
     return sequence.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * _bounded(sequence.priority)
 
 
@@ -98,7 +117,7 @@ class WaitingQueue:
             return min(firsts, key=_rank, default=None)
         if self._preempted:
             return self._preempted[0]
-        if self._ordering == "deadline":
+        if self._ordering in RELEGATING:
             self._demote_late(now)
             if self.promotes_oldest and (self._on_time or self._late):
                 return min(self._on_time + self._late, key=lambda state: (state.sequence.arrival_s, state.number))
@@ -122,7 +141,7 @@ class WaitingQueue:
     @property
     def promotes_oldest(self) -> bool:
         """True if the next admission goes to the sequence that has waited longest."""
-        return self._ordering == "deadline" and self.admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
+        return self._ordering in RELEGATING and self.admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
 
     def take(self, state: SequenceState) -> None:
         """Remove the sequence that `peek` returned and count an admission."""
@@ -144,8 +163,14 @@ class WaitingQueue:
         return wait_ratio(self._on_time[0], now) if self._on_time else 0.0
 
     def _demote_late(self, now: float) -> None:
-        while self._on_time:
-            first = self._on_time[0]
-            if first.patience_s is None or now <= first.sequence.arrival_s + LATE_SHARE * first.patience_s:
-                return
-            insort(self._late, self._on_time.pop(0), key=_rank)
+        if self._ordering == "deadline":
+            while self._on_time and _is_late(self._on_time[0], now):
+                insort(self._late, self._on_time.pop(0), key=_rank)
+            return
+        for state in [state for state in self._on_time if _is_late(state, now)]:
+            self._on_time.remove(state)
+            insort(self._late, state, key=_rank)
+
+
+def _is_late(state: SequenceState, now: float) -> bool:
+    return state.patience_s is not None and now > state.sequence.arrival_s + LATE_SHARE * state.patience_s

@@ -30,7 +30,7 @@ from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.output_lengths import TYPICAL, OutputLengths
+from adaserve_jax.scheduler.output_lengths import TYPICAL, UPPER, OutputLengths
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
 from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
@@ -137,6 +137,7 @@ class Scheduler:
         self._planner = Planner(
             self.batch, self.controller, self._draft, self._suffix, lengths=self._lengths, max_prefill=max_prefill,
             horizon=objective.horizon, decision_limits=decided, text_without_draft=not text_as_draft,
+            extends_horizon=self._policy.bounds_lengths,
         )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -192,7 +193,7 @@ class Scheduler:
         state = SequenceState(
             scheduled,
             max_total=max_total,
-            order_key=order_key(scheduled, self._policy.ordering, patience_s),
+            order_key=order_key(scheduled, self._policy.ordering, patience_s, self._most_output(sequence)),
             number=self._added,
             asked=sequence,
             feasible=verdict.feasible,
@@ -398,6 +399,11 @@ class Scheduler:
                 feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
         if feedback is not None:
             self.controller.learn(feedback)
+
+    def _most_output(self, sequence: Sequence) -> float:
+        """Return the upper bound on the output of a new sequence; its `max_tokens` where none was learned."""
+        found = self._lengths.learned_left(sequence.slo_class, len(sequence.prompt_ids), 0, UPPER)
+        return float(found or sequence.sampling.max_tokens)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats

@@ -171,6 +171,39 @@ def best_overall(ranked: Ranked, left: int) -> np.ndarray:
     return throughput_phase(ranked, np.zeros(len(ranked.key), np.int64), left)
 
 
+def most_per_second(
+    ranked: Ranked, sizes: np.ndarray, step_s: np.ndarray, need: np.ndarray | None = None
+) -> np.ndarray:
+    """Take as many of the likeliest candidates of all sequences together as bring the most expected tokens per second:
+    bool[R, C] along ranked columns.
+
+    sizes: i64[S], numbers of candidates to choose from, non-decreasing; step_s: f64[S], seconds of a step with so many.
+    need: f64[R, S], tokens that each sequence must gain in such a step, root counted: only sizes that give the most
+    sequences what they need are compared. Source: DSpark's Algorithm 1 without its early stop (section 5.2), which
+    needs no causal barrier here, because no choice of nodes can change a text.
+    """
+    rows, columns = ranked.key.shape
+    order = np.argsort(ranked.key, axis=None)
+    f = ranked.f.ravel()[order]
+    sizes = np.minimum(sizes, np.count_nonzero(f))
+    total = np.zeros(len(f) + 1)
+    np.cumsum(f, out=total[1:])
+    rate = (rows + total[sizes]) / step_s
+    if need is not None:
+        part = np.searchsorted(sizes, np.arange(1, len(f) + 1))  # the smallest size that holds each candidate
+        number = len(sizes) + 1
+        gained = np.bincount(order // columns * number + part, f, rows * number).reshape(rows, number)
+        expected = 1.0 + gained[:, :-1].cumsum(axis=1)
+        satisfied = np.count_nonzero(expected >= need, axis=0)
+        rate = np.where(satisfied == satisfied.max(), rate, -np.inf)
+    return best_overall(ranked, int(sizes[rate.argmax()]))
+
+
+def only_needed(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
+    """Add nothing to `taken` (i64[R]), whatever is left: bool[R, C] along ranked columns."""
+    return np.arange(ranked.key.shape[1]) < taken[:, None]
+
+
 def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, ...], left: int) -> np.ndarray:
     """Take the same tree for every sequence, whatever its candidates are worth: bool[R, C] along ranked columns.
 

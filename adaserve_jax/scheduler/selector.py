@@ -14,6 +14,10 @@ from adaserve_jax.scheduler.policies import Policy
 from adaserve_jax.scheduler.slo import need, need_capped, need_of_the_code
 from adaserve_jax.types import CandidateTrees, DraftTrees, Limits
 
+_RESTS = {
+    "slo": selection.throughput_phase, "slo-equal": selection.equal_rest, "slo-only": selection.only_needed,
+}  # fmt: skip
+"""What the rest of the budget goes to after the SLO phase."""
 CODE_NODES_FACTOR = 1.2
 """Multiple of an equal share of the budget that is n_max in the authors' code."""
 
@@ -36,8 +40,11 @@ class Selector:
         self._search_budget = search_budget
         self._max_slo_nodes = max_slo_nodes
         self._edges = np.array(limits.token_edges)
-        # a static tree has fewer nodes than its candidates; the budget of the horizon form may be less than the plan's
-        self._takes_all = policy.selector != "static" and (policy.selector != "slo" or policy.need != "horizon")
+        # the other rules may leave room: a static tree has fewer nodes than its candidates, a rule that asks what nodes
+        # are worth may refuse some, and the budget of the horizon form may be less than the plan's
+        self._takes_all = policy.selector in ("equal", "best", "slo-equal") or (
+            policy.selector == "slo" and policy.need != "horizon"
+        )
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
         """Return the trees to verify. candidates: of every source. now: read after drafting, so that the time that
@@ -65,6 +72,8 @@ class Selector:
             chosen = selection.best_overall(ranked, left)
         elif self._policy.selector == "static":
             chosen = selection.static_tree(candidates, ranked, self._policy.tree_widths, left)
+        elif self._policy.selector in ("throughput", "slo-throughput"):
+            chosen = self._by_throughput(planned, ranked, now)
         else:
             return self._by_need(planned, candidates, ranked, now)
         return selection.pack(candidates, plan.root_token, ranked, chosen)
@@ -84,8 +93,28 @@ class Selector:
         return selection.select_slo(
             candidates, plan.root_token, ranked, wanted,
             budget=budget, max_slo_nodes=most, order=self._policy.slo_order,
-            rest=selection.equal_rest if self._policy.selector == "slo-equal" else selection.throughput_phase,
+            rest=_RESTS[self._policy.selector],
         )  # fmt: skip
+
+    def _by_throughput(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> np.ndarray:
+        """Return the nodes of most expected tokens per second, bool[R, C]; the best number is on a token edge.
+
+        `throughput` has the profile of the warm-up, drafting included. `slo-throughput` has the tables that learn, the
+        time that drafting took, and what each row must gain by the end of the step.
+        """
+        plan, pace = planned.plan, planned.pace
+        load = self._cost.context_load(plan.ctx_len)
+        most = plan.tree_token_cap - plan.num_decode
+        sizes = np.clip(self._edges - plan.num_prefill_tokens - plan.num_decode, 0, most)
+        edges = np.searchsorted(self._edges, sizes + plan.num_prefill_tokens + plan.num_decode)
+        if self._policy.selector == "throughput":
+            levels, width = (plan.draft.depth, plan.draft.width) if plan.draft is not None else (0, 1)
+            step_s = self._cost.steps_at_warm_up_s(plan.num_rows, levels, width, load)[edges]
+            return selection.most_per_second(ranked, sizes, step_s)
+        step_s = self._cost.verify_s(plan.num_rows, load)[edges] + max(now - planned.made_s, 0.0)
+        late_s = planned.made_s - pace.start_s
+        wanted = need(late_s[:, None], step_s, pace.tpot_slo_s[:, None], pace.num_decoded[:, None])
+        return selection.most_per_second(ranked, sizes, step_s, wanted)
 
     def _in_horizon(
         self, planned: PlannedStep, ranked: selection.Ranked, depth: int, now: float, *, search: bool

@@ -27,7 +27,9 @@ MESSAGE_STEP_MS = 0.1
 """Multiple, in milliseconds, to which error messages round the least feasible target up."""
 
 
-def need(decode_time_s: np.ndarray, step_time_s: float, tpot_slo_s: np.ndarray, num_decoded: np.ndarray) -> np.ndarray:
+def need(
+    decode_time_s: np.ndarray, step_time_s: float | np.ndarray, tpot_slo_s: np.ndarray, num_decoded: np.ndarray
+) -> np.ndarray:
     """Return A, f64[R]: tokens that a sequence must emit in this step to be on its target when the step ends.
 
     Source: AdaServe eq. 5, A = (l + t_spec) / tpot_slo - o, with l the seconds since the first token, t_spec those of

@@ -1,16 +1,18 @@
-"""AdaServe's sweeps in simulation: rate, urgent share, SLO scale, and a load that fluctuates.
+"""AdaServe's sweeps in simulation: rate, urgent share as published and drawn anew, SLO scale, and a fluctuating load.
 
     python -m benchmarks.adaserve.sweeps --traces adaserve-traces --out sweeps [--jobs 8]
     python -m benchmarks.adaserve.sweeps --quick --out sweeps
 
 Every contender runs at every point twice: with TPOT targets only, as in the paper, and with a TTFT target of 4 s beside
 them. The contenders: `adaserve`, and the policies of its paper and of its authors' code, each with one setting for all
-points; every other policy at the setting that the paper gives its baselines (prefill chunk 128, at most 64 requests);
-and, where requests have both targets, the best fixed chain of each point (length, prefill chunk and most requests),
-found by search: with TPOT targets alone a search finds chunks so small that prompts wait for minutes.
+points; every other policy at the setting that the paper gives its baselines (prefill chunk 128, unless the policy
+chooses it, at most 64 requests); and, where requests have both targets, the best fixed chain of each point (length, 0
+for plain decoding, prefill chunk and most requests), found by search: with TPOT targets alone a search finds chunks so
+small that prompts wait for minutes.
 
 Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
-From all of them: README.md with tables and figures, verdict.json, and a figure for each machine and kind of targets.
+From all of them: README.md with tables and figures, verdict.json, contenders.json with every contender at every point,
+and a figure for each machine and kind of targets.
 `--report-only` writes these of whatever is there. `--quick` takes short generated traces and few contenders.
 """
 
@@ -38,7 +40,7 @@ from adaserve_jax.results.provenance import new_run_id, source_commit
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from benchmarks.adaserve.sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
-from benchmarks.adaserve.sweeps_tables import Line, tables, verdict
+from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, tables, verdict
 
 QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
 
@@ -113,10 +115,12 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
 
 
 def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
-    """README.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
+    """README.md, verdict.json, contenders.json and, where matplotlib is installed, the figures; returns the verdict."""
     judged = {"commit": commit, **verdict(lines)}
     (out / "README.md").write_text(tables(lines))
     (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
+    each = {"commit": commit, "points": contenders_by_point(lines)}
+    (out / "contenders.json").write_text(json.dumps(each, indent=1, allow_nan=False) + "\n")
     try:
         from benchmarks.adaserve.sweeps_figures import draw
     except ModuleNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,15 @@ from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import POLICIES
 from adaserve_jax.sim.machines import Machine
-from adaserve_jax.workloads.reshaping import at_rate, with_requests
+from adaserve_jax.workloads.reshaping import at_rate, with_mix, with_requests
 from adaserve_jax.workloads.traces import DURATION_S, Trace, fluctuating_trace, load_trace
 
 OURS, PAPER = "adaserve", "adaserve-paper"
 OURS_GROUP, AUTHORS_GROUP, BASELINE_GROUP, TUNED_GROUP = "ours", "authors", "baseline", "tuned"
 BASELINE_CHUNK, BASELINE_RUNNING = 128, 64
 """Prefill chunk and most running requests of the baselines in AdaServe's evaluation."""
+OWN_CHUNKS = ("niyama", "slidingserve", "jitserve")
+"""Policies whose published mechanism is the size of the chunk, or includes it."""
 CHAINS = (4, 6, 8)
 DEEPEST = max(CHAINS)
 OTHER_K = 4
@@ -28,7 +31,9 @@ TARGETS = {"tpot": None, "joint": TTFT_SLO_S}
 FLUCTUATING_RATES = (2.4, 3.0, 3.6)
 QUICK_RATES, QUICK_REQUESTS = (3.0, 8.0), 40
 """Of the generated traces without a folder: rates, and about how many requests each has."""
-SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests", "scale": "SLO scale of the urgent",
+MIXED_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests",
+          "mix": "share of urgent requests, drawn anew", "scale": "SLO scale of the urgent",
           "fluctuating": "mean requests per second, fluctuating"}  # fmt: skip
 _PATTERNS = {
     "rate": r"rate_rps[\d.]+_ol\d+",
@@ -36,7 +41,9 @@ _PATTERNS = {
     "scale": r"scale_slo([\d.]+)_ol\d+",
 }
 _PUBLISHED_SCALE = ("urgent_prop0.6", 1.2)
-"""The trace of the urgent sweep that is also a point of the scale sweep, and its scale."""
+"""The trace of the urgent sweep that is also a point of the scale sweep, and its scale; other mixes are drawn from it.
+"""
+_URGENT = "code"
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,10 @@ def contenders(*, quick: bool = False) -> list[Contender]:
             baselines.append(name if family == name else f"{family}:{OTHER_K}")
     if quick:
         authors, baselines = authors[:1], ["spec:4", "ar"]
-    setting = (BASELINE_RUNNING, BASELINE_CHUNK, True)
-    fixed = [Contender(name, BASELINE_GROUP, name, *setting) for name in baselines]
+    fixed = [
+        Contender(name, BASELINE_GROUP, name, BASELINE_RUNNING, 0 if name in OWN_CHUNKS else BASELINE_CHUNK, deep=True)
+        for name in baselines
+    ]
     return [*ours, *authors, *fixed, Contender(TUNED, TUNED_GROUP, None, deep=True)]
 
 
@@ -122,6 +131,7 @@ def _points(folder: Path, targets: str, seed: int) -> list[Point]:
                 found.append(Point(sweep, value, targets, trace))
                 if name == _PUBLISHED_SCALE[0]:
                     found.append(Point("scale", _PUBLISHED_SCALE[1], targets, trace))
+                    found += [Point("mix", share, targets, _mixed(trace, share, seed)) for share in MIXED_SHARES]
     if not found:
         raise ConfigError(f"{folder} has no trace named as AdaServe's are, such as rate_rps3.6_ol256.jsonl.gz")
     like = next((point.trace for point in found if point.sweep == "rate"), None)
@@ -129,3 +139,10 @@ def _points(folder: Path, targets: str, seed: int) -> list[Point]:
         trace = fluctuating_trace(seed=seed, rate_rps=rate, like=like, ttft_slo_s=ttft_slo_s)
         found.append(Point("fluctuating", rate, targets, trace))
     return sorted(found, key=lambda point: (list(SWEEPS).index(point.sweep), point.value))
+
+
+def _mixed(trace: Trace, urgent_share: float, seed: int) -> Trace:
+    """Return the trace with this share of urgent requests, the other classes in the proportion that they have."""
+    others = Counter(request.slo_class for request in trace.requests if request.slo_class != _URGENT)
+    rest = {name: (1 - urgent_share) * count / others.total() for name, count in others.items()}
+    return with_mix(trace, {_URGENT: urgent_share, **rest}, seed)

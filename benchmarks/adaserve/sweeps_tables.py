@@ -101,6 +101,29 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", *ruled, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
+def contenders_by_point(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Every contender at every point: attainment, goodput and, of the tuned one, its setting."""
+    return [
+        {
+            "machine": machine,
+            "targets": targets,
+            "sweep": sweep,
+            "value": value,
+            "requests": next(iter(at_point.values())).overall["requests"],
+            "contenders": {
+                name: {
+                    "attainment": line.attainment,
+                    "goodput_tps": line.goodput,
+                    "setting": line.setting if name == TUNED else None,
+                }
+                for name, line in at_point.items()
+            },
+        }
+        for (machine, targets, sweep), by_value in grouped(lines).items()
+        for value, at_point in by_value.items()
+    ]
+
+
 def verdict(lines: Sequence[Line]) -> dict[str, Any]:
     """points: how `adaserve` stands at each. overall: by machine and kind of targets, the extremes.
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from adaserve_jax.bench.simulate import Grid
@@ -38,12 +39,24 @@ def test_everyone_runs_at_a_setting_that_is_stated(modules) -> None:
     found = {contender.name: contender for contender in modules["points"].contenders()}
     machine = load_machine("qwen-32b")
     assert {name for name in found if name.startswith("spec:")} == {"spec:4", "spec:6", "spec:8"}
-    assert {"ar", "sarathi", "priority", "specinfer", "dsd", "tetris:4", "adaserve-code", "tuned"} <= found.keys()
+    assert {
+        "ar",
+        "sarathi",
+        "priority",
+        "specinfer",
+        "dsd",
+        "tetris:4",
+        "adaserve-code",
+        "tuned",
+        "dspark:4",
+        "niyama",
+    } <= found.keys()
     for contender in found.values():
         if contender.policy is not None:
             find_policy(contender.policy, contender.machine(machine).max_depth)
         if contender.group == "baseline":
-            assert (contender.max_prefill_tokens, contender.max_requests) == (128, 64)
+            own_chunks = contender.name in ("niyama", "slidingserve", "jitserve")
+            assert (contender.max_prefill_tokens, contender.max_requests) == (0 if own_chunks else 128, 64)
     assert (found["adaserve"].max_prefill_tokens, found["adaserve"].max_requests) == (0, 0)
     assert found["adaserve"].machine(machine) == machine  # whose depth is AdaServe's own setting
     assert found["spec:8"].machine(machine).max_depth == 8
@@ -54,13 +67,20 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
     found = modules["points"].points(folder_of(tmp_path, *names), requests=50, seed=0)
     joint = [point for point in found if point.targets == "joint"]
     assert [(p.sweep, p.value) for p in joint if p.sweep != "rate"] == [
-        ("urgent", 0.6), ("scale", 0.8), ("scale", 1.2), ("fluctuating", 2.4), ("fluctuating", 3.0),
-        ("fluctuating", 3.6),
+        ("urgent", 0.6), *(("mix", share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)), ("scale", 0.8), ("scale", 1.2),
+        ("fluctuating", 2.4), ("fluctuating", 3.0), ("fluctuating", 3.6),
     ]  # fmt: skip
     assert [(p.sweep, p.value) for p in joint] == [(p.sweep, p.value) for p in found if p.targets == "tpot"]
     assert {r.slo.ttft_s for p in joint for r in p.trace.requests} == {4.0}
     assert {r.slo.ttft_s for p in found if p.targets == "tpot" for r in p.trace.requests} == {None}
     assert {len(p.trace.requests) for p in found} == {50}
+    whole = modules["points"].points(tmp_path, requests=0, seed=0)
+    for point in whole:
+        if point.sweep == "mix":
+            (of_sweep,) = (p.trace for p in whole if (p.sweep, p.targets) == ("urgent", point.targets))
+            assert [r.due_s for r in point.trace.requests] == [r.due_s for r in of_sweep.requests]
+            urgent = np.mean([r.slo_class == "code" for r in point.trace.requests])
+            assert urgent == pytest.approx(point.value, abs=0.08)
     with pytest.raises(ConfigError, match="no trace named as AdaServe's are"):
         modules["points"].points(tmp_path / "none", requests=0, seed=0)
 
@@ -68,10 +88,24 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
 def line(modules, contender: str, group: str, attainment: float, goodput: float, *, value: float = 4.0, **changes):
     row = {
         "slo_class": "all", "attainment": attainment, "goodput_tps": goodput, "policy": "spec:2",
-        "max_prefill_tokens": 512, "max_requests": 48, "commit": "c0ffee",
+        "max_prefill_tokens": 512, "max_requests": 48, "commit": "c0ffee", "requests": 40,
     }  # fmt: skip
     about = {"machine": "m", "sweep": "rate", "targets": "joint", **changes}
     return modules["tables"].Line("k", value=value, contender=contender, group=group, rows=(row,), **about)
+
+
+def test_every_contender_at_every_point(modules) -> None:
+    found = modules["tables"].contenders_by_point(
+        [line(modules, "tuned", "tuned", 0.97, 880.0), line(modules, "ar", "baseline", 0.7, 750.0),
+         line(modules, "ar", "baseline", 0.9, 650.0, value=2.0)]
+    )  # fmt: skip
+    assert [(point["value"], point["requests"], list(point["contenders"])) for point in found] == [
+        (2.0, 40, ["ar"]), (4.0, 40, ["tuned", "ar"])
+    ]  # fmt: skip
+    assert found[1]["contenders"] == {
+        "tuned": {"attainment": 0.97, "goodput_tps": 880.0, "setting": "spec:2, chunk 512, 48 running"},
+        "ar": {"attainment": 0.7, "goodput_tps": 750.0, "setting": None},
+    }
 
 
 def test_the_verdict_is_by_the_definitions(modules) -> None:

@@ -57,7 +57,10 @@ if find_spec("llguidance") is not None:
     ASKED["grammar"] = {"grammar": 'root ::= term (" + " term)+ ";"\nterm ::= [a-c] | "(" root ")"', "min_tokens": 4}
     ASKED["json_schema"] = {"json_schema": json.dumps(LIST), "logit_bias": {5: 1.0}}
 FEW_POLICIES = ("spec:3", "adaserve")
-ALL_POLICIES = ("spec:3", "adaserve", "nightjar", "specinfer", "adaserve-paper", "off", "tetris:3")
+ALL_POLICIES = (
+    "spec:3", "adaserve", "nightjar", "specinfer", "adaserve-paper", "off", "tetris:3", "dspark:3", "adaspec",
+    "jitserve",
+)  # fmt: skip
 
 
 def params_of(tokens: int) -> list[SamplingParams]:

@@ -13,6 +13,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.scheduler.policies import POLICIES as NAMED
 from tests.engines import PLAIN
 from tests.oracles.llama import oracle_logits
 
@@ -59,6 +60,14 @@ def test_deterministic_mode_is_bitwise_the_same_under_every_policy_and_load(
     first = results["ar", len(PROMPTS)]
     assert all(len(tokens) == TOKENS for tokens in first)
     assert all(result == first for result in results.values())
+
+
+def test_every_named_policy_gives_the_same_text(deterministic: LLM) -> None:
+    results = {}
+    for policy in NAMED:
+        deterministic.set_policy(policy.replace("<k>", "3"))
+        results[policy] = texts(deterministic, 0.8, len(PROMPTS))
+    assert all(tokens == results["ar"] for tokens in results.values())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -15,7 +15,7 @@ from tests.scheduler.harness import Run, costs_of, limits_of, random_load, reque
 
 POLICIES = (
     "ar", "spec:1", "spec:4", "tetris:2", "specinfer", "dsd", "ucbspec", "exp3spec", "adaserve", "adaserve-paper",
-    "sarathi", "priority",
+    "turbospec", "adaspec", "dspark:2", "sarathi", "niyama", "slidingserve", "priority",
 )  # fmt: skip
 
 
@@ -39,6 +39,10 @@ def of(run: Run):
         # the best of all chains
         ("dsd", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
         ("nightjar", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
+        ("turbospec", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
+        ("adaspec", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
+        ("jitserve", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
+        ("niyama", 0.016),
         ("lints", min(0.016, 0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
         ("ucbspec", min(0.018 / 1.7, 0.019 / 2.19, 0.020 / 2.533, 0.021 / 2.7731)),
     ],

@@ -1,28 +1,31 @@
 """The baselines: what each decides and selects, against arithmetic done by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.controllers.baselines import (
     ClosedFormController,
     Exp3Spec,
+    FastestChain,
     FixedController,
     GoodputController,
     LatencyModel,
     UcbSpec,
     emitted_per_row,
 )
+from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES, find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.slo import need_of_the_code
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
-from adaserve_jax.types import CandidateTrees, CostSamples
+from adaserve_jax.types import CandidateTrees, CostSamples, StepPlan
 from tests.scheduler.harness import Run, costs_of, limits_of, request_of
 from tests.scheduler.test_controllers import load_of
 
@@ -95,6 +98,116 @@ class TestDsd:
             controller.learn(feedback(2 * (depth > 0), drafted=2 * depth, accepted=2 * depth))
         assert depths[:9] == [0] * 9 and depths[9] == 1
         assert depths[-1] == 3
+
+
+class TestTurboSpec:
+    def test_it_decides_in_each_step_and_favours_nothing(self):
+        """At n = 2 and a = 0.0 a chain of 0 emits 2 in 22 ms and one of 1 as much in 26; it comes back by its probe."""
+        parts = type("Parts", (), {"limits": limits_of(max_depth=3), "cost": CostTable(TestDsd.samples, limits_of())})()
+        controller = POLICIES["turbospec"].controller(parts)
+        np.testing.assert_allclose(controller.goodput(2)[:2], [2 / 0.022, 3.4 / 0.026], rtol=1e-9)
+        assert controller.decide(load_of(2)).depth == 3
+        controller.acceptance = 0.0
+        assert controller.decide(load_of(2)).depth == 0
+        depths = []
+        for _ in range(120):
+            depths.append(controller.decide(load_of(2)).depth)
+            controller.learn(feedback(2 * (depths[-1] > 0), drafted=2 * depths[-1], accepted=0))
+        assert depths.count(1) == 2 and set(depths) == {0, 1}
+
+
+class TestAdaSpec:
+    def chain(self, rows: int, knee: int) -> int:
+        limits = limits_of()
+        costs = CostTable(costs_of(limits, knee), limits)
+        acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
+        return FastestChain(limits, ChainCosts(limits, costs, acceptance)).decide(load_of(rows)).depth
+
+    def test_the_chain_of_most_tokens_per_second_by_hand(self):
+        """One row: 1 in 16 ms, 1.7 in 18, ..., 2.7731 in 21. Eight rows, a token beyond the eighth 1 ms each: 8 tokens
+        in 16 ms, 13.6 in 26, 17.52 in 43 (32 tokens fill the bucket of 24)."""
+        assert self.chain(1, knee=16) == 4
+        assert self.chain(8, knee=8) == 1
+
+
+@dataclass
+class Selected:
+    """One call of `Scheduler.select`.
+
+    made_s: when the step was planned. pace: time of the first token and number of tokens after it, of each decode row.
+    """
+
+    plan: StepPlan
+    f: list[list[float]]
+    made_s: float
+    now: float
+    pace: list[tuple[float, int]]
+    nodes: int
+
+
+def selections(run: Run, names: str, **request) -> list[Selected]:
+    """Serve requests of these names to their end; return what was selected while prompts were done and ends far."""
+    seen, select, began_s = [], run.scheduler.select, 0.0
+
+    def watched(plan, candidates, now):
+        states = [run.scheduler.batch.table.states[slot] for slot in plan.slots[: plan.num_decode]]
+        trees = select(plan, candidates, now)
+        if candidates.log_f.size and not plan.num_prefill_tokens and all(state.num_output < 40 for state in states):
+            f = np.exp(candidates.log_f.astype(np.float64)).tolist()
+            pace = [(state.first_token_s, state.num_output - 1) for state in states]
+            seen.append(Selected(plan, f, began_s, now, pace, trees.num_nodes - plan.num_decode))
+        return trees
+
+    run.scheduler.select = watched
+    for name in names:
+        run.add(request_of(name, tokens=60, **request))
+    while run.scheduler.has_work:
+        began_s = run.clock.now()
+        run.step()
+    assert len(seen) > 5
+    return seen
+
+
+def verify_s(tokens: int, knee: int) -> float:
+    """Seconds of the bucket that holds so many tokens: 16 ms, and 1 ms for each beyond `knee`."""
+    return 0.016 + 0.001 * max(0, limits_of().bucket(tokens) - knee)
+
+
+class TestDSpark:
+    @pytest.mark.parametrize("knee", [4, 12, 64])
+    def test_trees_are_algorithm_1_without_its_early_stop(self, knee):
+        """By the profile of the warm-up, in which 4 levels take 1 ms each."""
+        seen = selections(Run.of(limits_of(), policy="dspark:4", knee=knee), "abc")
+        for each in seen:
+            rows, f = each.plan.num_decode, sorted((f for chain in each.f for f in chain), reverse=True)
+            rate = [(rows + sum(f[:n])) / (verify_s(rows + n, knee) + 0.004) for n in range(len(f) + 1)]
+            assert each.nodes == int(np.argmax(rate))
+        assert (min(each.nodes for each in seen if each.plan.num_decode == 3) == 12) == (knee == 64)
+
+
+class TestAdaSpecSelection:
+    @pytest.mark.parametrize("tpot_slo_s", [None, 0.018])
+    def test_most_targets_first_then_throughput(self, tpot_slo_s):
+        """Each row must be on its target when the step ends; sizes are those that fill a bucket."""
+        run = Run.of(limits_of(), policy="adaspec", knee=4)
+        beyond_throughput = 0
+        for each in selections(run, "abc", tpot_slo_s=tpot_slo_s):
+            rows = each.plan.num_decode
+            nodes = sorted(((f, row) for row, chain in enumerate(each.f) for f in chain), key=lambda node: -node[0])
+            most = min(len(nodes), each.plan.tree_token_cap - rows)
+            judged = {}
+            for n in {min(max(edge - rows, 0), most) for edge in limits_of().token_edges}:
+                ends_s = each.now + verify_s(rows + n, 4)
+                gained = [1.0 + sum(f for f, row in nodes[:n] if row == wanted) for wanted in range(rows)]
+                met = tpot_slo_s is not None and sum(
+                    have >= (ends_s - first_s) / tpot_slo_s - after
+                    for have, (first_s, after) in zip(gained, each.pace, strict=True)
+                )
+                judged[n] = (met, sum(gained) / (ends_s - each.made_s))
+            met, rate = judged[each.nodes]
+            assert met == max(judged.values())[0] and rate == pytest.approx(max(judged.values())[1])
+            beyond_throughput += rate < max(other for _, other in judged.values()) - 1e-9
+        assert (beyond_throughput > 0) == (tpot_slo_s is not None)
 
 
 class TestUcbSpec:

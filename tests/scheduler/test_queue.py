@@ -93,3 +93,38 @@ def test_remove_and_wait_ratio():
     with pytest.raises(ValueError, match="'r0' does not wait"):
         queue.remove(first)
     assert wait_ratio(second, 2.0) == pytest.approx(0.5)
+
+
+def waiting(number, ordering, *, prompt, output=1.0, arrival_s=0.0, ttft_slo_s=4.0):
+    request = Sequence(
+        f"r{number}", np.ones(prompt, np.int32), SamplingParams(), seed=0, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s
+    )
+    return SequenceState(request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number)
+
+
+def test_hybrid_ordering_is_between_the_earliest_deadline_and_the_shortest_prompt():
+    """Due at 4, 4.5 and 5 s; 8 ms a token of 500, 100 and 100 put them back to 8, 5.3 and 5.8."""
+    queue = WaitingQueue("hybrid")
+    for number, (arrival_s, prompt) in enumerate(((0.0, 500), (0.5, 100), (1.0, 100))):
+        queue.add(waiting(number, "hybrid", prompt=prompt, arrival_s=arrival_s))
+    assert drain(queue, 1.0) == [1, 2, 0]
+
+
+def test_goodput_ordering_prefers_what_earns_most_per_step():
+    """Steps: 100, 100 and 10. A prompt of 800 beside 800 earned by output waits 5 s; of 200, 8 s; of 80 beside 80, 5 s,
+    but it came 1 s later."""
+    queue = WaitingQueue("goodput")
+    for number, (prompt, output, arrival_s) in enumerate(((200, 100, 0.0), (800, 100, 0.0), (80, 10, 1.0))):
+        queue.add(waiting(number, "goodput", prompt=prompt, output=output, arrival_s=arrival_s))
+    assert drain(queue, 1.0) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("ordering", ["hybrid", "goodput"])
+def test_those_in_danger_are_relegated_wherever_they_stand_in_the_order(ordering):
+    """After three quarters of its target a request counts as late, also behind one that is not."""
+    queue = WaitingQueue(ordering)
+    queue.add(waiting(0, ordering, prompt=10, ttft_slo_s=None))
+    queue.add(waiting(1, ordering, prompt=400, ttft_slo_s=4.0, arrival_s=1.0))
+    queue.add(waiting(2, ordering, prompt=900, ttft_slo_s=None, arrival_s=3.0))
+    assert queue.peek(4.01) is not None and queue.is_late(queue.peek(4.01)) is False
+    assert drain(queue, 4.01)[-1] == 1

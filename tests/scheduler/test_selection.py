@@ -256,3 +256,73 @@ def test_chains_are_ranked_and_shared_as_any_tree_is(case, left, spoilt):
     present = [(place, row) for row in range(rows) for place in range(columns) if found.f[row, place] > 0]
     shared = {(place, row) for row, place in zip(*np.nonzero(selection.equal_share(found, left)), strict=True)}
     assert shared == set(sorted(present)[:left])
+
+
+def chains_of(f):
+    """Rank chains whose nodes have these f, [R, C]."""
+    f = np.asarray(f, np.float64)
+    depth = np.arange(1, f.shape[1] + 1, dtype=np.int32)
+    parent = np.tile(np.arange(-1, f.shape[1] - 1, dtype=np.int32), (len(f), 1))
+    token = np.zeros(f.shape, np.int32)
+    log_f = np.log(f, out=np.full(f.shape, -np.inf), where=f > 0).astype(np.float32)
+    return selection.rank(CandidateTrees(token, parent, log_f, depth))
+
+
+@pytest.mark.parametrize(("confidence", "length"), [(0.9, 2), (0.0, 0)])
+def test_dsparks_own_example(confidence, length):
+    """Appendix A: steps per second 1, 0.5 and 0.45 for batches of 1, 2 and 3. With a_1 = 0.8 and c_2 = 0.9, tokens per
+    second are 1, 0.9 and 1.134; with c_2 = 0, there is no second node, and none is worth 0.9."""
+    ranked = chains_of([[0.8, 0.8 * confidence]])
+    chosen = selection.most_per_second(ranked, np.array([0, 1, 2]), 1 / np.array([1.0, 0.5, 0.45]))
+    assert chosen.sum() == length
+
+
+def test_the_likeliest_prefixes_of_all_requests_are_verified():
+    """Two tokens more are worth their time, four are not: 2 / 10, (2 + 0.9 + 0.81) / 15 and (3.71 + 0.75) / 19 ms."""
+    ranked = chains_of([[0.9, 0.81], [0.5, 0.25]])
+    chosen = selection.most_per_second(ranked, np.array([0, 2, 4]), np.array([0.010, 0.015, 0.019]))
+    np.testing.assert_array_equal(chosen, [[True, True], [False, False]])
+
+
+def test_a_target_outweighs_throughput():
+    """The second request needs 1.4 tokens in a step of 19 ms, and has 1.75 there; 1.2 in one of 15, and has 1."""
+    ranked = chains_of([[0.9, 0.81], [0.5, 0.25]])
+    need = np.array([[0.5, 0.5, 0.5], [1.1, 1.2, 1.4]])
+    chosen = selection.most_per_second(ranked, np.array([0, 2, 4]), np.array([0.010, 0.015, 0.019]), need)
+    assert chosen.all()
+    out_of_reach = np.array([[0.5, 0.5, 0.5], [9.0, 9.0, 9.0]])
+    chosen = selection.most_per_second(ranked, np.array([0, 2, 4]), np.array([0.010, 0.015, 0.019]), out_of_reach)
+    np.testing.assert_array_equal(chosen, [[True, True], [False, False]])
+
+
+@given(
+    st.lists(st.lists(st.sampled_from((*PROBABILITIES, 0.0)), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.lists(st.integers(0, 14), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_most_per_second_equals_trying_every_size(chances, sizes, targets, seed):
+    rng, f = np.random.default_rng(seed), np.cumprod(chances, axis=1)
+    sizes = np.sort(np.array(sizes))
+    step_s, need = np.sort(rng.uniform(0.01, 0.1, len(sizes))), rng.uniform(0.5, 3.0, (len(f), len(sizes)))
+    ranked = chains_of(f)
+    nodes = sorted(
+        (int(ranked.key[row, place]), row, place, float(ranked.f[row, place]))
+        for row in range(len(f)) for place in range(3) if ranked.f[row, place] > 0
+    )  # fmt: skip
+    judged = []
+    for index, size in enumerate(sizes.tolist()):
+        expected = [1.0 + sum(each for _, row, _, each in nodes[:size] if row == wanted) for wanted in range(len(f))]
+        met = sum(have >= want for have, want in zip(expected, need[:, index], strict=True)) if targets else 0
+        judged.append((met, sum(expected) / step_s[index]))
+    found = selection.most_per_second(ranked, sizes, step_s, need if targets else None)
+    taken = {(row, place) for row, place in zip(*found.nonzero(), strict=True)}
+    for index, size in enumerate(sizes.tolist()):
+        if taken == {(row, place) for _, row, place, _ in nodes[:size]} and judged[index][0] == max(judged)[0]:
+            assert judged[index][1] == pytest.approx(max(judged)[1])
+            return
+    raise AssertionError("no size has these nodes and keeps as many targets")
+
+
+def test_only_needed_leaves_the_rest():
+    ranked = chains_of([[0.9, 0.81], [0.5, 0.25], [0.4, 0.2]])
+    chosen = selection.only_needed(ranked, np.array([2, 0, 1]), left=10)
+    np.testing.assert_array_equal(chosen, [[True, True], [False, False], [True, False]])

@@ -61,7 +61,9 @@ class Load:
     waiting sequence over its TTFT target. context: i64[rows], committed tokens of decode rows, then prefill rows; None
     if not known. can_draft: False while no draft can be asked, whatever is decided: its memory is KV pages, it is being
     loaded, or no draft service is available. suffix_f: f64[num_decode, C], f of the nodes that text already seen
-    proposes for each row, best first, 0 for absent ones; None: no nodes.
+    proposes for each row, best first, 0 for absent ones; None: no nodes. due_s, tpot_slo_s: f64[num_decode], seconds
+    until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target, None if
+    not known.
     """
 
     need_rate: np.ndarray
@@ -73,6 +75,8 @@ class Load:
     context: np.ndarray | None = None
     can_draft: bool = True
     suffix_f: np.ndarray | None = None
+    due_s: np.ndarray | None = None
+    tpot_slo_s: np.ndarray | None = None
 
     @classmethod
     def of_one(cls) -> Load:

@@ -36,7 +36,7 @@ OLD_SHARE = 0.85
 STEPS_PER_DECISION = 20
 """Steps for which SmartSpec keeps its chain length."""
 OFF_FAVOUR = 1.1
-"""Factor on SmartSpec's goodput of k = 0."""
+"""Factor on SmartSpec's goodput of k = 0; TurboSpec has none."""
 REGULARISATION = 1.0
 """lambda of the linear bandits."""
 UCB_WIDTH = 0.25
@@ -224,9 +224,18 @@ class GoodputController(Controller):
     goodput(k) = n (1 - a^(k+1)) / (1 - a) / (T_draft(k) + T_target(k) + T_overhead), with a the acceptance of a drafted
     token at any depth. At k = 0 nothing is drafted and a stays as it is, so that speculation once off stays off while
     the load does, as in SmartSpec itself. With `probe_steps`, one step in so many drafts a chain of 1 all the same.
+
+    TurboSpec (policy `turbospec`) is the third version of the same paper: it decides in each step (steps_per_decision
+    1), by goodput alone (off_favour 1). It closes the loop by feedback; that it probes while speculation is off, so
+    that there is some, is our choice.
     """
 
-    def __init__(self, limits: Limits, cost: CostTable, *, probe_steps: int = 0):
+    def __init__(
+        self, limits: Limits, cost: CostTable, *, probe_steps: int = 0, steps_per_decision: int = STEPS_PER_DECISION,
+        off_favour: float = OFF_FAVOUR,
+    ):  # fmt: skip
+        self._steps_per_decision = steps_per_decision
+        self._off_favour = off_favour
         self._limits = limits
         self._cost = cost
         self._latency = LatencyModel(cost.samples)
@@ -236,7 +245,7 @@ class GoodputController(Controller):
         self.acceptance = FIRST_ACCEPTANCE
 
     def decide(self, load: Load) -> Decision:
-        if self._steps % STEPS_PER_DECISION == 0 and load.num_decode:
+        if self._steps % self._steps_per_decision == 0 and load.num_decode:
             self._depth = int(np.argmax(self.goodput(load.num_decode)))
         depth = self._depth
         if not depth and self._probe_steps and self._steps % self._probe_steps == self._probe_steps - 1:
@@ -266,8 +275,32 @@ class GoodputController(Controller):
         seconds = self._latency.target_s(rows, rows * (k + 1)) + self._latency.draft_s(rows) * k
         seconds = seconds + np.where(k > 0, self._cost.overhead_s(True), self._cost.overhead_s(False))
         goodput = rows * emitted_per_row(self.acceptance, k) / seconds
-        goodput[0] *= OFF_FAVOUR
+        goodput[0] *= self._off_favour
         return goodput
+
+
+@dataclass(frozen=True)
+class FastestChain(Controller):
+    """AdaSpec's adaptive drafter (SoCC'25, arXiv 2503.05096; policy `adaspec`): the chain of most predicted tokens per
+    second, by what drafts of each length were accepted and took lately.
+
+    How many tokens of it are verified for each request is left to the selection, which knows their confidence. The
+    paper stops drafting after any token; here the length is decided before the first.
+    """
+
+    limits: Limits
+    chains: ChainCosts
+
+    def decide(self, load: Load) -> Decision:
+        depth = 0
+        if load.num_decode and load.can_speculate.any():
+            seconds, tokens = self.chains.predicted(load.num_decode)
+            depth = int((tokens / seconds).argmax())
+        return fill(self.limits, load, depth=depth, width=min(depth, 1))
+
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best chain, none included."""
+        return alone.fastest_chain(0)
 
 
 def emitted_per_row(acceptance: float, depth: np.ndarray) -> np.ndarray:

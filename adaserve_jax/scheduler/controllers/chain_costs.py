@@ -49,17 +49,26 @@ class ChainCosts:
 
         If the tree budget cannot hold every chain whole, the rows share it.
         """
+        seconds, emitted = self.beside_prompts(rows, np.zeros(1, np.int64))
+        return seconds[0], emitted
+
+    def beside_prompts(self, rows: int, prompt_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `predicted` with prompts in the step: seconds f64[F, K], and tokens emitted per row, f64[K].
+
+        prompt_tokens: i64[F]. A chain that the step does not hold beside them takes for ever.
+        """
         limits, cost = self._limits, self._cost
         depth = np.arange(self.arms)
         nodes = np.minimum(depth, (limits.max_tree_tokens - rows) / rows)
         chance = self._acceptance.expected()[:, 0] if limits.max_depth else np.zeros(0)
         emitted = 1.0 + np.interp(nodes, depth, np.concatenate([[0.0], chance.cumsum()]))
-        edges = [limits.token_edges.index(limits.bucket(int(rows * (1 + each)))) for each in nodes]
-        seconds = cost.verify_s(rows)[edges]
-        seconds[0] += cost.overhead_s(False)
+        tokens = (rows * (1 + nodes)).astype(np.int64) + prompt_tokens[:, None]
+        verify_s = np.append(cost.verify_s(rows), np.inf)
+        seconds = verify_s[np.searchsorted(limits.token_edges, tokens)]
+        seconds[:, 0] += cost.overhead_s(False)
         if limits.max_depth:
             fed = np.array([cost.catchup_s(round(rows * each)) for each in emitted[1:]])
-            seconds[1:] += depth[1:] * cost.level_s(rows)[0] + fed + cost.overhead_s(True)
+            seconds[:, 1:] += depth[1:] * cost.level_s(rows)[0] + fed + cost.overhead_s(True)
         return seconds, emitted
 
     def decode_s(self, feedback: Feedback, depth: int) -> float:
