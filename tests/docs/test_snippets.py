@@ -87,7 +87,10 @@ def test_an_engine_that_runs_changes_to_the_policy_of_the_file(demo_engine, tmp_
 
 
 def test_the_classes_of_the_howto_are_a_configuration(tmp_path):
-    (text,) = blocks(HOWTO / "choose-slo-classes.md", "toml")
+    text, deadlines = blocks(HOWTO / "choose-slo-classes.md", "toml")
+    (tmp_path / "adaserve.toml").write_text(deadlines)
+    summary = read_config(str(tmp_path / "adaserve.toml")).server.class_table()["summary"]
+    assert (summary.e2e_ms, summary.max_queue_ms) == (8000, 3000)
     (tmp_path / "adaserve.toml").write_text(text)
     classes = read_config(str(tmp_path / "adaserve.toml")).server.class_table()
     assert {name: each.tpot_ms for name, each in classes.items()} == {
