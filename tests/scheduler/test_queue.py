@@ -99,7 +99,9 @@ def waiting(number, ordering, *, prompt, output=1.0, arrival_s=0.0, ttft_slo_s=4
     request = Sequence(
         f"r{number}", np.ones(prompt, np.int32), SamplingParams(), seed=0, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s
     )
-    return SequenceState(request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number)
+    return SequenceState(
+        request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number
+    )
 
 
 def test_hybrid_ordering_is_between_the_earliest_deadline_and_the_shortest_prompt():
