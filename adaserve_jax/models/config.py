@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
-from adaserve_jax.models.rope import RopeScaling, read_rope
+from adaserve_jax.models.rope import RopeScaling, read_rope, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
 
@@ -41,6 +41,27 @@ _QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
 }
+_GEMMA2_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | {
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
 
 
 @dataclass(frozen=True)
@@ -65,15 +86,28 @@ _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 @dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements. experts: names of experts, in a family that has them."""
+    `_SETTINGS` that it implements. experts: names of experts, in a family that has them. activation: the setting that
+    names the activation, and the only value that the family has. gemma: norms by 1 + weight, also behind attention and
+    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own."""
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: ExpertNames | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    gemma: bool = False
+    window_rope: bool = False
 
 
+_GEMMA = {
+    "attention_bias",
+    "sliding_window",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+}
+_GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _FAMILIES = {
     "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
     "MistralForCausalLM": _Family(
@@ -101,10 +135,17 @@ _FAMILIES = {
         qk_norm=True,
         experts=_QWEN_NAMES,
     ),
+    "Gemma2ForCausalLM": _Family(
+        _GEMMA2_DEFAULTS, frozenset(_GEMMA | {"attn_logit_softcapping"}), activation=_GELU, gemma=True
+    ),
+    "Gemma3ForCausalLM": _Family(
+        _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, activation=_GELU, gemma=True, window_rope=True
+    ),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -115,6 +156,10 @@ _NEEDED = {
     "Llama4ForCausalLM": "layers without rotary embedding, and an expert that all tokens share",
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
     "OlmoeForCausalLM": "norms over all query and key heads together",
+    "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
+    "Gemma3ForConditionalGeneration": "an image encoder, and tensors of the text model under other names; save its text "
+    "model as a Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
@@ -122,8 +167,11 @@ _SETTINGS = (
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
-    "num_local_experts",
+    "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
 )  # fmt: skip
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +197,11 @@ class ModelConfig:
     max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
     mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
     windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
-    experts: None in a dense model.
+    window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None: as elsewhere.
+    experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms:
+    attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
+    query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and
+    logits, s become cap * tanh(s / cap); None: they stay.
     """
 
     vocab_size: int
@@ -171,6 +223,14 @@ class ModelConfig:
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     experts: ExpertConfig | None = None
+    activation: Activation = "silu"
+    offset_norms: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    window_rope_theta: float | None = None
 
     @property
     def q_size(self) -> int:
@@ -205,8 +265,11 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
-        theta, scaling = read_rope(values)
+        theta, scaling = read_rope(values, by_layer=family.window_rope)
         trained = values.integer("max_position_embeddings")
+        # The length that a family with two bases states is that after scaling.
+        longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
+        scalar = values.optional("query_pre_attn_scalar")
         biased = bool(values.get("attention_bias"))
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
         if heads % num_kv_heads:
@@ -227,7 +290,7 @@ class ModelConfig:
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
             tie_embeddings=bool(values.get("tie_word_embeddings")),
-            max_position=scaling.max_position(trained) if scaling is not None else trained,
+            max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or biased,
@@ -236,6 +299,14 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
             experts=None if family.experts is None else _experts(values, family.experts, layers),
+            activation="gelu_tanh" if family.activation == _GELU else "silu",
+            offset_norms=family.gemma,
+            post_norms=family.gemma,
+            scaled_embedding=family.gemma,
+            query_scalar=None if scalar == head_dim else scalar,
+            attention_cap=values.optional("attn_logit_softcapping"),
+            logit_cap=values.optional("final_logit_softcapping"),
+            window_rope_theta=read_window_rope(values) if family.window_rope else None,
         )
 
 
@@ -254,8 +325,9 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
     for name in _SETTINGS:
         if values.get(name) and name not in family.knows:
             raise values.unsupported(name)
-    if values.get("hidden_act") != "silu":
-        raise values.unsupported("hidden_act", "only 'silu' is")
+    setting, activation = family.activation
+    if values.get(setting) != activation:
+        raise values.unsupported(setting, f"only {activation!r} is")
     if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
@@ -284,8 +356,8 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
-    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts) or those
-    from max_window_layers on (Qwen).
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts), those
+    from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma).
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
@@ -297,6 +369,9 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
         if not isinstance(first, int):
             raise values.wrong("max_window_layers", first, "an integer")
         types = given or [full if layer < first else sliding for layer in range(layers)]
+    elif "sliding_window_pattern" in family.knows and windowed:
+        period = values.integer("sliding_window_pattern")
+        types = given or [sliding if (layer + 1) % period else full for layer in range(layers)]
     else:
         types = [sliding if windowed else full] * layers
         if given and given != types:

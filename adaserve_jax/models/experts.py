@@ -19,7 +19,7 @@ from jax import lax
 
 from adaserve_jax.cpu_kernels.product import multiplies_groups, multiply_groups
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.layers import Linear, weight_product
+from adaserve_jax.models.layers import Linear, gated, weight_product
 from adaserve_jax.models.partition import Partition
 
 
@@ -34,7 +34,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         experts, d = config.experts, config.hidden_size
         assert experts is not None
-        self.experts, self.partition = experts, partition
+        self.config, self.experts, self.partition = config, experts, partition
         noise = jax.random.normal(rngs.params(), (experts.count, d), jnp.float32)
         self.router = nnx.Param((noise * d**-0.5).astype(dtype), logical_axes=("router", "embed"))
         inner = experts.intermediate_size
@@ -56,8 +56,7 @@ class Experts(nnx.Module):
         sizes = (group[:, None] == jnp.arange(held)).sum(axis=0, dtype=jnp.int32)
         groups = jnp.minimum(group[order], held - 1)
         hidden = self.gate_up.grouped(x[:, order % tokens], sizes, groups)
-        gate, up = jnp.split(hidden, 2)
-        mixed = self.partition.gather_neurons(jax.nn.silu(gate) * up)
+        mixed = self.partition.gather_neurons(gated(hidden, self.config))
         found = self.down.grouped(mixed, sizes, groups)[:, place]
         found = jnp.where(present, found, 0).reshape(-1, count, tokens)
         found = self.partition.gather_experts(found)

@@ -69,24 +69,41 @@ def weight_product(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean over features of x^2 + eps) * weight. x: f32[..., d, T]."""
+    """x / sqrt(mean over features of x^2 + eps) * weight, or * (1 + weight) by the configuration. x: f32[..., d, T]."""
 
-    def __init__(self, features: int, eps: float, dtype: Any, axis: str = "embed"):
-        self.weight = nnx.Param(jnp.ones(features, dtype), logical_axes=(axis,))
-        self.eps = eps
+    def __init__(self, features: int, config: ModelConfig, dtype: Any, axis: str = "embed"):
+        first = jnp.zeros if config.offset_norms else jnp.ones
+        self.weight = nnx.Param(first(features, dtype), logical_axes=(axis,))
+        self.eps = config.rms_norm_eps
+        self.offset = config.offset_norms
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-2, keepdims=True) + self.eps)
-        return x * scale * self.weight[...].astype(jnp.float32)[:, None]
+        weight = self.weight[...].astype(jnp.float32)
+        return x * scale * (1 + weight if self.offset else weight)[:, None]
 
 
-def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
+    """Return act(gate) * up of f[2 * inner, T], gate above up."""
+    gate, up = jnp.split(gate_up, 2)
+    return (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+
+
+def capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap * tanh(scores / cap); None: the scores."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool = False) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each.
 
-    Angles are rounded to f32 as in transformers, since models are trained with those.
+    Angles are rounded to f32 as in transformers, since models are trained with those. windowed: those of layers with a
+    window, in a model that has others there.
     """
-    scaling = config.rope_scaling
-    frequencies = (scaling.frequencies if scaling else plain_frequencies)(config.rope_theta, config.head_dim)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if windowed and config.window_rope_theta is not None:
+        theta, scaling = config.window_rope_theta, None
+    frequencies = (scaling.frequencies if scaling else plain_frequencies)(theta, config.head_dim)
     angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None, :]
     if scaling is None or scaling.magnitude == 1:
         return jnp.cos(angle), jnp.sin(angle)

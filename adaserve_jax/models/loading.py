@@ -143,7 +143,9 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": {"self_attn.q_norm": (config.head_dim,)},
         "k_norm": {"self_attn.k_norm": (config.head_dim,)},
         "out": {"self_attn.o_proj": (d, q)},
-        "mlp_norm": {"post_attention_layernorm": (d,)},
+        "mlp_norm": {"pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm": (d,)},
+        "attn_post_norm": {"post_attention_layernorm": (d,)},
+        "mlp_post_norm": {"post_feedforward_layernorm": (d,)},
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }

@@ -145,9 +145,9 @@ class Partition:
         return _gather(x, axis=0) if self.exact else jax.lax.psum(x, AXIS)
 
     def with_copies(self, q: jax.Array, kv_heads: int) -> jax.Array:
-        """Repeat the queries f[H, D, T] of each key-value head `query_copies` times."""
+        """Repeat the queries of each key-value head, f[H, D, T], or its sinks, f[H], `query_copies` times."""
         grouped = q.reshape(kv_heads, -1, *q.shape[1:])
-        return jnp.tile(grouped, (1, self.query_copies, 1, 1)).reshape(-1, *q.shape[1:])
+        return jnp.tile(grouped, (1, self.query_copies, *[1] * (q.ndim - 1))).reshape(-1, *q.shape[1:])
 
     def without_copies(self, mixed: jax.Array, kv_heads: int) -> jax.Array:
         """Undo `with_copies` on the result of attention."""

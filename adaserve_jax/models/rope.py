@@ -112,11 +112,17 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
     return np.power(theta, exponents, dtype=np.float64).astype(np.float32)
 
 
-def read_rope(top: Settings) -> tuple[float, RopeScaling | None]:
+def read_rope(top: Settings, *, by_layer: bool = False) -> tuple[float, RopeScaling | None]:
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
-    ones (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
+    ones (rope_theta, rope_scaling).
+
+    by_layer: rope_parameters may have parts of their own for each kind of layer; those of full attention are returned.
+    Raises CheckpointError, UnsupportedModelError.
+    """
     name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
     given = top.get(name) or {}
+    if by_layer and _is_by_layer(given):
+        name, given = f"{name}.full_attention", given["full_attention"]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise top.unsupported(name, "one for all layers is")
     rope = Settings(given, top.path, name)
@@ -128,6 +134,23 @@ def read_rope(top: Settings) -> tuple[float, RopeScaling | None]:
             raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
     theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
     return theta, _scaling(rope, name, top)
+
+
+def read_window_rope(top: Settings) -> float:
+    """Return the base of layers with a sliding window, of a config.json that gives them one of their own, in new keys
+    (rope_parameters.sliding_attention) or older ones (rope_local_base_freq). Raises as `read_rope` does."""
+    given = top.get("rope_parameters") or {}
+    if not _is_by_layer(given):
+        return top.positive("rope_local_base_freq", DEFAULT_THETA)
+    rope = Settings(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
+    if rope.get("rope_type", "default") != "default":
+        raise rope.unsupported("rope_type", "only 'default' is in layers with a window")
+    return rope.positive("rope_theta", DEFAULT_THETA)
+
+
+def _is_by_layer(given: object) -> bool:
+    kinds = {"full_attention", "sliding_attention"}
+    return isinstance(given, dict) and given.keys() == kinds and all(isinstance(each, dict) for each in given.values())
 
 
 def _scaling(rope: Settings, name: str, top: Settings) -> RopeScaling | None:

@@ -33,7 +33,7 @@ TOKENS = 24
 def dense_attend(mask: np.ndarray) -> Attend:
     """Attention over all T tokens at once. mask: bool[T, T], query by key."""
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         group = q.shape[0] // k.shape[0]
         k, v = jnp.repeat(k, group, axis=0), jnp.repeat(v, group, axis=0)
         scores = jnp.einsum("hdt,hds->hts", q, k, preferred_element_type=jnp.float32) / q.shape[1] ** 0.5

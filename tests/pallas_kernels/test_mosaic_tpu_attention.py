@@ -156,7 +156,9 @@ def test_beams_lower_for_tpus_anywhere() -> None:
     assert "tpu_custom_call" in lowered.as_text()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill256", "tree24_page16", "tree24_f32", "tree24_windowed", "tree24_sinks"])
+@pytest.mark.parametrize(
+    "name", ["decode", "prefill256", "tree24_page16", "tree24_f32", "tree24_windowed", "tree24_sinks"]
+)
 def test_compiles_for_a_tpu_and_copies_no_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("libtpu", reason="NOT COMPILED FOR TPU: libtpu, the compiler, is not installed")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")

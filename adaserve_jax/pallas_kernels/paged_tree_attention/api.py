@@ -94,9 +94,7 @@ def paged_tree_attention(
         )  # fmt: skip
     elif implementation == "cpu":
         _check(implementation, k_pool, group)
-        return _module(implementation).attend_packed(
-            q, k, v, k_pool, v_pool, layer, tokens, window, softcap, sinks
-        )
+        return _module(implementation).attend_packed(q, k, v, k_pool, v_pool, layer, tokens, window, softcap, sinks)
     else:
         k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
         rest = (layer, tokens, tokens.blocks, window)

@@ -309,7 +309,12 @@ def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup, softcap: float | No
 
 
 def _attend_share(
-    share: Share, keys: Pipeline, values: Pipeline, visibility: Visibility, group: Warpgroup, q: Any,
+    share: Share,
+    keys: Pipeline,
+    values: Pipeline,
+    visibility: Visibility,
+    group: Warpgroup,
+    q: Any,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return weighted sum f32[ROWS, D], peak (powers of two) and mass f32[ROWS]. q: bf16[ROWS, D], shared memory."""
@@ -369,9 +374,7 @@ def choose_splits(*, row_tiles: int, max_slots: int) -> int:
     return max(1, min(wanted, max_slots // MIN_SLOTS))
 
 
-def merge_splits(
-    weighted: jax.Array, peak: jax.Array, mass: jax.Array, sinks: jax.Array | None = None
-) -> jax.Array:
+def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     """Merge partial results over axis 0 to f32[..., D]; rows that saw nothing are 0.
 
     weighted: f32[splits, ..., D], sums of values by 2 ** (score - peak); peak, mass: f32[splits, ...], the largest

@@ -91,7 +91,11 @@ def attend(operands: Operands, *, softcap: float | None = None, interpret: bool 
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_blocks,),
-            in_specs=[*map(_of_block, in_vmem), *map(_of_all, sinks), *[pl.BlockSpec(memory_space=pl.ANY)] * len(in_hbm)],
+            in_specs=[
+                *map(_of_block, in_vmem),
+                *map(_of_all, sinks),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(in_hbm),
+            ],
             out_specs=_of_block(q),
             scratch_shapes=_scratch(operands, rows + padding),
         ),

@@ -110,7 +110,9 @@ def context_partial(
         padded = jnp.pad(x, [(0, -num_blocks % CPU_BLOCKS)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, CPU_BLOCKS, *x.shape[1:])
 
-    groups = lax.map(lambda group: _pages(k_pool, v_pool, layer, 1, softcap, *group), tuple(grouped(x) for x in by_block))
+    groups = lax.map(
+        lambda group: _pages(k_pool, v_pool, layer, 1, softcap, *group), tuple(grouped(x) for x in by_block)
+    )
     return Partial(*(x.reshape(-1, *x.shape[2:])[:num_blocks] for x in groups))
 
 
