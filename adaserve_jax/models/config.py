@@ -6,12 +6,12 @@ before a weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
-from adaserve_jax.models.rope import RopeScaling, read_rope, read_window_rope
+from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
 
@@ -64,6 +64,14 @@ _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | {
 }
 
 
+_PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "eos_token_id": 32000,
+}
+
+
 @dataclass(frozen=True)
 class ExpertNames:
     """Hugging Face's names of a layer's experts: of their block, and of the three matrices of each."""
@@ -88,7 +96,8 @@ class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `_SETTINGS` that it implements. experts: names of experts, in a family that has them. activation: the setting that
     names the activation, and the only value that the family has. gemma: norms by 1 + weight, also behind attention and
-    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own."""
+    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own. phi: queries, keys
+    and values are one tensor, gate and up another; rotary embedding of a share of each head, scaled by lists."""
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
@@ -98,6 +107,7 @@ class _Family:
     activation: tuple[str, str] = ("hidden_act", "silu")
     gemma: bool = False
     window_rope: bool = False
+    phi: bool = False
 
 
 _GEMMA = {
@@ -141,11 +151,13 @@ _FAMILIES = {
     "Gemma3ForCausalLM": _Family(
         _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, activation=_GELU, gemma=True, window_rope=True
     ),
+    "Phi3ForCausalLM": _Family(_PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), phi=True),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "phi3": "Phi3ForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -157,8 +169,7 @@ _NEEDED = {
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
     "OlmoeForCausalLM": "norms over all query and key heads together",
     "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
-    "Gemma3ForConditionalGeneration": "an image encoder, and tensors of the text model under other names; save its text "
-    "model as a Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "an image encoder; a checkpoint of its text model, Gemma3ForCausalLM, is served",
     "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
 """What the decoder lacks for architectures that are asked for."""
@@ -201,7 +212,8 @@ class ModelConfig:
     experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms:
     attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
     query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and
-    logits, s become cap * tanh(s / cap); None: they stay.
+    logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are
+    rotated; None: all. fused_tensors: checkpoints hold queries, keys and values as one tensor, and gate and up.
     """
 
     vocab_size: int
@@ -231,6 +243,8 @@ class ModelConfig:
     attention_cap: float | None = None
     logit_cap: float | None = None
     window_rope_theta: float | None = None
+    rotary_dim: int | None = None
+    fused_tensors: bool = False
 
     @property
     def q_size(self) -> int:
@@ -241,6 +255,22 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def usual_context(self) -> int:
+        """Longest context, in tokens, that takes the rotary factors which this configuration has."""
+        scaling = self.rope_scaling
+        return scaling.original if isinstance(scaling, LongRopeScaling) and not scaling.is_long else self.max_position
+
+    def for_context(self, max_context: int) -> ModelConfig:
+        """Return the configuration to serve contexts of up to so many tokens; 0: `usual_context`.
+
+        It differs by the factors of longrope only. One set is for all texts: with both, the keys of a text that grows
+        beyond the original context would have to be computed again.
+        """
+        if max_context <= self.usual_context or not isinstance(self.rope_scaling, LongRopeScaling):
+            return self
+        return replace(self, rope_scaling=replace(self.rope_scaling, is_long=True))
 
     def window_of(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, the current one included; None: no window."""
@@ -265,7 +295,7 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
-        theta, scaling = read_rope(values, by_layer=family.window_rope)
+        theta, scaling = read_rope(values, by_layer=family.window_rope, of_phi=family.phi)
         trained = values.integer("max_position_embeddings")
         # The length that a family with two bases states is that after scaling.
         longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
@@ -279,6 +309,14 @@ class ModelConfig:
         head_dim = values.integer("head_dim", default=hidden // heads)
         if head_dim % 2:
             raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
+        rotary_dim = int(head_dim * read_rotary_share(values))
+        if rotary_dim % 2:
+            raise CheckpointError(f"{path}: partial_rotary_factor must give an even dimension, got {rotary_dim}")
+        if isinstance(scaling, LongRopeScaling) and {len(scaling.short), len(scaling.long)} != {rotary_dim // 2}:
+            raise CheckpointError(
+                f"{path}: short_factor and long_factor must have {rotary_dim // 2} numbers, one per rotated pair, got "
+                f"{len(scaling.short)} and {len(scaling.long)}"
+            )
         return cls(
             vocab_size=values.integer("vocab_size"),
             hidden_size=hidden,
@@ -307,6 +345,8 @@ class ModelConfig:
             attention_cap=values.optional("attn_logit_softcapping"),
             logit_cap=values.optional("final_logit_softcapping"),
             window_rope_theta=read_window_rope(values) if family.window_rope else None,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            fused_tensors=family.phi,
         )
 
 
@@ -328,7 +368,7 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
     setting, activation = family.activation
     if values.get(setting) != activation:
         raise values.unsupported(setting, f"only {activation!r} is")
-    if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+    if "auto_map" not in family.knows and "AutoModelForCausalLM" in (values.get("auto_map") or {}):
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 

@@ -95,7 +95,8 @@ def capped(scores: jax.Array, cap: float | None) -> jax.Array:
 
 
 def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each.
+    """Return cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each, D being the features
+    that are rotated.
 
     Angles are rounded to f32 as in transformers, since models are trained with those. windowed: those of layers with a
     window, in a model that has others there.
@@ -103,7 +104,7 @@ def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool =
     theta, scaling = config.rope_theta, config.rope_scaling
     if windowed and config.window_rope_theta is not None:
         theta, scaling = config.window_rope_theta, None
-    frequencies = (scaling.frequencies if scaling else plain_frequencies)(theta, config.head_dim)
+    frequencies = (scaling.frequencies if scaling else plain_frequencies)(theta, config.rotary_dim or config.head_dim)
     angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None, :]
     if scaling is None or scaling.magnitude == 1:
         return jnp.cos(angle), jnp.sin(angle)
@@ -111,10 +112,13 @@ def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool =
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (i, i + D/2) of x, f32[heads, D, T], by its angle: Hugging Face's half-split layout."""
+    """Turn each pair (i, i + D/2) of x, f32[heads, D, T], by its angle: Hugging Face's half-split layout. Features
+    beyond those that have an angle stay."""
     cos, sin = rotary
-    first, second = jnp.split(x, 2, axis=1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    turned = 2 * len(cos)
+    first, second = jnp.split(x[:, :turned], 2, axis=1)
+    rest = [x[:, turned:]] if turned < x.shape[1] else []
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1)
 
 
 def keep_layout(x: Any) -> Any:

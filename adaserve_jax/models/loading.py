@@ -149,6 +149,8 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }
+    if config.fused_tensors:
+        modules |= {"qkv": {"self_attn.qkv_proj": (q + 2 * kv, d)}, "gate_up": {"mlp.gate_up_proj": (2 * inner, d)}}
     _, index, part, *rest = name.split(".")
     if part == "experts":
         return _expert_tensors(f"model.layers.{index}.", rest[0], config)

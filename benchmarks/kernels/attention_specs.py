@@ -77,7 +77,8 @@ class AttentionSpec:
 
 class AttentionCase(NamedTuple):
     """Inputs of one spec, NumPy. q: [H, D, T]; k, v: [K, D, T]; pools: [2, P, K, S, D], of which layer 1 is used and
-    D may be padded; page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded; sinks: f32[H], or None."""
+    D may be padded; page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded;
+    sinks: f32[H], or None."""
 
     q: np.ndarray
     k: np.ndarray

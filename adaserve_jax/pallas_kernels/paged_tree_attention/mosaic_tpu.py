@@ -45,10 +45,11 @@ _Refs = namedtuple(
 """All that a program sees. M is padded to whole sublane tiles; a step has n pages.
 
 In SMEM, i32: layer [1]; page_table [R * pages]; row, ctx_len, floor, tile, num_tiles [B], floor being the first
-position that any query of the block sees. In VMEM: q f[1, K, M, D]; words i32[1, M, W], bits by query row; first i32[1,
-M, 1]; sinks f32[1, K, M, 1], the same for every block, or None; out f32[1, K, M, D], unnormalised until the end. In HBM: k, v f[K, N / TILE, TILE, D] and the pools. Scratch:
-k_pages, v_pages f[2, n, K, S, D]; k_tile, v_tile f[2, K, TILE, D]; peak, mass f32[K, M, LANES], every lane the same;
-slot i32[1] in SMEM, of the block's first step; pages_arrived, tile_arrived: a semaphore for each of the two slots.
+position that any query of the block sees. In VMEM: q f[1, K, M, D]; words i32[1, M, W], bits by query row; first
+i32[1, M, 1]; sinks f32[1, K, M, 1], the same for every block, or None; out f32[1, K, M, D], unnormalised until the
+end. In HBM: k, v f[K, N / TILE, TILE, D] and the pools. Scratch: k_pages, v_pages f[2, n, K, S, D]; k_tile, v_tile
+f[2, K, TILE, D]; peak, mass f32[K, M, LANES], every lane the same; slot i32[1] in SMEM, of the block's first step;
+pages_arrived, tile_arrived: a semaphore for each of the two slots.
 """
 
 
