@@ -72,10 +72,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3_instruct": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "eos_token_id": [0, 1, 7]}),
     "gemma2": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 3.0}),
     "gemma2_biases": ("Gemma2", _GEMMA | {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 32}),
-    "phi3": ("Phi3", {"sliding_window": WINDOW, "hidden_size": 64}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": WINDOW, "hidden_size": 64}),
     "phi4_mini": (
         "Phi3", {
-            "hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True, "sliding_window": 2000,
+            "pad_token_id": 0, "hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True, "sliding_window": 2000,
             "rope_parameters": _LONGROPE | {
                 "partial_rotary_factor": 0.75, "short_factor": [1 + pair / 9 for pair in range(12)],
                 "long_factor": [1e3] * 12,
@@ -84,7 +84,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3_long": (
         "Phi3", {
-            "hidden_size": 64,
+            "pad_token_id": 0, "hidden_size": 64,
             "rope_parameters": _LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2},
         },
     ),
