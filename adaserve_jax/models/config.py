@@ -64,6 +64,27 @@ _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | {
 }
 
 
+_GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "eos_token_id": None,
+    "attention_bias": True,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
 _PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 4096,
@@ -74,12 +95,18 @@ _PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Hugging Face's names of a layer's experts: of their block, and of the three matrices of each."""
+    """Hugging Face's names of a layer's experts: of their block, of the three matrices of each, and of the router.
+
+    stacked: all experts of a matrix are one tensor, [E, in, out], with columns of gate and up in turns, and all
+    have biases.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    router: str = "gate"
+    stacked: bool = False
 
     @property
     def matrices(self) -> tuple[str, str, str]:
@@ -88,6 +115,7 @@ class ExpertNames:
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
@@ -108,6 +136,7 @@ class _Family:
     gemma: bool = False
     window_rope: bool = False
     phi: bool = False
+    sinks: bool = False
 
 
 _GEMMA = {
@@ -151,20 +180,25 @@ _FAMILIES = {
     "Gemma3ForCausalLM": _Family(
         _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, activation=_GELU, gemma=True, window_rope=True
     ),
+    "GptOssForCausalLM": _Family(
+        _GPT_OSS_DEFAULTS,
+        frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "num_local_experts"}),
+        experts=_GPT_OSS_NAMES,
+        sinks=True,
+    ),
     "Phi3ForCausalLM": _Family(_PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), phi=True),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
-    "phi3": "Phi3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
     "Qwen3NextForCausalLM": "linear attention with a recurrent state, and an expert that all tokens share",
     "DeepseekV2ForCausalLM": "latent attention, and experts that all tokens share",
     "DeepseekV3ForCausalLM": "latent attention, experts that all tokens share, and routing by groups",
-    "GptOssForCausalLM": "attention sinks, and biases of experts",
     "Llama4ForCausalLM": "layers without rotary embedding, and an expert that all tokens share",
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
     "OlmoeForCausalLM": "norms over all query and key heads together",
@@ -190,7 +224,9 @@ class ExpertConfig:
     """Experts that take the place of a layer's MLP: `count` of them, of which each token goes through `per_token`.
 
     intermediate_size: inner features of one expert. normalised: the weights of a token's experts add up to 1; else they
-    are the router's probabilities over all experts. dense_layers: layers that have an MLP instead.
+    are the router's probabilities over all experts. dense_layers: layers that have an MLP instead. biased: router and
+    products add a bias. clamp: of a gate's input from above and of the other half on both sides, with the factor of the
+    gate's sigmoid; None: SwiGLU.
     """
 
     count: int
@@ -199,21 +235,24 @@ class ExpertConfig:
     normalised: bool
     names: ExpertNames
     dense_layers: tuple[int, ...] = ()
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
-    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
-    mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
-    windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
-    window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None: as elsewhere.
-    experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms:
-    attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
-    query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and
-    logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are
-    rotated; None: all. fused_tensors: checkpoints hold queries, keys and values as one tensor, and gate and up.
+    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias,
+    out_bias, mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary
+    embedding. windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no
+    windows. window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None:
+    as elsewhere. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 +
+    weight. post_norms: attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied
+    by sqrt(hidden_size). query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap,
+    logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
+    the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
+    checkpoints hold queries, keys and values as one tensor, and gate and up.
     """
 
     vocab_size: int
@@ -245,6 +284,7 @@ class ModelConfig:
     window_rope_theta: float | None = None
     rotary_dim: int | None = None
     fused_tensors: bool = False
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -347,6 +387,7 @@ class ModelConfig:
             window_rope_theta=read_window_rope(values) if family.window_rope else None,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             fused_tensors=family.phi,
+            sinks=family.sinks,
         )
 
 
@@ -374,7 +415,7 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
 
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
-    if names is MIXTRAL_NAMES:
+    if names is not _QWEN_NAMES:
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.
@@ -390,7 +431,8 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     experts, per_token = values.integer(count), values.integer("num_experts_per_tok")
     if per_token > experts:
         raise values.wrong("num_experts_per_tok", per_token, f"at most {count} ({experts})")
-    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense)
+    clamp = (values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None
+    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense, names.stacked, clamp)
 
 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:

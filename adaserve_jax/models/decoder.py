@@ -84,6 +84,7 @@ class Layer(nnx.Module):
     """
 
     experts: Experts | None = None
+    sinks: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         d, inner = config.hidden_size, config.intermediate_size
@@ -96,6 +97,8 @@ class Layer(nnx.Module):
         )  # fmt: skip
         self.q_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(self.heads, dtype), logical_axes=("sinks",))
         self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
         self.mlp_norm = RMSNorm(d, config, dtype)
         self.attn_post_norm = RMSNorm(d, config, dtype) if config.post_norms else None
@@ -117,7 +120,8 @@ class Layer(nnx.Module):
             queries = queries * (self.head_dim / self.config.query_scalar) ** 0.5
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
         queries, keys, values = keep_layout((queries.astype(dtype), keys.astype(dtype), values))
-        mixed = keep_layout(attend(layer, queries, keys, values, None))
+        sinks = None if self.sinks is None else self.sinks[...]
+        mixed = keep_layout(attend(layer, queries, keys, values, sinks))
         found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
         x = x + (found if self.attn_post_norm is None else self.attn_post_norm(found))
         if self.experts is not None:

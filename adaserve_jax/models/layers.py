@@ -84,8 +84,12 @@ class RMSNorm(nnx.Module):
 
 
 def gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
-    """Return act(gate) * up of f[2 * inner, T], gate above up."""
+    """Return act(gate) * up of f[2 * inner, T], gate above up; clamped, as gpt-oss does it, act(gate) * (up + 1)."""
     gate, up = jnp.split(gate_up, 2)
+    if config.experts is not None and config.experts.clamp is not None:
+        limit, alpha = config.experts.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
     return (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
 

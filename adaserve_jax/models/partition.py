@@ -87,7 +87,7 @@ class Partition:
         """Return the axis of a weight that is divided; None: every device holds all of it."""
         if self.ways == 1:
             return None
-        divided = {"qkv", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided = {"qkv", "sinks", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
         divided |= {"expert_down"} if self.exact or self.by_expert else {"expert_mlp"}
         divided |= {"vocab"} if self.splits_vocab else set()
         return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
@@ -128,6 +128,12 @@ class Partition:
     def first_expert(self, count: int) -> jax.Array | int:
         """Return the first expert that this device holds."""
         return jax.lax.axis_index(AXIS) * self.experts_held(count) if self.by_expert else 0
+
+    def once(self, bias: jax.Array) -> jax.Array:
+        """Return a bias of experts' results on one device and 0 on the others, where the devices' sums are added."""
+        if self.ways == 1 or self.exact or self.by_expert:
+            return bias
+        return jnp.where(jax.lax.axis_index(AXIS) == 0, bias, 0)
 
     def gather_neurons(self, x: jax.Array) -> jax.Array:
         """Gather the inner features of experts, f[inner / ways, P], where `exact` needs all of them for a sum."""

@@ -395,7 +395,7 @@ def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", 
 def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the part of `weight_bytes` that only tokens which chose an expert need."""
     sizes = _weight_sizes(config, dtype, quantize, partition)
-    return sum(size for name, size in sizes.items() if ".experts." in name and not name.endswith(".router"))
+    return sum(size for name, size in sizes.items() if ".experts." in name and ".experts.router" not in name)
 
 
 def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partition: Partition) -> dict[str, int]:

@@ -71,6 +71,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -173,6 +174,16 @@ def test_phi_rotates_a_share_of_each_head_by_lists(tmp_path: Path) -> None:
     assert (plain.rotary_dim, plain.rope_scaling, plain.windows, plain.usual_context) == (None, None, (), 256)
 
 
+def test_gpt_oss_has_sinks_and_clamped_experts(tmp_path: Path) -> None:
+    settings = GPT_OSS | dict.fromkeys(("rope_theta", "max_position_embeddings"), "absent")
+    found = ModelConfig.from_folder(_write(tmp_path, **settings, num_hidden_layers=3, num_local_experts=8))
+    assert found.sinks and found.qkv_bias and found.out_bias and found.windows == (128, None, 128)
+    assert found.experts is not None and found.experts.normalised and found.experts.biased
+    assert (found.experts.count, found.experts.per_token, found.experts.clamp) == (8, 4, (7.0, 1.702))
+    assert (found.rope_theta, found.max_position) == (150000.0, 131072)
+    assert found.rope_scaling == YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
+
+
 def test_llama_biases_are_read(tmp_path: Path) -> None:
     llama = ModelConfig.from_folder(_write(tmp_path))
     biased = ModelConfig.from_folder(_write(tmp_path, attention_bias=True, mlp_bias=True))
@@ -243,7 +254,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "Gemma3ForConditionalGeneration.* is not supported, which needs an image encoder; a checkpoint of its text",
     ),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
-    ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM.* is not supported, which needs attention sinks"),
+    ({"architectures": ["OlmoeForCausalLM"]}, "OlmoeForCausalLM.* is not supported, which needs norms over all"),
+    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = .*mxfp4.* is not supported"),
 ]
 
 

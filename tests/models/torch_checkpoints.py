@@ -88,6 +88,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2},
         },
     ),
+    "gpt_oss": (
+        "GptOss", {
+            "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40,
+            "sliding_window": WINDOW, "swiglu_limit": 0.5, "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
 }  # fmt: skip
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""

@@ -15,7 +15,7 @@ from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build,
 TOLERANCE = 2e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
-    "gemma2-blocks", "phi4_mini-blocks", "gemma3-canonical",
+    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical",
 }  # fmt: skip
 CASES = [f"{name}-blocks" for name in FAMILIES] + [
     "mistral-canonical",
@@ -23,6 +23,7 @@ CASES = [f"{name}-blocks" for name in FAMILIES] + [
     "qwen3_moe-canonical",
     "gemma2-canonical",
     "gemma3-canonical",
+    "gpt_oss-canonical",
 ]
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
