@@ -155,7 +155,7 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
     def attend_arguments(params: dict[str, jax.Array], positions: jax.Array) -> tuple[jax.Array, ...]:
         seen: list[tuple[jax.Array, ...]] = []
 
-        def spy(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def spy(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None) -> jax.Array:
             seen.append((q, k, v))
             return q
 

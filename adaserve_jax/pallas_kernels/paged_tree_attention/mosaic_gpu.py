@@ -429,7 +429,8 @@ def attend(operands: Operands, *, softcap: float | None = None, interpret: bool 
     weighted, peak, mass = run(*(x for x in _inputs(operands, sizes) if x is not None))  # sinks are merged afterwards
     out = merge_splits(
         weighted.reshape(*cells, sizes.rows, head_dim),
-        *(x.reshape(*cells, ROWS)[..., : sizes.rows] for x in (peak, mass)),
+        peak.reshape(*cells, ROWS)[..., : sizes.rows],
+        mass.reshape(*cells, ROWS)[..., : sizes.rows],
         sinks,
     )
     return out.reshape(num_blocks, kv_heads, -1, head_dim)[:, :, :num_rows]
