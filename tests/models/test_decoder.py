@@ -176,7 +176,7 @@ def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
     are multiplied by XLA even where there are kernels."""
     config = ModelConfig(512, 128, 256, 1, 4, 2, 32, 1e4, 1e-5, True, 128)
 
-    def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None) -> jax.Array:
         rows = [x.reshape(-1, 80).T for x in (q, jnp.concatenate([k, k]), jnp.concatenate([v, v]))]
         return jax.nn.softmax(rows[0] * rows[1] + rows[2], axis=-1).T.reshape(q.shape)
 
