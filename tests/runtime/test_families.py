@@ -12,11 +12,19 @@ from adaserve_jax.runtime.model import DeviceModel
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
 from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
-TOLERANCE = 2e-4
+TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
+    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical",
 }  # fmt: skip
-CASES = [f"{name}-blocks" for name in FAMILIES] + ["mistral-canonical", "qwen3_window-canonical", "qwen3_moe-canonical"]
+CASES = [f"{name}-blocks" for name in FAMILIES] + [
+    "mistral-canonical",
+    "qwen3_window-canonical",
+    "qwen3_moe-canonical",
+    "gemma2-canonical",
+    "gemma3-canonical",
+    "gpt_oss-canonical",
+]
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
