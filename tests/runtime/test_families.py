@@ -18,7 +18,7 @@ from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build,
 @pytest.fixture(autouse=True)
 def optimized() -> Iterator[None]:
     """Compile as users do: without optimizations XLA for CPUs loses a function of the experts' programs."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
