@@ -124,8 +124,10 @@ class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `_SETTINGS` that it implements. experts: names of experts, in a family that has them. activation: the setting that
     names the activation, and the only value that the family has. gemma: norms by 1 + weight, also behind attention and
-    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own. phi: queries, keys
-    and values are one tensor, gate and up another; rotary embedding of a share of each head, scaled by lists."""
+    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
+    phi: queries, keys and values are one tensor, gate and up another; rotary embedding of a share of each head, scaled
+    by lists. sinks: each head has a score without a key.
+    """
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)

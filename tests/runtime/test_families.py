@@ -3,26 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from adaserve_jax.runtime.model import DeviceModel
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
 from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
-
-
-@pytest.fixture(autouse=True)
-def optimized() -> Iterator[None]:
-    """Compile as users do: without optimizations XLA for CPUs loses a function of the experts' programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
 
 TOLERANCE = 1e-4
 QUICK = {

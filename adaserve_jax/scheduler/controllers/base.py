@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -171,8 +171,10 @@ class Controller(Protocol):
     """Choice of depth, width, budget and prefill tokens for each step.
 
     Explicit subclasses that learn nothing, have no arms and admit everything inherit `learn`, `arms`, `sustains` and
-    `fastest_alone`.
+    `fastest_alone`. reads_due: `decide` reads `Load.due_s`, which is else left out.
     """
+
+    reads_due: ClassVar[bool] = False
 
     def decide(self, load: Load) -> Decision:
         """Return the decision for the next step."""
