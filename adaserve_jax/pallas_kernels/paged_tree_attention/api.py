@@ -8,6 +8,7 @@ GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Literal, get_args
 
@@ -174,8 +175,14 @@ def _module(implementation: Implementation):
 def _attend(implementation: Implementation, operands: Operands, softcap: float | None) -> jax.Array:
     """Run the implementation's kernel; returns f32[B, K, M, D]."""
     _check(implementation, operands.k_pool, operands.group)
-    kernel: Callable[..., jax.Array] = _module(implementation).attend
-    return kernel(operands, softcap=softcap)
+    return _traced_once(implementation)(operands, softcap=softcap)
+
+
+@cache
+def _traced_once(implementation: Implementation) -> Callable[..., jax.Array]:
+    """Return the kernel as a function that jax traces and lowers once for all layers of a program: lowering a Mosaic
+    kernel takes Python about a second, and XLA inlines the calls."""
+    return jax.jit(_module(implementation).attend, static_argnames=("softcap",))
 
 
 def _check(implementation: Implementation, pool: Pool, group: int) -> None:
