@@ -175,14 +175,14 @@ def _module(implementation: Implementation):
 def _attend(implementation: Implementation, operands: Operands, softcap: float | None) -> jax.Array:
     """Run the implementation's kernel; returns f32[B, K, M, D]."""
     _check(implementation, operands.k_pool, operands.group)
-    return _traced_once(implementation)(operands, softcap=softcap)
+    return _traced_once(_module(implementation).attend)(operands, softcap=softcap)
 
 
 @cache
-def _traced_once(implementation: Implementation) -> Callable[..., jax.Array]:
-    """Return the kernel as a function that jax traces and lowers once for all layers of a program: lowering a Mosaic
-    kernel takes Python about a second, and XLA inlines the calls."""
-    return jax.jit(_module(implementation).attend, static_argnames=("softcap",))
+def _traced_once(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a kernel that jax traces and lowers once for all layers of a program: Python takes about a second to lower
+    one in Mosaic. XLA inlines the calls."""
+    return jax.jit(kernel, static_argnames=("softcap",))
 
 
 def _check(implementation: Implementation, pool: Pool, group: int) -> None:
