@@ -173,6 +173,12 @@ def _report(declared: Declared, abstract: AbstractEngine, pair: ModelPair, resol
         return CompiledProgram(kind, shape, time.perf_counter() - started, _first_lines(error))
     seconds = time.perf_counter() - started
     text, memory = compiled.as_text(), compiled.memory_analysis()
+    if sliced := kernels_of_slices(text):
+        return CompiledProgram(
+            kind, shape, seconds,
+            f"{sliced} Mosaic kernels are given a slice by its address, which they refuse at run time if it is not "
+            "aligned to 256 bytes; give them a computed array",
+        )  # fmt: skip
     return CompiledProgram(
         kind, shape, seconds,
         argument_bytes=memory.argument_size_in_bytes,
@@ -215,9 +221,9 @@ def compile_with_figures(lowered: Any, device: Any) -> tuple[Any, dict[str, Any]
 
 
 def _ptxas() -> str | None:
-    """Return the path of ptxas of the package nvidia-cuda-nvcc; None if it is not installed."""
-    package = find_spec("nvidia.cuda_nvcc") if find_spec("nvidia") else None
-    places = [] if package is None else list(package.submodule_search_locations or ())
+    """Return the path of ptxas of the package nvidia-cuda-nvcc, of CUDA 12 or 13; None if it is not installed."""
+    packages = [find_spec(f"nvidia.{name}") for name in ("cuda_nvcc", "cu13")] if find_spec("nvidia") else []
+    places = [place for package in packages if package for place in package.submodule_search_locations or ()]
     return next((str(path) for place in places if (path := Path(place, "bin", "ptxas")).exists()), None)
 
 
@@ -330,6 +336,12 @@ def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
         if sorted(shape) in (sorted(map(int, sizes.split(","))) for sizes, layout in arrays if "S(1)" not in layout):
             found.append(name)
     return found
+
+
+def kernels_of_slices(text: str) -> int:
+    """Return the Mosaic kernels of a GPU program, of its optimised HLO, that XLA gives a part of an array in place."""
+    computations = re.findall(r"^%dynamic-slice-fusion[^\n]*\{$.*?^\}", text, re.MULTILINE | re.DOTALL)
+    return sum('custom_call_target="mosaic_gpu' in each for each in computations)
 
 
 def collectives_of(hlo: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from adaserve_jax.runtime.absent_engine import (
     CompiledProgram,
     collectives_of,
     copies_of,
+    kernels_of_slices,
     plan_absent,
     read_mosaic_tpu,
     read_ptxas,
@@ -150,6 +151,27 @@ def test_what_a_program_exchanges_and_copies_is_read_from_its_text() -> None:
     """
     assert collectives_of(text) == {"all-reduce": 4 * 64 * 128, "all-gather": 2 * (8 + 32)}
     assert copies_of(text, (2, 8, 4, 64, 128)) == ["%copy.1", "%turned", "%copy_bitcast_fusion"]
+
+
+def test_a_mosaic_kernel_that_is_given_a_slice_in_place_is_found() -> None:
+    text = """
+%dynamic-slice-fusion (p0: s32[4384], p1: bf16[248,48,64]) -> f32[496,64] {
+  %p1 = bf16[248,48,64]{2,1,0} parameter(1)
+  %p0 = s32[4384]{0} parameter(0)
+  %slice.1 = s32[1024]{0} slice(%p0), slice={[33:1057]}
+  ROOT %call.1 = f32[496,64]{1,0} custom-call(%p1, %slice.1), custom_call_target="mosaic_gpu_v2"
+}
+
+%dynamic-slice-fusion.1 (p0.1: s32[4384]) -> s32[64] {
+  %p0.1 = s32[4384]{0} parameter(0)
+  ROOT %slice.2 = s32[64]{0} slice(%p0.1), slice={[0:64]}
+}
+
+ENTRY %main (packed: s32[4384], q: bf16[248,48,64]) -> f32[496,64] {
+  ROOT %call.2 = f32[496,64]{1,0} custom-call(%q, %packed), custom_call_target="mosaic_gpu_v2"
+}
+"""
+    assert kernels_of_slices(text) == 1
 
 
 def test_options_that_measure_do_not_go_with_a_device() -> None:

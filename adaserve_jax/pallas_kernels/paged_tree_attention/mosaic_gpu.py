@@ -484,7 +484,9 @@ def _inputs(operands: Operands, sizes: KernelSizes) -> Inputs:
         *(x.reshape(-1, sizes.chunk, head_dim) for x in (operands.k_pool, operands.v_pool, operands.k, operands.v)),
         layer=operands.layer,
         blocks=jnp.stack(block, axis=1),
-        page_table=operands.page_table,
+        # Computed, not passed on: XLA hands over a slice of an array by its address, and Mosaic refuses one that is not
+        # aligned to 256 bytes.
+        page_table=jnp.clip(operands.page_table, 0, sizes.num_pages - 1),
         words=by_row(operands.bits.swapaxes(1, 2)),
         first=None if operands.first is None else by_row(operands.first),
     )

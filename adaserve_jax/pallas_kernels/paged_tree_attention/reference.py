@@ -58,6 +58,12 @@ def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the einsum in f32. Keys and values in f32 are not rounded to TF32, as a GPU does by default."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _absorb(
     state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array, softcap: float | None = None
 ) -> Partial:
@@ -66,7 +72,7 @@ def _absorb(
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     weight = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
     shrink = jnp.exp(state.peak - peak)
-    update = jnp.einsum("...ms,...sd->...md", weight, values, preferred_element_type=jnp.float32)
+    update = _product("...ms,...sd->...md", weight, values)
     return Partial(state.weighted * shrink[..., None] + update, peak, state.mass * shrink + jnp.sum(weight, axis=-1))
 
 
@@ -142,7 +148,7 @@ def _pages(
         at = at_page[:, :1] * page_size + jnp.arange(step_pages * page_size)
         live = (at < ctx_len[:, None]) & (at >= floor[:, None])
         values = jnp.where(live[:, None, :, None], gathered(v_pool, at_page), 0)
-        scores = jnp.einsum("bkmd,bksd->bkms", q, gathered(k_pool, at_page), preferred_element_type=jnp.float32)
+        scores = _product("bkmd,bksd->bkms", q, gathered(k_pool, at_page))
         visible = live[:, None, None, :]
         if first is not None:
             visible &= (at[:, None, :] >= first[:, :, None])[:, None]
@@ -157,7 +163,7 @@ def inflight_partial(
 ) -> Partial:  # fmt: skip
     """Attend to in-flight tokens, and to the sinks, f32[K, M]. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible:
     bool[B, M, N]."""
-    scores = jnp.einsum("bkmd,bknd->bkmn", q, k, preferred_element_type=jnp.float32)
+    scores = _product("bkmd,bknd->bkmn", q, k)
     return _absorb(_empty(q.shape, sinks), scores, visible[:, None], v, softcap)
 
 
@@ -237,7 +243,7 @@ def canonical_attention(
         keys = jnp.where(committed, read_pages(k_pool, layer, ids, head_dim), flying_k)
         in_order = visible[:, None, :, None]
         values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids, head_dim), flying_v), 0)
-        scores = jnp.einsum("tkgd,tksd->tkgs", q, keys, preferred_element_type=jnp.float32)
+        scores = _product("tkgd,tksd->tkgs", q, keys)
         return _absorb(state, scores, visible[:, None, None, :], values, softcap)
 
     by_group = None if sinks is None else sinks.reshape(q.shape[1:3])
