@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.checkpoint_formats.api import read_format
+from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.rope import RopeScaling, read_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
@@ -119,7 +121,7 @@ _NEEDED = {
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
-    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
     "num_local_experts",
@@ -149,7 +151,7 @@ class ModelConfig:
     max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
     mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
     windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
-    experts: None in a dense model.
+    experts: None in a dense model. weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
     vocab_size: int
@@ -171,6 +173,7 @@ class ModelConfig:
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     experts: ExpertConfig | None = None
+    weight_format: WeightFormat | None = field(default=None, compare=False)
 
     @property
     def q_size(self) -> int:
@@ -236,6 +239,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
             experts=None if family.experts is None else _experts(values, family.experts, layers),
+            weight_format=read_format(values),
         )
 
 

@@ -69,7 +69,7 @@ def _readers(folder: Path, config: ModelConfig) -> dict[str, ReadRows]:
         converted = ConvertedFiles(folder, shapes)
         return {name: partial(converted.read_rows, name) for name in shapes}
     sources = {name: hf_tensors(name, config) for name in shapes}
-    files = TensorFiles(folder)
+    files = TensorFiles(folder, config.weight_format)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
