@@ -163,9 +163,7 @@ class TensorFiles:
             first = last
 
 
-def _decode(
-    matrix: _Matrix, encoding: Encoding, rows: slice, columns: slice, target: slice, out: RowBuffer
-) -> None:
+def _decode(matrix: _Matrix, encoding: Encoding, rows: slice, columns: slice, target: slice, out: RowBuffer) -> None:
     """Write rows of a quantised matrix into `out`; those in int8 with a scale per row as they are, if it holds such."""
     if isinstance(out, Int8Rows) and isinstance(encoding, Scaled):
         scales = encoding.row_scales(matrix, rows)

@@ -121,7 +121,10 @@ def resolve(
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
     config, sizes = _choose_weights(
-        config, target, memory, sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
+        config,
+        target,
+        memory,
+        sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes),
     )
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)

@@ -13,7 +13,11 @@ def write_raw(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
     header, data = {}, b""
     for name, (dtype, array) in tensors.items():
         content = np.ascontiguousarray(array).tobytes()
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(content)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
         data += content
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)

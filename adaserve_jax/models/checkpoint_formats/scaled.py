@@ -1,6 +1,6 @@
 """Matrices of 8-bit values, fp8 or int8, with scales of the whole matrix, of rows, groups of inputs, or blocks.
 
-    w[o, i] = (q[o, i] - z[o // m, i // n]) * s[o // m, i // n]        z = 0 where symmetric
+w[o, i] = (q[o, i] - z[o // m, i // n]) * s[o // m, i // n]        z = 0 where symmetric
 """
 
 from __future__ import annotations
