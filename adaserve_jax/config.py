@@ -109,8 +109,8 @@ class EngineConfig(Settings):
     )  # fmt: skip
     dtype: Dtype = setting("auto", "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)", Panel.MODELS)
     quantize: Quantize = setting(
-        "auto", "weights of the target: none (as dtype says), int8 with a scale per row, or auto (none, but int8 where a "
-        "checkpoint that is quantised already would not fit into memory); the draft keeps its own", Panel.MODELS,
+        "auto", "weights of the target: none (as dtype says), int8 with a scale per row, or auto (none, but int8 where "
+        "a checkpoint that is quantised already would not fit into memory); the draft keeps its own", Panel.MODELS,
     )  # fmt: skip
     attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
         "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "
