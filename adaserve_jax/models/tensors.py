@@ -159,7 +159,7 @@ class TensorFiles:
                     tensor = self._tensors[name]
                     out[target] = tensor.read(part) if len(shape) == 1 else tensor.read(part, columns)
                 else:
-                    _decode(*encoded, part, slice(*columns.indices(shape[1])[:2]), target, out)
+                    _decode(*encoded, part, slice(*columns.indices(shape[-1])[:2]), target, out)
             first = last
 
 
