@@ -102,7 +102,7 @@ def contenders_table(result: dict[str, Any]) -> str:
         ]  # fmt: skip
         most = max(point["requests"] for point in points)
         about = f"{machine}, {KINDS[targets]}, by {SWEEPS[sweep]}; {most} requests at most:"
-        tuned = [f"`tuned` is {'; '.join(settings)}."] if settings else []
+        tuned = [f"Settings of `tuned`, by column: {'; '.join(settings)}."] if settings else []
         parts += [about, "\n".join([head, "|" + "---|" * (1 + len(points)), *rows]), *tuned]
     return "\n\n".join([*parts, f"Commit {result['commit'][:12]}."])
 

@@ -21,13 +21,20 @@ constexpr int kBlock = 64;   // keys, as many as a mask has bits
 constexpr int64_t kParallelPairs = 1 << 13;  // pairs of query row and key above which a second thread is worth waking
 constexpr float kLowest = -1e30f;
 
-// Query rows of a unit and their running softmax. q: [M, D], scaled; weighted: [M, D]; peak, mass: [M].
+// Query rows of a unit and their running softmax. q: [M, D], scaled; weighted: [M, D]; peak, mass: [M]; softcap: 0 for
+// none.
 struct Queries {
   int64_t head_dim;
+  float softcap;
   std::vector<float> q, weighted, peak, mass;
 
-  Queries(int64_t rows, int64_t head_dim)
-      : head_dim(head_dim), q(rows * head_dim), weighted(rows * head_dim, 0.0f), peak(rows, kLowest), mass(rows, 0.0f) {}
+  // sinks: of the G heads of the unit, whose rows lie one head after another; null for none. A sink is a key that has a
+  // score and no value.
+  Queries(int64_t rows, int64_t head_dim, float softcap, const float* sinks, int64_t group)
+      : head_dim(head_dim), softcap(softcap), q(rows * head_dim), weighted(rows * head_dim, 0.0f), peak(rows, kLowest),
+        mass(rows, 0.0f) {
+    for (int64_t m = 0; sinks && m < rows; ++m) peak[m] = sinks[m / (rows / group)], mass[m] = 1.0f;
+  }
 };
 
 // Fetches the block after the present one into the second-level cache, a share of it at a time, so that memory is busy
@@ -79,6 +86,7 @@ inline void absorb(Queries& queries, int64_t m, const Keys& keys, uint64_t seen,
     const int last = keys.count - 1 - g * kLanes;
     scores[g] = last >= kLanes - 1 ? dot_products<D>(q, dim, [&](int j) { return group + j * dim; })
                                    : dot_products<D>(q, dim, [&](int j) { return group + std::min(j, last) * dim; });
+    if (queries.softcap > 0) scores[g] = queries.softcap * tanh(scores[g] / queries.softcap);
     Ints hidden = ((Ints{} + static_cast<int32_t>(seen >> (g * kLanes))) >> lane & 1) == 0;
     scores[g] = hidden ? Floats{} + kLowest : scores[g];
     top = scores[g] > top ? scores[g] : top;
@@ -188,6 +196,10 @@ void absorb_in_flight(Queries& queries, const float* k, const float* v, int64_t 
 
 inline bool bit(const uint32_t* words, int64_t at) { return words[at / 32] >> (at % 32) & 1; }
 
+inline const float* sinks_of(ffi::Buffer<ffi::F32>& sinks, int64_t head) {
+  return sinks.dimensions()[0] ? sinks.typed_data() + head : nullptr;
+}
+
 inline float scale_of(int64_t head_dim) { return 1.0f / __builtin_sqrtf(static_cast<float>(head_dim)); }
 
 // Call body(i) for each i below `count`, a few neighbours at a time on one thread; on this one if there is little work.
@@ -199,13 +211,14 @@ void parallel_chunks(ffi::ThreadPool& pool, int64_t pairs, int64_t count, const 
   });
 }
 
-// q: [H, D, T]; k, v: [K, D, T]; count, context: i32[R]; position: i32[T]; bits: u32[T, words]; window: 0 for none.
+// q: [H, D, T]; k, v: [K, D, T]; count, context: i32[R]; position: i32[T]; bits: u32[T, words]; sinks: [H], or empty;
+// window, softcap: 0 for none.
 // Columns of `out` that no row's tokens use are 0.
 inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                   ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
                   ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
-                  ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> position, ffi::Buffer<ffi::U32> bits, int64_t layer,
-                  int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+                  ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> position, ffi::Buffer<ffi::U32> bits,
+                  ffi::Buffer<ffi::F32> sinks, int64_t layer, int64_t window, float softcap, ffi::ResultBuffer<ffi::F32> out) {
   const int64_t heads = q.dimensions()[0], dim = q.dimensions()[1], tokens = q.dimensions()[2];
   const int64_t kv_heads = k.dimensions()[0], group = heads / kv_heads, words = bits.dimensions()[1];
   const int64_t table_pages = page_table.dimensions()[1], rows = context.dimensions()[0];
@@ -240,7 +253,7 @@ inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
   parallel_chunks(pool, pairs, units.size(), [&](int64_t index) {
     const Unit unit = units[index];
     const int64_t num = unit.end - unit.begin;
-    Queries queries(group * num, dim);
+    Queries queries(group * num, dim, softcap, sinks_of(sinks, unit.head * group), group);
     const float* from = q.typed_data() + unit.head * group * dim * tokens;
     for (int64_t g = 0; g < group; ++g)
       for (int64_t d = 0; d < dim; ++d)
@@ -276,12 +289,13 @@ inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
   return ffi::Error::Success();
 }
 
-// q: [R, K, G, W, D]; k, v: [R, K, N, D]; context: i32[R]; first: i32[R, W]; bits: u32[R, W, words].
+// q: [R, K, G, W, D]; k, v: [R, K, N, D]; context: i32[R]; first: i32[R, W]; bits: u32[R, W, words]; sinks, softcap: as
+// above.
 inline ffi::Error beam_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
                 ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
                 ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
-                ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::U32> bits, int64_t layer,
-                ffi::ResultBuffer<ffi::F32> out) {
+                ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::U32> bits, ffi::Buffer<ffi::F32> sinks, int64_t layer,
+                float softcap, ffi::ResultBuffer<ffi::F32> out) {
   auto shape = q.dimensions();
   const int64_t rows = shape[0], kv_heads = shape[1], group = shape[2], width = shape[3], dim = shape[4];
   const int64_t num_keys = k.dimensions()[2], words = bits.dimensions()[2], table_pages = page_table.dimensions()[1];
@@ -296,7 +310,7 @@ inline ffi::Error beam_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, 
   parallel_chunks(pool, pairs, rows * kv_heads, [&](int64_t unit) {
     const int64_t row = unit / kv_heads, size = group * width * dim;
     const int32_t* seen_from = first.typed_data() + row * width;
-    Queries queries(group * width, dim);
+    Queries queries(group * width, dim, softcap, sinks_of(sinks, unit % kv_heads * group), group);
     for (int64_t at = 0; at < size; ++at) queries.q[at] = q.typed_data()[unit * size + at] * scale;
     absorb_context(queries, context_of(unit), context_of(std::min(unit + 1, rows * kv_heads - 1)).block(0),
                    *std::min_element(seen_from, seen_from + width),

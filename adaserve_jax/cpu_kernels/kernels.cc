@@ -63,12 +63,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_packed_attention, adaserve::packed_attent
         .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v
         .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()  // pools of K and V, extensions of both
         .Arg<S32>().Arg<S32>()                        // page table, context
-        .Arg<S32>().Arg<S32>().Arg<U32>()             // count, position, bits
-        .Attr<int64_t>("layer").Attr<int64_t>("window").Ret<F32>());
+        .Arg<S32>().Arg<S32>().Arg<U32>().Arg<F32>()  // count, position, bits, sinks
+        .Attr<int64_t>("layer").Attr<int64_t>("window").Attr<float>("softcap").Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_beam_attention, adaserve::beam_attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
         .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v
         .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()  // pools of K and V, extensions of both
         .Arg<S32>().Arg<S32>()                        // page table, context
-        .Arg<S32>().Arg<U32>()                        // first, bits
-        .Attr<int64_t>("layer").Ret<F32>());
+        .Arg<S32>().Arg<U32>().Arg<F32>()             // first, bits, sinks
+        .Attr<int64_t>("layer").Attr<float>("softcap").Ret<F32>());

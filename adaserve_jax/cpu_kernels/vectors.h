@@ -66,6 +66,14 @@ inline Floats exp_negative(Floats x) {
   return series * (Floats)((power + 127) << 23);
 }
 
+// tanh(x) by e^(-2|x|), to 2e-7 of 1.
+inline Floats tanh(Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats falling = exp_negative(-2.0f * size);
+  const Floats rising = (1.0f - falling) / (1.0f + falling);
+  return x < 0.0f ? -rising : rising;
+}
+
 template <int Width, size_t... Lane>
 inline Floats swap_halves(Floats x, std::index_sequence<Lane...>) {
   return __builtin_shufflevector(x, x, Lane ^ (Width / 2)...);

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Attend, Params, decode, logits
+from adaserve_jax.models.decoder import Attend, Params, attention_weights, decode, logits
 from adaserve_jax.tree.sampling import gumbel_noise
 
 PREFILL = 64
@@ -69,7 +69,7 @@ def _attend(
     texts, added = position.shape
     row = jnp.arange(texts)[:, None]
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         heads, dim, _ = q.shape
         kv_heads = len(k)
 
@@ -87,7 +87,8 @@ def _attend(
         highest = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         grouped = q.reshape(kv_heads, heads // kv_heads, dim, texts, added)
         scores = jnp.einsum("kgdbc,bskd->kgbcs", grouped, keys, precision=highest, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(values.dtype)
+        by_head = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
+        weights = attention_weights(scores * dim**-0.5, seen, config.attention_cap, by_head).astype(values.dtype)
         return jnp.einsum("kgbcs,bskd->kgdbc", weights, values, precision=highest).reshape(q.shape)
 
     return attend

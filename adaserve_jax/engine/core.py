@@ -94,7 +94,7 @@ class EngineCore:
         self._deliver: Callable[[list[OutputChunk]], None] | None = None
         self._undelivered: list[SequenceUpdate] = []
         """Updates of the last step whose text is not decoded yet."""
-        self._latest_begins: list[tuple[float, str, float, list[str]]] = []
+        self._latest_begins: list[tuple[float, str, float, str, list[str]]] = []
         """Heap of the time by which a request must begin, its id, the wait until then, the error's code, and its entry
         in `_choice_ids`."""
 

@@ -6,14 +6,14 @@ before a weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
-from adaserve_jax.models.rope import RopeScaling, read_rope
+from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
 
@@ -43,16 +43,72 @@ _QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
 }
+_GEMMA2_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | {
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+
+_GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "eos_token_id": None,
+    "attention_bias": True,
+    "rope_theta": 150000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
+_PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "eos_token_id": 32000,
+}
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Hugging Face's names of a layer's experts: of their block, and of the three matrices of each."""
+    """Hugging Face's names of a layer's experts: of their block, of the three matrices of each, and of the router.
+
+    stacked: all experts of a matrix are one tensor, [E, in, out], with columns of gate and up in turns, and all
+    have biases.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    router: str = "gate"
+    stacked: bool = False
 
     @property
     def matrices(self) -> tuple[str, str, str]:
@@ -61,21 +117,40 @@ class ExpertNames:
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements. experts: names of experts, in a family that has them."""
+    `_SETTINGS` that it implements. experts: names of experts, in a family that has them. activation: the setting that
+    names the activation, and the only value that the family has. gemma: norms by 1 + weight, also behind attention and
+    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
+    phi: queries, keys and values are one tensor, gate and up another; rotary embedding of a share of each head, scaled
+    by lists. sinks: each head has a score without a key.
+    """
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: ExpertNames | None = None
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    gemma: bool = False
+    window_rope: bool = False
+    phi: bool = False
+    sinks: bool = False
 
 
+_GEMMA = {
+    "attention_bias",
+    "sliding_window",
+    "sliding_window_pattern",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+}
+_GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _FAMILIES = {
     "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
     "MistralForCausalLM": _Family(
@@ -103,20 +178,37 @@ _FAMILIES = {
         qk_norm=True,
         experts=_QWEN_NAMES,
     ),
+    "Gemma2ForCausalLM": _Family(
+        _GEMMA2_DEFAULTS, frozenset(_GEMMA | {"attn_logit_softcapping"}), activation=_GELU, gemma=True
+    ),
+    "Gemma3ForCausalLM": _Family(
+        _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, activation=_GELU, gemma=True, window_rope=True
+    ),
+    "GptOssForCausalLM": _Family(
+        _GPT_OSS_DEFAULTS,
+        frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "num_local_experts"}),
+        experts=_GPT_OSS_NAMES,
+        sinks=True,
+    ),
+    "Phi3ForCausalLM": _Family(_PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), phi=True),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
+    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
     "Qwen3NextForCausalLM": "linear attention with a recurrent state, and an expert that all tokens share",
     "DeepseekV2ForCausalLM": "latent attention, and experts that all tokens share",
     "DeepseekV3ForCausalLM": "latent attention, experts that all tokens share, and routing by groups",
-    "GptOssForCausalLM": "attention sinks, and biases of experts",
     "Llama4ForCausalLM": "layers without rotary embedding, and an expert that all tokens share",
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
     "OlmoeForCausalLM": "norms over all query and key heads together",
+    "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
+    "Gemma3ForConditionalGeneration": "an image encoder; a checkpoint of its text model, Gemma3ForCausalLM, is served",
+    "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
@@ -124,8 +216,11 @@ _SETTINGS = (
     "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
-    "num_local_experts",
+    "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
 )  # fmt: skip
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +228,9 @@ class ExpertConfig:
     """Experts that take the place of a layer's MLP: `count` of them, of which each token goes through `per_token`.
 
     intermediate_size: inner features of one expert. normalised: the weights of a token's experts add up to 1; else they
-    are the router's probabilities over all experts. dense_layers: layers that have an MLP instead.
+    are the router's probabilities over all experts. dense_layers: layers that have an MLP instead. biased: router and
+    products add a bias. clamp: of a gate's input from above and of the other half on both sides, with the factor of the
+    gate's sigmoid; None: SwiGLU.
     """
 
     count: int
@@ -142,16 +239,25 @@ class ExpertConfig:
     normalised: bool
     names: ExpertNames
     dense_layers: tuple[int, ...] = ()
+    biased: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
-    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
-    mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary embedding.
-    windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no windows.
-    experts: None in a dense model. weight_format: of a quantised checkpoint; it does not tell models apart.
+    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias,
+    out_bias, mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary
+    embedding. windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no
+    windows. window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None:
+    as elsewhere. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 +
+    weight. post_norms: attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied
+    by sqrt(hidden_size). query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap,
+    logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
+    the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
+    checkpoints hold queries, keys and values as one tensor, and gate and up. weight_format: of a quantised
+    checkpoint; it does not tell models apart.
     """
 
     vocab_size: int
@@ -173,6 +279,17 @@ class ModelConfig:
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     experts: ExpertConfig | None = None
+    activation: Activation = "silu"
+    offset_norms: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    window_rope_theta: float | None = None
+    rotary_dim: int | None = None
+    fused_tensors: bool = False
+    sinks: bool = False
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
     @property
@@ -184,6 +301,22 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def usual_context(self) -> int:
+        """Longest context, in tokens, that takes the rotary factors which this configuration has."""
+        scaling = self.rope_scaling
+        return scaling.original if isinstance(scaling, LongRopeScaling) and not scaling.is_long else self.max_position
+
+    def for_context(self, max_context: int) -> ModelConfig:
+        """Return the configuration to serve contexts of up to so many tokens; 0: `usual_context`.
+
+        It differs by the factors of longrope only. One set is for all texts: with both, the keys of a text that grows
+        beyond the original context would have to be computed again.
+        """
+        if max_context <= self.usual_context or not isinstance(self.rope_scaling, LongRopeScaling):
+            return self
+        return replace(self, rope_scaling=replace(self.rope_scaling, is_long=True))
 
     def window_of(self, layer: int) -> int | None:
         """Return a layer's sliding window in tokens, the current one included; None: no window."""
@@ -208,8 +341,11 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
-        theta, scaling = read_rope(values)
+        theta, scaling = read_rope(values, by_layer=family.window_rope, of_phi=family.phi)
         trained = values.integer("max_position_embeddings")
+        # The length that a family with two bases states is that after scaling.
+        longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
+        scalar = values.optional("query_pre_attn_scalar")
         biased = bool(values.get("attention_bias"))
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
         if heads % num_kv_heads:
@@ -219,6 +355,14 @@ class ModelConfig:
         head_dim = values.integer("head_dim", default=hidden // heads)
         if head_dim % 2:
             raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
+        rotary_dim = int(head_dim * read_rotary_share(values))
+        if rotary_dim % 2:
+            raise CheckpointError(f"{path}: partial_rotary_factor must give an even dimension, got {rotary_dim}")
+        if isinstance(scaling, LongRopeScaling) and {len(scaling.short), len(scaling.long)} != {rotary_dim // 2}:
+            raise CheckpointError(
+                f"{path}: short_factor and long_factor must have {rotary_dim // 2} numbers, one per rotated pair, got "
+                f"{len(scaling.short)} and {len(scaling.long)}"
+            )
         return cls(
             vocab_size=values.integer("vocab_size"),
             hidden_size=hidden,
@@ -230,7 +374,7 @@ class ModelConfig:
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
             tie_embeddings=bool(values.get("tie_word_embeddings")),
-            max_position=scaling.max_position(trained) if scaling is not None else trained,
+            max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or biased,
@@ -239,6 +383,17 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
             experts=None if family.experts is None else _experts(values, family.experts, layers),
+            activation="gelu_tanh" if family.activation == _GELU else "silu",
+            offset_norms=family.gemma,
+            post_norms=family.gemma,
+            scaled_embedding=family.gemma,
+            query_scalar=None if scalar == head_dim else scalar,
+            attention_cap=values.optional("attn_logit_softcapping"),
+            logit_cap=values.optional("final_logit_softcapping"),
+            window_rope_theta=read_window_rope(values) if family.window_rope else None,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            fused_tensors=family.phi,
+            sinks=family.sinks,
             weight_format=read_format(values),
         )
 
@@ -258,15 +413,16 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
     for name in _SETTINGS:
         if values.get(name) and name not in family.knows:
             raise values.unsupported(name)
-    if values.get("hidden_act") != "silu":
-        raise values.unsupported("hidden_act", "only 'silu' is")
-    if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+    setting, activation = family.activation
+    if values.get(setting) != activation:
+        raise values.unsupported(setting, f"only {activation!r} is")
+    if "auto_map" not in family.knows and "AutoModelForCausalLM" in (values.get("auto_map") or {}):
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
-    if names is MIXTRAL_NAMES:
+    if names is not _QWEN_NAMES:
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.
@@ -282,14 +438,15 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     experts, per_token = values.integer(count), values.integer("num_experts_per_tok")
     if per_token > experts:
         raise values.wrong("num_experts_per_tok", per_token, f"at most {count} ({experts})")
-    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense)
+    clamp = (values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None
+    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense, names.stacked, clamp)
 
 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
-    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts) or those
-    from max_window_layers on (Qwen).
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts), those
+    from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma).
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
@@ -301,6 +458,9 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
         if not isinstance(first, int):
             raise values.wrong("max_window_layers", first, "an integer")
         types = given or [full if layer < first else sliding for layer in range(layers)]
+    elif "sliding_window_pattern" in family.knows and windowed:
+        period = values.integer("sliding_window_pattern")
+        types = given or [sliding if (layer + 1) % period else full for layer in range(layers)]
     else:
         types = [sliding if windowed else full] * layers
         if given and given != types:

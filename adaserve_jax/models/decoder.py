@@ -1,6 +1,6 @@
-"""One decoder for Llama, Mistral and Qwen: RMSNorm, rotary embedding, grouped-query attention, SwiGLU or experts.
+"""One decoder for all families: RMSNorm, rotary embedding, grouped-query attention, a gated MLP or experts.
 
-Biases, norms of queries and keys, experts and a tied head follow the configuration. The residual stream is
+Biases, norms, caps, experts and a tied head follow the configuration. The residual stream is
 feature-major, [d, T], from the embedding to the head, so that each product is `W @ x` with the weight as Hugging Face
 stores it, [out, in]: on a CPU this is up to 1.5 times faster than the token-major form at 2-64 tokens. Flax NNX defines
 and initialises the modules; `jax.jit` gets a flat dict of arrays, which is merged into modules while tracing. Attention
@@ -21,16 +21,17 @@ from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.experts import Experts
-from adaserve_jax.models.layers import Linear, RMSNorm, keep_layout, rotary_angles, rotate
+from adaserve_jax.models.layers import Linear, RMSNorm, capped, gated, keep_layout, rotary_angles, rotate
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.quantize import SCALE
 
 Params = dict[str, jax.Array]
 """Weights by dotted name, as `param_specs` lists them."""
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T]) -> f[H, D, T]. q and k are rotated already; attend divides
-the scores by sqrt(D)."""
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+"""attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T], sinks f[H] or None) -> f[H, D, T]. q and k are rotated
+already; attend divides the scores by sqrt(D) and bounds them by the configuration's `attention_cap`. A sink is a score
+of its head that has no key: it takes its share of the softmax and adds no value."""
 
 
 def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Params:
@@ -76,26 +77,32 @@ def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[
 
 
 class Layer(nnx.Module):
-    """Attention and SwiGLU or experts, each behind a norm and added to the stream.
+    """Attention and a gated MLP or experts, each behind a norm, or between two, and added to the stream.
 
     Query, key and value are one product, gate and up another: fewer and larger products are faster below 16 tokens, and
     fewer arrays are cheaper to dispatch.
     """
 
     experts: Experts | None = None
+    sinks: nnx.Param | None = None
 
     def __init__(self, config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         d, inner = config.hidden_size, config.intermediate_size
         self.partition = partition
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.attn_norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        self.config = config
+        self.attn_norm = RMSNorm(d, config, dtype)
         self.qkv = Linear(
             config.q_size + 2 * config.kv_size, d, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
         )  # fmt: skip
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros(self.heads, dtype), logical_axes=("sinks",))
         self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
-        self.mlp_norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        self.mlp_norm = RMSNorm(d, config, dtype)
+        self.attn_post_norm = RMSNorm(d, config, dtype) if config.post_norms else None
+        self.mlp_post_norm = RMSNorm(d, config, dtype) if config.post_norms else None
         if config.experts_of(layer) is not None:
             self.experts = Experts(config, rngs, dtype, partition)
             return
@@ -107,15 +114,20 @@ class Layer(nnx.Module):
     ) -> jax.Array:
         dtype = self.qkv.dtype
         qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
-        rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary).astype(dtype)
+        rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary)
+        queries, keys = rotated[: self.heads], rotated[self.heads :]
+        if self.config.query_scalar is not None:  # attention divides by sqrt(D)
+            queries = queries * (self.head_dim / self.config.query_scalar) ** 0.5
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
-        queries, keys, values = keep_layout((rotated[: self.heads], rotated[self.heads :], values))
-        mixed = keep_layout(attend(layer, queries, keys, values))
-        x = x + self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
+        queries, keys, values = keep_layout((queries.astype(dtype), keys.astype(dtype), values))
+        sinks = None if self.sinks is None else self.sinks[...]
+        mixed = keep_layout(attend(layer, queries, keys, values, sinks))
+        found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
+        x = x + (found if self.attn_post_norm is None else self.attn_post_norm(found))
         if self.experts is not None:
             return x + self.experts(self.mlp_norm(x), used)
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2)
-        return x + self.partition.to_stream(self.down, jax.nn.silu(gate) * up)
+        found = self.partition.to_stream(self.down, gated(self.gate_up(self.mlp_norm(x)), self.config))
+        return x + (found if self.mlp_post_norm is None else self.mlp_post_norm(found))
 
     def _normed(self, queries_keys: jax.Array) -> jax.Array:
         """Normalise each head of f32[H + K, D, T], if the model does."""
@@ -133,7 +145,7 @@ class Decoder(nnx.Module):
         self.partition = partition
         self.embed = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
         self.layers = nnx.List([Layer(config, layer, rngs, dtype, partition) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_size, config, dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
@@ -141,14 +153,20 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None
     ) -> jax.Array:
         rotary = rotary_angles(positions, self.config)
+        of_windows = rotary
+        if self.config.window_rope_theta is not None:
+            of_windows = rotary_angles(positions, self.config, windowed=True)
         x = self.partition.look_up(self.embed, tokens).T
+        if self.config.scaled_embedding:  # by a factor in the type of the weights, as the model is trained
+            x = x * jnp.asarray(self.config.hidden_size**0.5, self.embed.dtype).astype(x.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, index, attend, used)
+            x = layer(x, rotary if self.config.window_of(index) is None else of_windows, index, attend, used)
         return self.norm(x).astype(self.embed.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         head = self.embed if self.config.tie_embeddings else self.head
-        return self.partition.join_vocabulary(keep_layout(head(hidden))).T
+        scores = self.partition.join_vocabulary(keep_layout(head(hidden))).T
+        return capped(scores, self.config.logit_cap)
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -184,7 +202,7 @@ def attend_dense(config: ModelConfig, segment: jax.Array | None = None) -> Atten
     Holds all scores at once, f32[H, T, T]. segment: i32[T], the text that each token belongs to, if there are several.
     """
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         heads, dim, count = q.shape
         age = jnp.arange(count)[:, None] - jnp.arange(count)
         seen = age >= 0
@@ -196,7 +214,21 @@ def attend_dense(config: ModelConfig, segment: jax.Array | None = None) -> Atten
         highest = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         grouped = q.reshape(len(k), heads // len(k), dim, count)
         scores = jnp.einsum("kgdt,kds->kgts", grouped, k, precision=highest, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(v.dtype)
+        by_head = None if sinks is None else sinks.reshape(len(k), -1, 1)
+        weights = attention_weights(scores * dim**-0.5, seen, config.attention_cap, by_head).astype(v.dtype)
         return jnp.einsum("kgts,kds->kgdt", weights, v, precision=highest).reshape(q.shape)
 
     return attend
+
+
+def attention_weights(scores: jax.Array, seen: jax.Array, cap: float | None, sinks: jax.Array | None) -> jax.Array:
+    """Return the softmax over the keys that are seen, f32[..., S].
+
+    scores: f32[..., S]; seen: bool, broadcasts to it; cap: as `ModelConfig.attention_cap`; sinks: f[...], broadcasts to
+    the rows.
+    """
+    scores = jnp.where(seen, capped(scores, cap), -jnp.inf)
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = jnp.broadcast_to(sinks.astype(scores.dtype), scores.shape[:-1])[..., None]
+    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]

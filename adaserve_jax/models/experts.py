@@ -19,7 +19,7 @@ from jax import lax
 
 from adaserve_jax.cpu_kernels.product import multiplies_groups, multiply_groups
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.layers import Linear, weight_product
+from adaserve_jax.models.layers import Linear, gated, weight_product
 from adaserve_jax.models.partition import Partition
 
 
@@ -34,12 +34,14 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         experts, d = config.experts, config.hidden_size
         assert experts is not None
-        self.experts, self.partition = experts, partition
+        self.config, self.experts, self.partition = config, experts, partition
         noise = jax.random.normal(rngs.params(), (experts.count, d), jnp.float32)
         self.router = nnx.Param((noise * d**-0.5).astype(dtype), logical_axes=("router", "embed"))
-        inner = experts.intermediate_size
-        self.gate_up = GroupedLinear(experts.count * 2 * inner, d, ("expert_gate_up", "embed"), rngs, dtype)
-        self.down = GroupedLinear(experts.count * d, inner, ("expert_down", "expert_mlp"), rngs, dtype)
+        bias, inner = experts.biased, experts.intermediate_size
+        if bias:
+            self.router_bias = nnx.Param(jnp.zeros(experts.count, dtype), logical_axes=("router",))
+        self.gate_up = GroupedLinear(experts.count * 2 * inner, d, ("expert_gate_up", "embed"), rngs, dtype, bias=bias)
+        self.down = GroupedLinear(experts.count * d, inner, ("expert_down", "expert_mlp"), rngs, dtype, bias=bias)
 
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> jax.Array:
         """Run each token through its experts. used: bool[T], false for padding, for which no expert is read."""
@@ -55,10 +57,10 @@ class Experts(nnx.Module):
         place = jnp.argsort(order)
         sizes = (group[:, None] == jnp.arange(held)).sum(axis=0, dtype=jnp.int32)
         groups = jnp.minimum(group[order], held - 1)
-        hidden = self.gate_up.grouped(x[:, order % tokens], sizes, groups)
-        gate, up = jnp.split(hidden, 2)
-        mixed = self.partition.gather_neurons(jax.nn.silu(gate) * up)
-        found = self.down.grouped(mixed, sizes, groups)[:, place]
+        hidden = self.gate_up.grouped(x[:, order % tokens], sizes, groups) + self.gate_up.grouped_bias(held, groups)
+        mixed = self.partition.gather_neurons(gated(hidden, self.config))
+        found = self.down.grouped(mixed, sizes, groups) + self.partition.once(self.down.grouped_bias(held, groups))
+        found = found[:, place]
         found = jnp.where(present, found, 0).reshape(-1, count, tokens)
         found = self.partition.gather_experts(found)
         # In the order of the router's choice, so that a token's sum does not depend on who shares its step.
@@ -71,6 +73,8 @@ class Experts(nnx.Module):
         """Return each token's weights f32[per_token, T] and experts i32[per_token, T], the likeliest first."""
         router = self.router[...]
         scores = weight_product(router, x.astype(router.dtype))
+        if self.experts.biased:
+            scores += self.router_bias[...].astype(jnp.float32)[:, None]
         weight, chosen = lax.top_k(jax.nn.softmax(scores, axis=0).T, self.experts.per_token)
         if self.experts.normalised:
             weight /= weight.sum(axis=1, keepdims=True)
@@ -91,6 +95,12 @@ class GroupedLinear(Linear):
         if self.scale is None:
             return found
         return found * self.scale[...].reshape(len(sizes), -1)[groups].T
+
+    def grouped_bias(self, count: int, groups: jax.Array) -> jax.Array:
+        """Return the bias of each column's expert, f32[out, P], or 0 without one. count: G; groups: i32[P]."""
+        if self.bias is None:
+            return jnp.zeros((), jnp.float32)
+        return self.bias[...].astype(jnp.float32).reshape(count, -1)[groups].T
 
 
 def grouped_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:

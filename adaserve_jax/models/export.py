@@ -12,7 +12,14 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
-from adaserve_jax.models.loading import hf_tensors, is_converted, load_params, write_converted
+from adaserve_jax.models.loading import (
+    hf_tensors,
+    is_converted,
+    is_stacked,
+    load_params,
+    stack_experts,
+    write_converted,
+)
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.tensors import TensorFiles, first_difference
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
@@ -67,6 +74,10 @@ def _tensors(params: Mapping[str, Any], config: ModelConfig, dtype: str) -> Iter
             rows = np.asarray(weight).astype(TYPES[dtype])
         if not np.isfinite(rows).all():
             raise CheckpointError(f"weight {name} has a value that is not finite in {dtype}; write it as f32, or not")
+        if is_stacked(name, config):
+            ((tensor, shape),) = hf_tensors(name, config).items()
+            yield tensor, stack_experts(rows, shape, ".gate_up" in name)
+            continue
         first = 0
         for tensor, shape in hf_tensors(name, config).items():
             yield tensor, rows[first : first + shape[0]]

@@ -120,8 +120,10 @@ def _mixtral_settings(config: ModelConfig, experts: ExpertConfig) -> dict[str, A
 def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> None:
     if dtype not in TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
-    if config.qkv_bias or config.mlp_bias or config.qk_norm:
-        raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
+    if config.qkv_bias or config.mlp_bias or config.qk_norm or config.post_norms or config.fused_tensors:
+        raise ConfigError(
+            "a checkpoint with biases, further norms or fused tensors cannot grow; use a plain Llama or Mistral"
+        )
     if config.experts is not None:
         raise ConfigError("a mixture of experts cannot grow; grow the dense checkpoint that it came from")
     if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:

@@ -69,24 +69,46 @@ def weight_product(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean over features of x^2 + eps) * weight. x: f32[..., d, T]."""
+    """x / sqrt(mean over features of x^2 + eps) * weight, or * (1 + weight) by the configuration. x: f32[..., d, T]."""
 
-    def __init__(self, features: int, eps: float, dtype: Any, axis: str = "embed"):
-        self.weight = nnx.Param(jnp.ones(features, dtype), logical_axes=(axis,))
-        self.eps = eps
+    def __init__(self, features: int, config: ModelConfig, dtype: Any, axis: str = "embed"):
+        first = jnp.zeros if config.offset_norms else jnp.ones
+        self.weight = nnx.Param(first(features, dtype), logical_axes=(axis,))
+        self.eps = config.rms_norm_eps
+        self.offset = config.offset_norms
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-2, keepdims=True) + self.eps)
-        return x * scale * self.weight[...].astype(jnp.float32)[:, None]
+        weight = self.weight[...].astype(jnp.float32)
+        return x * scale * (1 + weight if self.offset else weight)[:, None]
 
 
-def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each.
+def gated(gate_up: jax.Array, config: ModelConfig) -> jax.Array:
+    """Return act(gate) * up of f[2 * inner, T], gate above up; clamped, as gpt-oss does it, act(gate) * (up + 1)."""
+    gate, up = jnp.split(gate_up, 2)
+    if config.experts is not None and config.experts.clamp is not None:
+        limit, alpha = config.experts.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+    return (jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
 
-    Angles are rounded to f32 as in transformers, since models are trained with those.
+
+def capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap * tanh(scores / cap); None: the scores."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each, D being the features
+    that are rotated.
+
+    Angles are rounded to f32 as in transformers, since models are trained with those. windowed: those of layers with a
+    window, in a model that has others there.
     """
-    scaling = config.rope_scaling
-    frequencies = (scaling.frequencies if scaling else plain_frequencies)(config.rope_theta, config.head_dim)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if windowed and config.window_rope_theta is not None:
+        theta, scaling = config.window_rope_theta, None
+    frequencies = (scaling.frequencies if scaling else plain_frequencies)(theta, config.rotary_dim or config.head_dim)
     angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None, :]
     if scaling is None or scaling.magnitude == 1:
         return jnp.cos(angle), jnp.sin(angle)
@@ -94,10 +116,13 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (i, i + D/2) of x, f32[heads, D, T], by its angle: Hugging Face's half-split layout."""
+    """Turn each pair (i, i + D/2) of x, f32[heads, D, T], by its angle: Hugging Face's half-split layout. Features
+    beyond those that have an angle stay."""
     cos, sin = rotary
-    first, second = jnp.split(x, 2, axis=1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    turned = 2 * len(cos)
+    first, second = jnp.split(x[:, :turned], 2, axis=1)
+    rest = [x[:, turned:]] if turned < x.shape[1] else []
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1)
 
 
 def keep_layout(x: Any) -> Any:

@@ -74,7 +74,41 @@ def _readers(folder: Path, config: ModelConfig) -> dict[str, ReadRows]:
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
     )
-    return {name: partial(files.read_rows, tuple(tensors)) for name, tensors in sources.items()}
+    return {
+        name: partial(_read_stacked, files, next(iter(tensors)), ".gate_up" in name)
+        if is_stacked(name, config)
+        else partial(files.read_rows, tuple(tensors))
+        for name, tensors in sources.items()
+    }
+
+
+def is_stacked(name: str, config: ModelConfig) -> bool:
+    """Return True for a weight that checkpoints hold as one tensor of all experts (`ExpertNames.stacked`)."""
+    stacked = config.experts is not None and config.experts.names.stacked
+    return stacked and (".experts.gate_up" in name or ".experts.down" in name)
+
+
+def _read_stacked(
+    files: TensorFiles, tensor: str, in_turns: bool, rows: tuple[int, int], columns: slice, out: RowBuffer
+) -> None:
+    """Read rows [start, stop) of all experts, one below another, expert by expert. in_turns: gate and up are."""
+    start, stop = rows
+    count, *_, size = files.shape_of(tensor)
+    for expert in range(start // size, min(count, -(-stop // size))):
+        entry = files.read_entry(tensor, expert).T
+        if in_turns:
+            entry = np.concatenate([entry[::2], entry[1::2]])
+        first = expert * size
+        low, high = max(start, first), min(stop, first + size)
+        part = entry[low - first : high - first]
+        out[low - start : high - start] = part if part.ndim == 1 else part[:, columns]
+
+
+def stack_experts(rows: np.ndarray, shape: tuple[int, ...], in_turns: bool) -> np.ndarray:
+    """Undo `_read_stacked`: return the tensor of that shape from the rows of all experts."""
+    count, *inputs, size = shape
+    entries = rows.reshape(count, 2, size // 2, *inputs) if in_turns else rows.reshape(count, 1, size, *inputs)
+    return np.moveaxis(entries, (2, 1), (-2, -1)).reshape(shape)
 
 
 def _place(
@@ -143,25 +177,39 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": {"self_attn.q_norm": (config.head_dim,)},
         "k_norm": {"self_attn.k_norm": (config.head_dim,)},
         "out": {"self_attn.o_proj": (d, q)},
-        "mlp_norm": {"post_attention_layernorm": (d,)},
+        "mlp_norm": {"pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm": (d,)},
+        "attn_post_norm": {"post_attention_layernorm": (d,)},
+        "mlp_post_norm": {"post_feedforward_layernorm": (d,)},
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }
+    if config.fused_tensors:
+        modules |= {"qkv": {"self_attn.qkv_proj": (q + 2 * kv, d)}, "gate_up": {"mlp.gate_up_proj": (2 * inner, d)}}
     _, index, part, *rest = name.split(".")
     if part == "experts":
-        return _expert_tensors(f"model.layers.{index}.", rest[0], config)
+        return _expert_tensors(f"model.layers.{index}.", rest, config)
+    if part == "sinks":
+        return {f"model.layers.{index}.self_attn.sinks": (config.num_heads,)}
     shapes = {module: shape[:1] if rest else shape for module, shape in modules[part].items()}
     suffix = "bias" if rest else "weight"
     return {f"model.layers.{index}.{module}.{suffix}": shape for module, shape in shapes.items()}
 
 
-def _expert_tensors(layer: str, part: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of one weight of `models.experts.Experts`."""
+def _expert_tensors(layer: str, path: list[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of one weight of `models.experts.Experts`. path: its name within the block."""
     experts, d = config.experts, config.hidden_size
     assert experts is not None
-    inner, names = experts.intermediate_size, experts.names
+    part, inner, names = path[0], experts.intermediate_size, experts.names
     if part == "router":
-        return {f"{layer}{names.block}.gate.weight": (experts.count, d)}
+        return {f"{layer}{names.block}.{names.router}.weight": (experts.count, d)}
+    if part == "router_bias":
+        return {f"{layer}{names.block}.{names.router}.bias": (experts.count,)}
+    if names.stacked:
+        name, inputs, outputs = (names.gate, d, 2 * inner) if part == "gate_up" else (names.down, inner, d)
+        tensor = f"{layer}{names.block}.experts.{name}"
+        if path[1:] == ["bias"]:
+            return {f"{tensor}_bias": (experts.count, outputs)}
+        return {tensor: (experts.count, inputs, outputs)}
     shapes = {names.gate: (inner, d), names.up: (inner, d)} if part == "gate_up" else {names.down: (d, inner)}
     return {
         f"{layer}{names.block}.experts.{expert}.{name}.weight": shape

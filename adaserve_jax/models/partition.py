@@ -87,7 +87,7 @@ class Partition:
         """Return the axis of a weight that is divided; None: every device holds all of it."""
         if self.ways == 1:
             return None
-        divided = {"qkv", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided = {"qkv", "sinks", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
         divided |= {"expert_down"} if self.exact or self.by_expert else {"expert_mlp"}
         divided |= {"vocab"} if self.splits_vocab else set()
         return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
@@ -129,6 +129,12 @@ class Partition:
         """Return the first expert that this device holds."""
         return jax.lax.axis_index(AXIS) * self.experts_held(count) if self.by_expert else 0
 
+    def once(self, bias: jax.Array) -> jax.Array:
+        """Return a bias of experts' results on one device and 0 on the others, where the devices' sums are added."""
+        if self.ways == 1 or self.exact or self.by_expert:
+            return bias
+        return jnp.where(jax.lax.axis_index(AXIS) == 0, bias, 0)
+
     def gather_neurons(self, x: jax.Array) -> jax.Array:
         """Gather the inner features of experts, f[inner / ways, P], where `exact` needs all of them for a sum."""
         return _gather(x, axis=0) if self.exact and not self.by_expert else x
@@ -145,9 +151,9 @@ class Partition:
         return _gather(x, axis=0) if self.exact else jax.lax.psum(x, AXIS)
 
     def with_copies(self, q: jax.Array, kv_heads: int) -> jax.Array:
-        """Repeat the queries f[H, D, T] of each key-value head `query_copies` times."""
+        """Repeat the queries of each key-value head, f[H, D, T], or its sinks, f[H], `query_copies` times."""
         grouped = q.reshape(kv_heads, -1, *q.shape[1:])
-        return jnp.tile(grouped, (1, self.query_copies, 1, 1)).reshape(-1, *q.shape[1:])
+        return jnp.tile(grouped, (1, self.query_copies, *[1] * (q.ndim - 1))).reshape(-1, *q.shape[1:])
 
     def without_copies(self, mixed: jax.Array, kv_heads: int) -> jax.Array:
         """Undo `with_copies` on the result of attention."""

@@ -23,7 +23,7 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _KEYS = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "truncate", "finetuned",
+    "truncate", "finetuned", "short_factor", "long_factor",
 )  # fmt: skip
 
 
@@ -99,7 +99,26 @@ class YarnScaling:
         return max(trained, int(self.original * self.factor))
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Each pair's frequency divided by a factor of its own (LongRoPE): by one of `short` for texts of up to `original`
+    tokens, by one of `long` for longer ones. cos and sin are multiplied by magnitude."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    magnitude: float
+    is_long: bool = False
+
+    def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
+        factors = np.asarray(self.long if self.is_long else self.short, np.float32)
+        return 1 / (factors * _powers(theta, head_dim))
+
+    def max_position(self, trained: int) -> int:
+        return trained
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 def plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
@@ -112,11 +131,18 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
     return np.power(theta, exponents, dtype=np.float64).astype(np.float32)
 
 
-def read_rope(top: Settings) -> tuple[float, RopeScaling | None]:
+def read_rope(top: Settings, *, by_layer: bool = False, of_phi: bool = False) -> tuple[float, RopeScaling | None]:
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
-    ones (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
+    ones (rope_theta, rope_scaling).
+
+    by_layer: rope_parameters may have parts of their own for each kind of layer; those of full attention are returned.
+    of_phi: a share of each head may be rotated, and any scaling is longrope, whatever it is called.
+    Raises CheckpointError, UnsupportedModelError.
+    """
     name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
     given = top.get(name) or {}
+    if by_layer and _is_by_layer(given):
+        name, given = f"{name}.full_attention", given["full_attention"]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise top.unsupported(name, "one for all layers is")
     rope = Settings(given, top.path, name)
@@ -124,10 +150,57 @@ def read_rope(top: Settings) -> tuple[float, RopeScaling | None]:
         if key not in _KEYS:
             raise rope.unsupported(key)
     for settings in (rope, top):
-        if settings.get("partial_rotary_factor") not in (None, 1.0):
+        if settings.get("partial_rotary_factor") not in (None, 1.0) and not of_phi:
             raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
     theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
+    if of_phi and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su", "yarn"):
+        return theta, _longrope(rope, top)
     return theta, _scaling(rope, name, top)
+
+
+def read_rotary_share(top: Settings) -> float:
+    """Return the share of each head's features that is rotated. Raises CheckpointError."""
+    rope = top.get("rope_scaling") or top.get("rope_parameters") or {}
+    given = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    share = top.get("partial_rotary_factor") if given is None else given
+    if share is None:
+        return 1.0
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+        raise top.wrong("partial_rotary_factor", share, "a number above 0 and at most 1")
+    return float(share)
+
+
+def _longrope(rope: Settings, top: Settings) -> LongRopeScaling:
+    def factors(name: str) -> tuple[float, ...]:
+        given = rope.get(name)
+        if not isinstance(given, list) or not all(isinstance(each, (int, float)) and each > 0 for each in given):
+            raise rope.wrong(name, given, "a list of numbers above 0")
+        return tuple(map(float, given))
+
+    before = "original_max_position_embeddings"
+    original = rope.integer(before, default=top.integer(before))
+    factor = rope.optional("factor") or top.integer("max_position_embeddings") / original
+    magnitude = rope.optional("attention_factor")
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(factors("short_factor"), factors("long_factor"), original, magnitude)
+
+
+def read_window_rope(top: Settings) -> float:
+    """Return the base of layers with a sliding window, of a config.json that gives them one of their own, in new keys
+    (rope_parameters.sliding_attention) or older ones (rope_local_base_freq). Raises as `read_rope` does."""
+    given = top.get("rope_parameters") or {}
+    if not _is_by_layer(given):
+        return top.positive("rope_local_base_freq", DEFAULT_THETA)
+    rope = Settings(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
+    if rope.get("rope_type", "default") != "default":
+        raise rope.unsupported("rope_type", "only 'default' is in layers with a window")
+    return rope.positive("rope_theta", DEFAULT_THETA)
+
+
+def _is_by_layer(given: object) -> bool:
+    kinds = {"full_attention", "sliding_attention"}
+    return isinstance(given, dict) and given.keys() == kinds and all(isinstance(each, dict) for each in given.values())
 
 
 def _scaling(rope: Settings, name: str, top: Settings) -> RopeScaling | None:

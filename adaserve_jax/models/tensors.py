@@ -138,6 +138,13 @@ class TensorFiles:
         """Return safetensors' name of a tensor's type, such as F16, BF16 or F32."""
         return self._tensors[name].dtype
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read_entry(self, name: str, index: int) -> np.ndarray:
+        """Return one entry of a tensor's first axis, in the file's type."""
+        return self._tensors[name].read(slice(index, index + 1))[0]
+
     def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
         """Write rows [start, stop) of the named tensors, one below another, into `out`, block by block.
 

@@ -99,8 +99,9 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
         raise ConfigError(f"--device plans one process, got num_processes {config.num_processes}; leave it out")
     folder = resolve_folder(config.target, "target")
     drafts = [resolve_folder(path, "draft") for path in config.draft_folders.values()]
-    draft = ModelConfig.from_folder(drafts[0]) if drafts else None
-    pair = ModelPair(folder, ModelConfig.from_folder(folder), draft, tuple(drafts))
+    target = ModelConfig.from_folder(folder).for_context(config.max_context)
+    draft = ModelConfig.from_folder(drafts[0]).for_context(config.max_context) if drafts else None
+    pair = ModelPair(folder, target, draft, tuple(drafts))
     return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 
 

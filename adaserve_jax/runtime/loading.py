@@ -70,12 +70,12 @@ def find_pair(config: EngineConfig) -> ModelPair:
     where drafts learn; ConfigError: a further draft is of another shape than the first.
     """
     target_folder = resolve_folder(config.target, "target")
-    target = ModelConfig.from_folder(target_folder)
+    target = ModelConfig.from_folder(target_folder).for_context(config.max_context)
     tokenizer = Tokenizer.from_folder(target_folder)
     first, folders, vocabularies = None, [], []
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft")
-        draft = ModelConfig.from_folder(folder)
+        draft = ModelConfig.from_folder(folder).for_context(config.max_context)
         first = first or draft
         for each in (each for each in fields(ModelConfig) if each.compare):  # drafts share programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)

@@ -74,15 +74,17 @@ class ModelPrograms:
         new_k: list[jax.Array] = []
         new_v: list[jax.Array] = []
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             k, v = k.astype(pools.k.dtype), v.astype(pools.v.dtype)
             new_k.append(k.transpose(2, 0, 1))
             new_v.append(v.transpose(2, 0, 1))
             q = self.partition.with_copies(q, k.shape[0])
-            window = self.config.window_of(layer)
+            if sinks is not None:
+                sinks = self.partition.with_copies(sinks, k.shape[0])
             mixed = paged_tree_attention(
-                q, k, v, pools.keys, pools.values, layer, tokens, window, implementation=self.attention
-            )
+                q, k, v, pools.keys, pools.values, layer, tokens, self.config.window_of(layer),
+                implementation=self.attention, softcap=self.config.attention_cap, sinks=sinks,
+            )  # fmt: skip
             return self.partition.without_copies(mixed, k.shape[0])
 
         used = fields["row"] < bucket.rows if self.config.experts else None
@@ -172,7 +174,7 @@ class ModelPrograms:
         k_buffer, v_buffer = carry
         key_position = fields["ctx_len"][:, None] + jnp.arange(visible.shape[2]) // width
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             nonlocal k_buffer, v_buffer
             start = (layer, 0, 0, level * width, 0)
 
@@ -189,7 +191,8 @@ class ModelPrograms:
                 first = position - window + 1
             mixed = beam_attention(
                 q_rows, k_buffer[layer], v_buffer[layer], pools.keys, pools.values, layer, fields["page_table"],
-                fields["ctx_len"], seen, first, implementation=self.attention,
+                fields["ctx_len"], seen, first, implementation=self.attention, softcap=self.config.attention_cap,
+                sinks=sinks,
             )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 

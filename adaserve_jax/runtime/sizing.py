@@ -94,7 +94,8 @@ def resolve(
     """
     platform = _platform(absent)
     on_cpu = platform == "cpu"
-    supported = min(model.max_position for model in (target, draft) if model is not None)
+    models = [model for model in (target, draft) if model is not None]
+    supported = min(model.max_position for model in models)
     if config.max_context > supported:
         raise ConfigError(
             f"max_context must be at most {supported}, which the models support, got {config.max_context}"
@@ -103,7 +104,7 @@ def resolve(
         config,
         dtype=_dtype_name(config, platform),
         max_requests=config.max_requests or max(config.row_edges, default=32 if on_cpu else 128),
-        max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
+        max_context=config.max_context or min(*(model.usual_context for model in models), 2048 if on_cpu else 8192),
     )
     edges, rows = _edges(config, on_cpu)
     max_tree = config.max_tree_tokens or (128 if on_cpu else 512)
@@ -431,7 +432,7 @@ def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", 
 def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the part of `weight_bytes` that only tokens which chose an expert need."""
     sizes = _weight_sizes(config, dtype, quantize, partition)
-    return sum(size for name, size in sizes.items() if ".experts." in name and not name.endswith(".router"))
+    return sum(size for name, size in sizes.items() if ".experts." in name and ".experts.router" not in name)
 
 
 def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partition: Partition) -> dict[str, int]:

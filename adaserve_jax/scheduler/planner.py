@@ -129,7 +129,6 @@ class Planner:
         self._max_prefill = max_prefill
         self._prefill_per_step = 0.0
         self._horizon = horizon
-        self._lengths = lengths
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide and lay out a step; return None if nothing can run."""
@@ -158,7 +157,7 @@ class Planner:
             ),
             can_draft=self._draft.can_draft,
             suffix_f=None if suffix is None else suffix.f,
-            due_s=pace.due_s(now),
+            due_s=pace.due_s(now) if self._draft.remote or self._controller.reads_due else None,
             tpot_slo_s=pace.tpot_slo_s,
         )
         decision = self._controller.decide(load)

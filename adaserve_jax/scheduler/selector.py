@@ -17,7 +17,7 @@ from adaserve_jax.types import CandidateTrees, DraftTrees, Limits
 _RESTS = {
     "slo": selection.throughput_phase, "slo-equal": selection.equal_rest, "slo-only": selection.only_needed,
 }  # fmt: skip
-"""What the rest of the budget goes to after the SLO phase."""
+"""Spend what the SLO phase leaves of the budget, by selector."""
 CODE_NODES_FACTOR = 1.2
 """Multiple of an equal share of the budget that is n_max in the authors' code."""
 

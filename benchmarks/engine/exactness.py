@@ -69,7 +69,9 @@ class Margins:
         tokens = jnp.asarray(sequence)
         visible = jnp.tril(jnp.ones((len(sequence), len(sequence)), bool))
 
-        def attend(layer: int, q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray) -> jnp.ndarray:
+        def attend(
+            layer: int, q: jnp.ndarray, k: jnp.ndarray, v: jnp.ndarray, sinks: jnp.ndarray | None
+        ) -> jnp.ndarray:
             group = q.shape[0] // k.shape[0]
             k, v = jnp.repeat(k, group, axis=0), jnp.repeat(v, group, axis=0)
             scores = jnp.einsum("hdt,hds->hts", q, k) * q.shape[1] ** -0.5

@@ -20,7 +20,8 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 @dataclass(frozen=True)
 class AttentionSpec:
     """One shape. counts: in-flight tokens per request; contexts: committed tokens per request; chain: parents form a
-    chain, else a random tree; tokens: packed length T, 0: as many as there are; block_size: Q."""
+    chain, else a random tree; tokens: packed length T, 0: as many as there are; block_size: Q; sinks: whether each head
+    has one."""
 
     name: str
     counts: tuple[int, ...]
@@ -34,6 +35,8 @@ class AttentionSpec:
     dtype: str = "bf16"
     tokens: int = 0
     window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +77,8 @@ class AttentionSpec:
 
 class AttentionCase(NamedTuple):
     """Inputs of one spec, NumPy. q: [H, D, T]; k, v: [K, D, T]; pools: [2, P, K, S, D], of which layer 1 is used and
-    D may be padded; page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded."""
+    D may be padded; page_table: i32[R, pages]; ctx_len: i32[R]; row, parent, position: i32[T], row = R where padded;
+    sinks: f32[H], or None."""
 
     q: np.ndarray
     k: np.ndarray
@@ -86,6 +90,7 @@ class AttentionCase(NamedTuple):
     row: np.ndarray
     parent: np.ndarray
     position: np.ndarray
+    sinks: np.ndarray | None = None
 
 
 LAYER = 1
@@ -110,7 +115,8 @@ def make_case(spec: AttentionSpec, seed: int, platform: str = "cpu") -> Attentio
     q = rng.standard_normal((spec.group * spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32)
     k, v = (rng.standard_normal((spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32) for _ in range(2))
     q, k, v = (x.astype(dtype) for x in (q, k, v))
-    return AttentionCase(q, k, v, k_pool, v_pool, table, np.asarray(spec.contexts, np.int32), *trees(spec, rng))
+    case = AttentionCase(q, k, v, k_pool, v_pool, table, np.asarray(spec.contexts, np.int32), *trees(spec, rng))
+    return case._replace(sinks=rng.standard_normal(len(q), np.float32)) if spec.sinks else case
 
 
 def page_table(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray:
@@ -157,8 +163,14 @@ TINY = {
         _tiny("windowed_decode", (1, 1, 1), (0, 17, 40), True, block_size=1, tokens=4, window=10),
         _tiny("windowed_tree", (5, 1, 8), (3, 33, 16), False, tokens=16, window=3),
         _tiny("windowed_prefill", (21, 1, 6), (8, 50, 30), True, group=1, block_size=8, tokens=32, window=17),
+        _tiny("capped_tree", (5, 1, 8), (3, 33, 16), False, tokens=16, softcap=1.5),
+        _tiny("sinks_tree", (5, 1, 8), (3, 33, 0), False, kv_heads=2, tokens=16, sinks=True),
+        _tiny(
+            "capped_windowed_sinks_prefill", (21, 1, 6), (8, 50, 30), True, block_size=8, tokens=32, window=17,
+            softcap=1.5, sinks=True,
+        ),
     )
-}
+}  # fmt: skip
 
 
 RAGGED = (0, 64, 257, 700, 1500, 3000, 5000, 8192)
@@ -195,5 +207,7 @@ FULL = {
         _full("tree24_page128", 24, False, page_size=128),
         _full("tree24_f32", 24, False, dtype="f32"),
         _full("tree24_windowed", 24, False, window=1024),
+        _full("tree24_capped", 24, False, softcap=50.0),
+        _full("tree24_sinks", 24, False, head_dim=64, sinks=True, window=128),
     )
 }

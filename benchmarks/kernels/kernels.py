@@ -101,7 +101,17 @@ def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
     def run(q, k, v, k_pool, v_pool, *where):
         tokens = packed_tokens(spec, *where)
         return api.paged_tree_attention(
-            q, k, v, k_pool, v_pool, LAYER, tokens, spec.window, implementation=implementation
+            q,
+            k,
+            v,
+            k_pool,
+            v_pool,
+            LAYER,
+            tokens,
+            spec.window,
+            implementation=implementation,
+            softcap=spec.softcap,
+            sinks=case.sinks,
         )
 
     rng = np.random.default_rng(1)
@@ -109,10 +119,12 @@ def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
     chosen = real if len(real) <= SAMPLED_TOKENS else np.sort(rng.choice(real, SAMPLED_TOKENS, replace=False))
     kernel = "paged_tree_attention"
     try:
-        out = np.asarray(run(*case).astype(jnp.float32), np.float64)
+        out = np.asarray(run(*case[:-1]).astype(jnp.float32), np.float64)
     except Exception as error:  # a kernel that does not compile or run is a finding, not the end of the report
         return Conformance(kernel, implementation, spec.name, False, None, f"{type(error).__name__}: {error}"[:600])
-    expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window, only=chosen)
+    expected = oracle_attention(
+        *case[:5], LAYER, *case[5:9], spec.window, only=chosen, softcap=spec.softcap, sinks=case.sinks
+    )
     difference = np.abs(out - expected)[:, :, chosen]
     error = float(difference.max()) / spec.tolerance
     ok = bool(np.isfinite(difference).all() and error <= 1)

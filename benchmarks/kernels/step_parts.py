@@ -125,7 +125,7 @@ def _bare(programs: ModelPrograms, bucket: Bucket, params: Params, pools: Pools,
     fields = step_layout(bucket, programs.max_pages).split(packed)
     kept: list[tuple[jax.Array, jax.Array]] = []
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         kept.append((k.transpose(2, 0, 1), v.transpose(2, 0, 1)))
         return q
 

@@ -200,7 +200,7 @@ def test_simulations_need_lengths_and_times(tmp_path: Path) -> None:
         ("code", "expected class:field=number .*, got 'code'"),
         ("code:tpot=50;", "expected class:field=number .*, got ''"),
         ("code:tpot=50;code:ttft=4", "class 'code' is named twice"),
-        ("code:speed=3", "class code: expected each of tpot, ttft, relative at most once, or none, got 'speed=3'"),
+        ("code:speed=3", "class code: expected each of tpot, ttft, relative, e2e at most once, or none, got 'speed=3'"),
         ("code:tpot=3,tpot=4", "class code: expected each of .* at most once"),
         ("code:tpot=x", "class code: tpot: expected a number, got 'x'"),
         ("code:tpot=-1", "class code: .*above 0"),

@@ -11,7 +11,7 @@ import pytest
 from adaserve_jax import LLM, SLO, SamplingParams
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_greedy, torch_model, write_family
 
-TOKENS = 80
+TOKENS = 128
 PROMPTS = [90, 7]  # tokens; with the first, the window and the context before scaling are left behind at once
 
 
@@ -32,9 +32,17 @@ def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
         row_edges=(2,), max_tree_tokens=32, max_depth=4, max_width=1,
     ) as llm:  # fmt: skip
         outputs = llm.generate(prompts, sampling, slo=SLO(tpot_ms=1))
+        (hit,) = llm.generate(prompts[:1], sampling, slo=SLO(tpot_ms=1))
+        sampled = SamplingParams(max_tokens=32, temperature=0.8, seed=7, ignore_eos=True)
+        by_trees = llm.generate(prompts, sampled, slo=SLO(tpot_ms=1))
+        llm.set_policy("ar")
+        by_itself = llm.generate(prompts, sampled, slo=SLO(tpot_ms=1))
+        llm.set_policy("spec:4")
         (by_default,) = llm.generate(prompts[1], slo=SLO(tpot_ms=1))
         compiles = llm.stats().compiles_after_ready
     assert [output.token_ids for output in outputs] == expected
+    assert hit.token_ids == expected[0] and hit.metrics.cached_tokens == 80
+    assert [output.token_ids for output in by_trees] == [output.token_ids for output in by_itself]
     assert all(output.metrics.verify_steps <= TOKENS / 5 + 2 for output in outputs)
     assert by_default.token_ids == expected[1][: len(by_default.token_ids)]
     assert compiles == 0

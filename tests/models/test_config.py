@@ -14,7 +14,7 @@ import pytest
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import GenerationDefaults, ModelConfig, resolve_folder
-from adaserve_jax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from adaserve_jax.models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from adaserve_jax.types import SamplingParams
 from tests.models.checkpoints import CONFIG, MIXTRAL
 
@@ -69,6 +69,10 @@ MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -130,6 +134,56 @@ def test_qwen3_moe_has_experts_in_some_layers(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(_write(tmp_path, **settings, **windows)).windows == (4,) * 6
 
 
+def test_gemma_2_has_caps_and_a_window_in_every_other_layer(tmp_path: Path) -> None:
+    absent = dict.fromkeys(("tie_word_embeddings", "eos_token_id"), "absent")
+    gemma = ModelConfig.from_folder(_write(tmp_path, **GEMMA2, **absent, num_hidden_layers=3))
+    assert (gemma.attention_cap, gemma.logit_cap, gemma.query_scalar) == (50.0, 30.0, 256.0)
+    assert (gemma.windows, gemma.tie_embeddings, gemma.eos_token_ids) == ((4096, None, 4096), True, (1,))
+    assert gemma.offset_norms and gemma.post_norms and gemma.scaled_embedding and not gemma.qk_norm
+    assert gemma.activation == "gelu_tanh"
+    changed = {"attn_logit_softcapping": None, "final_logit_softcapping": 7, "query_pre_attn_scalar": 16}
+    other = ModelConfig.from_folder(_write(tmp_path, **GEMMA2, **changed))
+    assert (other.attention_cap, other.logit_cap, other.query_scalar) == (None, 7.0, None)
+
+
+def test_gemma_3_has_two_rotary_bases_in_both_spellings(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": "absent", "rope_local_base_freq": 500.0, "rope_scaling": scaling}
+    gemma = ModelConfig.from_folder(_write(tmp_path, **GEMMA3, **old, num_hidden_layers=7))
+    assert (gemma.rope_theta, gemma.window_rope_theta, gemma.rope_scaling) == (1e6, 500.0, LinearScaling(8.0))
+    assert gemma.max_position == 256  # with the scaling in it
+    assert gemma.windows == (4096,) * 5 + (None, 4096) and gemma.qk_norm
+    parts = {"full_attention": scaling | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 500.0}}
+    new = {"rope_parameters": parts, "rope_theta": "absent", "num_hidden_layers": 7}
+    assert ModelConfig.from_folder(_write(tmp_path, **GEMMA3, **new)) == gemma
+
+
+def test_phi_rotates_a_share_of_each_head_by_lists(tmp_path: Path) -> None:
+    lists = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
+    rope = {"rope_scaling": lists | {"type": "su"}, "partial_rotary_factor": 0.375}
+    remote = {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
+    phi = ModelConfig.from_folder(_write(tmp_path, **PHI3, **rope, **remote, original_max_position_embeddings=64))
+    assert (phi.rotary_dim, phi.fused_tensors, phi.max_position, phi.usual_context) == (6, True, 256, 64)
+    magnitude = math.sqrt(1 + math.log(4) / math.log(64))
+    scaling = LongRopeScaling((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), 64, magnitude)
+    assert phi.rope_scaling == scaling
+    assert phi.for_context(0) == phi.for_context(64) == phi
+    assert phi.for_context(65) == replace(phi, rope_scaling=replace(scaling, is_long=True))
+    assert phi.for_context(65).usual_context == 256
+    plain = ModelConfig.from_folder(_write(tmp_path, **PHI3))
+    assert (plain.rotary_dim, plain.rope_scaling, plain.windows, plain.usual_context) == (None, None, (), 256)
+
+
+def test_gpt_oss_has_sinks_and_clamped_experts(tmp_path: Path) -> None:
+    settings = GPT_OSS | dict.fromkeys(("rope_theta", "max_position_embeddings"), "absent")
+    found = ModelConfig.from_folder(_write(tmp_path, **settings, num_hidden_layers=3, num_local_experts=8))
+    assert found.sinks and found.qkv_bias and found.out_bias and found.windows == (128, None, 128)
+    assert found.experts is not None and found.experts.normalised and found.experts.biased
+    assert (found.experts.count, found.experts.per_token, found.experts.clamp) == (8, 4, (7.0, 1.702))
+    assert (found.rope_theta, found.max_position) == (150000.0, 131072)
+    assert found.rope_scaling == YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
+
+
 def test_llama_biases_are_read(tmp_path: Path) -> None:
     llama = ModelConfig.from_folder(_write(tmp_path))
     biased = ModelConfig.from_folder(_write(tmp_path, attention_bias=True, mlp_bias=True))
@@ -187,7 +241,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
-    ({"architectures": ["GptOssForCausalLM"]}, "GptOssForCausalLM.* is not supported, which needs attention sinks"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+    (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+    (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+    (GEMMA2 | {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported; only 'gelu_pytorch_tanh'"),
+    (
+        GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+        "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
+    ),
+    (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+        "Gemma3ForConditionalGeneration.* is not supported, which needs an image encoder; a checkpoint of its text",
+    ),
+    (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
+    ({"architectures": ["OlmoeForCausalLM"]}, "OlmoeForCausalLM.* is not supported, which needs norms over all"),
+    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = .*mxfp4.* is not supported"),
 ]
 
 
@@ -200,6 +268,13 @@ def test_unsupported_settings_are_refused_by_name(tmp_path: Path, overrides: dic
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0 and at most 1, got 1.5"),
+    (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor must give an even dimension, got 3"),
+    (PHI3 | {"rope_scaling": {"type": "longrope"}}, "short_factor must be a list of numbers above 0, got None"),
+    (
+        PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1] * 8}},
+        "short_factor and long_factor must have 8 numbers, one per rotated pair, got 1 and 8",
+    ),
     ({"hidden_size": "absent"}, "hidden_size must be an integer >= 1, got None"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
     ({"vocab_size": "many"}, "vocab_size must be an integer >= 1, got 'many'"),

@@ -33,7 +33,7 @@ TOKENS = 24
 def dense_attend(mask: np.ndarray) -> Attend:
     """Attention over all T tokens at once. mask: bool[T, T], query by key."""
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         group = q.shape[0] // k.shape[0]
         k, v = jnp.repeat(k, group, axis=0), jnp.repeat(v, group, axis=0)
         scores = jnp.einsum("hdt,hds->hts", q, k, preferred_element_type=jnp.float32) / q.shape[1] ** 0.5
@@ -155,7 +155,7 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
     def attend_arguments(params: dict[str, jax.Array], positions: jax.Array) -> tuple[jax.Array, ...]:
         seen: list[tuple[jax.Array, ...]] = []
 
-        def spy(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def spy(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None) -> jax.Array:
             seen.append((q, k, v))
             return q
 
@@ -176,7 +176,7 @@ def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
     are multiplied by XLA even where there are kernels."""
     config = ModelConfig(512, 128, 256, 1, 4, 2, 32, 1e4, 1e-5, True, 128)
 
-    def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None) -> jax.Array:
         rows = [x.reshape(-1, 80).T for x in (q, jnp.concatenate([k, k]), jnp.concatenate([v, v]))]
         return jax.nn.softmax(rows[0] * rows[1] + rows[2], axis=-1).T.reshape(q.shape)
 

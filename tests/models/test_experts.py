@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import attend_dense, decode, init_params, logits
 from adaserve_jax.models.experts import grouped_product
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.partition import Partition
 from tests.models.checkpoints import MIXTRAL, write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -73,3 +75,10 @@ def test_the_product_is_the_same_through_xla_and_through_the_kernel(dtype: type)
     found = jax.jit(grouped_product)(weight, x, np.array([4, 0, 5], np.int32))
     both = [weight[group].astype(np.float64) @ x.astype(np.float64) for group in (0, 2)]
     np.testing.assert_allclose(found, np.concatenate([both[0][:, :4], both[1][:, 4:]], axis=1), atol=1e-4)
+
+
+def test_experts_that_divide_neither_way_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **MIXTRAL | {"num_local_experts": 3, "intermediate_size": 65})
+    message = r"tp must divide the number of the target's experts \(3\) or their inner features \(65\), got 2"
+    with pytest.raises(ConfigError, match=message):
+        Partition.of(ModelConfig.from_folder(folder), 2, exact=False)

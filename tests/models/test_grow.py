@@ -81,7 +81,7 @@ def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path
     assert config.windows == (4, 4, 4, 4)
     assert ModelConfig.from_folder(tmp_path / "grown") == config
     qwen = write_checkpoint(tmp_path / "qwen", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-    with pytest.raises(ConfigError, match="with biases or with norms of queries and keys cannot grow"):
+    with pytest.raises(ConfigError, match="with biases, further norms or fused tensors cannot grow"):
         grow(qwen, tmp_path / "other", shape)
 
 

@@ -34,7 +34,7 @@ def causal_logits(config: ModelConfig, params: dict[str, jax.Array]) -> np.ndarr
     """f32[T, V] over TOKENS."""
     count = len(TOKENS)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
         k, v = (jnp.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
         scores = jnp.einsum("hdt,hds->hts", q, k) * q.shape[1] ** -0.5
         weights = jax.nn.softmax(jnp.where(np.tril(np.ones((count, count), bool)), scores, -jnp.inf))

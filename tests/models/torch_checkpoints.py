@@ -25,6 +25,17 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_GEMMA = {
+    "num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "final_logit_softcapping": 4.0,
+}  # fmt: skip
+_TWO_BASES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 700,
+    "short_factor": [1 + pair / 9 for pair in range(8)], "long_factor": [2 + pair**1.5 for pair in range(8)],
+}  # fmt: skip
 _QWEN_MOE = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "num_key_value_heads": 4}),
@@ -58,6 +69,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True, "sliding_window": WINDOW,
         },
     ),
+    "llama3_instruct": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "eos_token_id": [0, 1, 7]}),
+    "gemma2": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 3.0}),
+    "gemma2_biases": ("Gemma2", _GEMMA | {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 32}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": WINDOW, "hidden_size": 64}),
+    "phi4_mini": (
+        "Phi3", {
+            "pad_token_id": 0, "hidden_size": 128, "head_dim": 32, "tie_word_embeddings": True, "sliding_window": 2000,
+            "rope_parameters": _LONGROPE | {
+                "partial_rotary_factor": 0.75, "short_factor": [1 + pair / 9 for pair in range(12)],
+                "long_factor": [1e3] * 12,
+            },
+        },
+    ),
+    "phi3_long": (
+        "Phi3", {
+            "pad_token_id": 0, "hidden_size": 64,
+            "rope_parameters": _LONGROPE | {"original_max_position_embeddings": 1, "attention_factor": 1.2},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss", {
+            "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40,
+            "sliding_window": WINDOW, "swiglu_limit": 0.5, "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
+    "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
 }  # fmt: skip
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
 
@@ -68,14 +105,16 @@ def write_family(folder: Path, name: str, *, seed: int = 0, shards: bool = False
     import transformers
 
     family, overrides = FAMILIES[name]
-    config = getattr(transformers, f"{family}Config")(**(_SIZES | overrides))
+    of_family = getattr(transformers, f"{family}ForCausalLM")
+    config = of_family.config_class(**(_SIZES | overrides))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
+        model = of_family(config).to(torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("norm.weight"):
-                    parameter.uniform_(0.5, 1.5)
+                    centre = 0.0 if "Gemma" in family else 1.0  # Gemma's norms multiply by 1 + weight
+                    parameter.uniform_(centre - 0.5, centre + 0.5)
                 elif parameter_name.endswith("bias"):
                     parameter.normal_(0, 0.5)
                 else:

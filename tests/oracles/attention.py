@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 
-def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None, only=None):
+def oracle_attention(
+    q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None, only=None,
+    softcap=None, sinks=None,
+):  # fmt: skip
     """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D], D may be padded. window: a token sees the last `window` of
-    its keys only. only: tokens to compute, None: all; others are zero. Returns f64[H, D, T]; tokens with row >= R are
-    zero."""
+    its keys only. softcap: bound of the scores. sinks: f[H], scores of keys without a value. only: tokens to
+    compute, None: all; others are zero. Returns f64[H, D, T]; tokens with row >= R are zero."""
     heads, head_dim, tokens = q.shape
     kv_heads, page_size = k.shape[0], k_pool.shape[3]
     out = np.zeros(q.shape)
@@ -36,6 +39,10 @@ def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, p
             for head in range(heads):
                 kv = head * kv_heads // heads
                 scores = keys[kv] @ q[head, :, token].astype(np.float64) / np.sqrt(head_dim)
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = np.append(scores, np.float64(sinks[head]))
                 weights = np.exp(scores - scores.max())
-                out[head, :, token] = weights @ values[kv] / weights.sum()
+                out[head, :, token] = weights[: len(values[kv])] @ values[kv] / weights.sum()
     return out

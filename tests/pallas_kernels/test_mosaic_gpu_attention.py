@@ -50,7 +50,7 @@ def check_against_oracle(spec: AttentionSpec) -> None:
     # Not `run` itself, whose cache does not see how many splits there are.
     fresh = jax.jit(partial(run.__wrapped__, spec=spec, implementation="mosaic_gpu"))
     out = np.asarray(fresh(given), np.float64)
-    expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)
+    expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window, softcap=spec.softcap, sinks=case.sinks)
     real = case.row < len(spec.counts)
     np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=spec.tolerance, equal_nan=False)
 
@@ -92,10 +92,11 @@ def shapes(spec: AttentionSpec) -> AttentionCase:
     keys = half(spec.kv_heads, spec.head_dim, tokens)
     pool = half(2, rows * max_pages + 3, spec.kv_heads, spec.page_size, spec.head_dim)
     q = half(spec.group * spec.kv_heads, spec.head_dim, tokens)
-    return AttentionCase(q, keys, keys, pool, pool, index(rows, max_pages), index(rows), *[index(tokens)] * 3)
+    sinks = jax.ShapeDtypeStruct(q.shape[:1], jnp.float32) if spec.sinks else None
+    return AttentionCase(q, keys, keys, pool, pool, index(rows, max_pages), index(rows), *[index(tokens)] * 3, sinks)  # type: ignore[arg-type]
 
 
-QUICK = ("tree24_head64", "tree24_windowed")
+QUICK = ("tree24_head64", "tree24_windowed", "tree24_capped", "tree24_sinks")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
     assert out[0, 0, [0, 2]].any()
 
 
-QUICK = ("tree24_page16", "tree24_windowed")
+QUICK = ("tree24_page16", "tree24_windowed", "tree24_capped", "tree24_sinks")
 
 
 def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -> AttentionCase:
@@ -130,6 +130,7 @@ def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -
     return AttentionCase(
         *(jax.ShapeDtypeStruct(x, DTYPES[spec.dtype], sharding=sharding) for x in floats),
         *(jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in integers),
+        jax.ShapeDtypeStruct(floats[0][:1], jnp.float32, sharding=sharding) if spec.sinks else None,
     )
 
 
@@ -155,7 +156,9 @@ def test_beams_lower_for_tpus_anywhere() -> None:
     assert "tpu_custom_call" in lowered.as_text()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill256", "tree24_page16", "tree24_f32", "tree24_windowed"])
+@pytest.mark.parametrize(
+    "name", ["decode", "prefill256", "tree24_page16", "tree24_f32", "tree24_windowed", "tree24_sinks"]
+)
 def test_compiles_for_a_tpu_and_copies_no_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("libtpu", reason="NOT COMPILED FOR TPU: libtpu, the compiler, is not installed")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")

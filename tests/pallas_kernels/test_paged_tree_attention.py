@@ -29,14 +29,15 @@ OF_TWO_SLABS = ("xla", "xla_off_cpu", "cpu", "canonical")
 """Those that read pools in two slabs."""
 OF_PADDED_POOLS = ("xla_off_cpu", "canonical", "mosaic_tpu")
 """Those that are checked on the pools of a TPU."""
+CAPPED = "capped_windowed_sinks_prefill"
 QUICK = {
-    "xla": ("bf16", "windowed_prefill"),
-    "xla_off_cpu": ("prefill", "windowed_tree"),
+    "xla": ("bf16", "windowed_prefill", CAPPED),
+    "xla_off_cpu": ("prefill", "windowed_tree", CAPPED),
     "cpu": tuple(name for name, spec in TINY.items() if spec.dtype == "f32"),
-    "canonical": ("tree", "windowed_prefill"),
-    "plain": ("tree_past_a_tile", "windowed_tree"),
-    "mosaic_gpu": ("tree_eight_heads",),  # always in bf16
-    "mosaic_tpu": ("bf16",),
+    "canonical": ("tree", "windowed_prefill", CAPPED),
+    "plain": ("tree_past_a_tile", "windowed_tree", CAPPED),
+    "mosaic_gpu": ("tree_eight_heads", CAPPED),  # always in bf16
+    "mosaic_tpu": ("bf16", CAPPED),
 }
 """Shapes of every run. Compiling takes a second, simulation several. The kernels' own tests have other shapes."""
 
@@ -64,7 +65,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @partial(jax.jit, static_argnames=("spec", "implementation"))
 def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax.Array:
     """Packed attention of a case."""
-    q, k, v, k_pool, v_pool, page_table, ctx_len, row, parent, position = case
+    q, k, v, k_pool, v_pool, page_table, ctx_len, row, parent, position, sinks = case
     bits = ancestor_bits(parent)
     counts = jnp.asarray(spec.counts, jnp.int32)
     blocks = query_blocks(counts, row, num_blocks=spec.num_blocks + 1, block_size=spec.block_size)
@@ -83,7 +84,9 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
         LAYER,
         tokens,
         spec.window,
-        implementation="xla" if "xla" in implementation or canonical else implementation,
+        implementation="xla" if "xla" in implementation or canonical else implementation,  # type: ignore[arg-type]
+        softcap=spec.softcap,
+        sinks=sinks,
     )
 
 
@@ -146,7 +149,7 @@ def test_a_beam_over_two_slabs_gives_the_bits_of_one(implementation: Implementat
 def check_against_oracle(spec: AttentionSpec, implementation: str) -> None:
     case = make_case(spec, seed=3, platform="tpu" if implementation in OF_PADDED_POOLS else "cpu")
     out = np.asarray(run(case, spec=spec, implementation=implementation), np.float64)
-    expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)
+    expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window, softcap=spec.softcap, sinks=case.sinks)
     real = case.row < len(spec.counts)
     np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=spec.tolerance, equal_nan=False)
 

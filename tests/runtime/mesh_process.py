@@ -36,6 +36,10 @@ CASES = {
     "demo_exact": ("demo", True, "none", (1, 4)), "experts": ("experts", False, "none", (1, 4)),
     "experts_exact": ("experts", True, "none", (4,)), "experts_int8": ("experts", False, "int8", (1, 4)),
     "narrow": ("narrow", False, "none", (1, 2)), "narrow_exact": ("narrow", True, "none", (2,)),
+    "gemma": ("gemma", False, "none", (1, 2)), "gemma_exact": ("gemma", True, "none", (2,)),
+    "gemma_int8": ("gemma", False, "int8", (1, 2)), "phi": ("phi", False, "none", (1, 2)),
+    "oss": ("oss", False, "none", (1, 2, 4)), "oss_exact": ("oss", True, "none", (4,)),
+    "oss_int8": ("oss", False, "int8", (1, 2)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
@@ -120,6 +124,9 @@ def main(folder: Path, *, quick: bool) -> None:
         }  # fmt: skip
         checkpoints |= {
             "narrow": write_family(folder / "narrow", "qwen3_moe_mixed"),
+            "oss": write_family(folder / "oss", "gpt_oss"),
+            "gemma": write_family(folder / "gemma", "gemma3"),
+            "phi": write_family(folder / "phi", "phi4_mini"),
             # Neurons that two devices cannot share, so that each has whole experts.
             "three": write_checkpoint(folder / "three", **MIXTRAL, vocab_size=VOCABULARY, intermediate_size=51),
             "grown": folder / "grown",

@@ -35,7 +35,7 @@ def probe(programs: ModelPrograms, params, pools, packed, bucket):
 
 def build(folder: Path, canonical: bool, ways: int = 1, quantize: str = "none") -> DeviceModel:
     """A model whose forward returns logits, divided over the first `ways` devices."""
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder).for_context(LENGTH)
     partition = Partition.of(config, ways, exact=canonical)
     placement = Placement.over(tuple(jax.devices()[:ways]), partition)
     programs = ModelPrograms(partition.local(config), MAX_PAGES, canonical, partition)

@@ -11,11 +11,19 @@ from tests.models.torch_checkpoints import FAMILIES, torch_model, write_family
 from tests.runtime.against_transformers import largest_error
 from tests.runtime.packed_model import build
 
-TOLERANCE = 2e-4
+TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
+    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical",
 }  # fmt: skip
-CASES = [f"{name}-blocks" for name in FAMILIES] + ["mistral-canonical", "qwen3_window-canonical", "qwen3_moe-canonical"]
+CASES = [f"{name}-blocks" for name in FAMILIES] + [
+    "mistral-canonical",
+    "qwen3_window-canonical",
+    "qwen3_moe-canonical",
+    "gemma2-canonical",
+    "gemma3-canonical",
+    "gpt_oss-canonical",
+]
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 

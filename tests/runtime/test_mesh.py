@@ -74,6 +74,14 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("narrow", 2),
         ("narrow_exact", 2),
         ("three", 2),
+        ("gemma", 2),
+        ("gemma_exact", 2),
+        ("gemma_int8", 2),
+        ("phi", 2),
+        ("oss", 2),
+        ("oss", 4),
+        ("oss_exact", 4),
+        ("oss_int8", 2),
     ],
 )
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from adaserve_jax.models import loading
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.placement import Placement
+from adaserve_jax.models.rope import LongRopeScaling
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime import sizing as footprint
 from adaserve_jax.runtime.compile import compile_all
@@ -61,6 +62,13 @@ def test_auto_on_a_cpu() -> None:
 def test_without_a_draft_nothing_is_kept_for_one() -> None:
     limits = resolve(EngineConfig(draft=None), TARGET, None).limits
     assert (limits.max_depth, limits.max_width, limits.max_context) == (0, 0, 2048)
+
+
+def test_by_itself_the_context_stays_within_that_of_the_short_rotary_factors() -> None:
+    phi = replace(TARGET, rope_scaling=LongRopeScaling((1.0,) * 32, (2.0,) * 32, 512, 1.0))
+    assert resolve(EngineConfig(draft=None), phi, None).limits.max_context == 512
+    asked = EngineConfig(draft=None, max_context=600)
+    assert resolve(asked, phi.for_context(600), None).limits.max_context == 600
 
 
 def test_deterministic_mode_has_one_bucket() -> None:

@@ -10,7 +10,7 @@ import pytest
 from adaserve_jax.scheduler.controllers.slack_chunks import LEAST_CHUNK, SlackChunks, SlidingChunks
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import CostSamples
-from tests.scheduler.harness import limits_of
+from tests.scheduler.harness import Run, limits_of, request_of
 from tests.scheduler.test_controllers import load_of
 
 STAIRS = {64: 0.025, 128: 0.030, 256: 0.040, 512: 0.070}
@@ -80,3 +80,15 @@ def test_slidingserve_chooses_the_best_of_all_pairs():
         assert found == max(first, LEAST_CHUNK)
         chosen.add(found)
     assert len(chosen) >= 4
+
+
+@pytest.mark.parametrize("policy", ["niyama", "slidingserve"])
+def test_a_long_prompt_comes_in_smaller_chunks_beside_a_target(policy):
+    def largest_chunk(tpot_slo_s):
+        run = Run.of(limits_of(token_edges=(8, 64, 256, 512), max_context=1024), policy=policy)
+        run.add(request_of("paced", prompt=4, tokens=100, tpot_slo_s=tpot_slo_s))
+        run.step()
+        run.add(request_of("long", prompt=900, tokens=1))
+        return max(run.step()[0].num_prefill_tokens for _ in range(3))
+
+    assert largest_chunk(0.03) < largest_chunk(None)

@@ -25,6 +25,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     pack_bits,
     packed_operands,
     pad_to_tiles,
+    sinks_of_rows,
     unfold,
 )
 
@@ -67,11 +68,15 @@ def paged_tree_attention(
     window: int | None = None,
     *,
     implementation: Implementation = "xla",
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from packed tokens to their committed context and in-flight ancestors.
 
     q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D], in one slab or two. window: a token
-    sees only keys at positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype.
+    sees only keys at positions above its own minus this, itself included; None: all. softcap: scores s become
+    softcap * tanh(s / softcap); None: they stay. sinks: f[H], for each head a score without a key, which takes its
+    share of the softmax and adds no value; None: none. Returns [H, D, T] in q's dtype.
     Scores are scaled by 1/sqrt(D) and reduced in float32. With no `tokens.blocks` it is the canonical order, whatever
     the implementation. Raises ConfigError: the implementation does not support the shapes, or two slabs.
     """
@@ -84,20 +89,23 @@ def paged_tree_attention(
             raise ValueError("canonical attention needs the ancestor paths: PackedTokens.path is None")
         out = reference.canonical_attention(
             q_tokens * head_dim**-0.5, k.transpose(2, 0, 1), v.transpose(2, 0, 1), k_pool, v_pool, layer,
-            tokens.page_table[tokens.row], tokens.ctx_len[tokens.row], tokens.position, tokens.path, window,
+            tokens.page_table[tokens.row], tokens.ctx_len[tokens.row], tokens.position, tokens.path, window, softcap,
+            sinks,
         )  # fmt: skip
     elif implementation == "cpu":
         _check(implementation, k_pool, group)
-        return _module(implementation).attend_packed(q, k, v, k_pool, v_pool, layer, tokens, window)
+        return _module(implementation).attend_packed(q, k, v, k_pool, v_pool, layer, tokens, window, softcap, sinks)
     else:
         k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
         rest = (layer, tokens, tokens.blocks, window)
         if implementation == "xla":
-            out = reference.packed_attention(q_tokens * head_dim**-0.5, k_keys, v_keys, k_pool, v_pool, *rest)
+            out = reference.packed_attention(
+                q_tokens * head_dim**-0.5, k_keys, v_keys, k_pool, v_pool, *rest, softcap, sinks
+            )
         else:
             pools = _in_one_slab(implementation, k_pool, v_pool)
-            operands = packed_operands(q_tokens, k_keys, v_keys, *pools, *rest)
-            out = unfold(_attend(implementation, operands), tokens.blocks, group)
+            operands = packed_operands(q_tokens, k_keys, v_keys, *pools, *rest, sinks)
+            out = unfold(_attend(implementation, operands, softcap), tokens.blocks, group)
     return out.transpose(1, 2, 3, 0).reshape(num_heads, head_dim, num_tokens).astype(q.dtype)
 
 
@@ -114,24 +122,28 @@ def beam_attention(
     first: jax.Array | None = None,
     *,
     implementation: Implementation = "xla",
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend from W queries of each row to the row's context and its own in-flight keys.
 
     q: [R, K, G, W, D]; k, v: [R, K, N, D], in flight; page_table: i32[R, pages]; ctx_len: i32[R]; visible: bool[R, W,
-    N]; first: i32[R, W], first context position that a query sees, None: 0. Returns f32[R, K, G, W, D].
+    N]; first: i32[R, W], first context position that a query sees, None: 0; softcap, sinks: as of
+    `paged_tree_attention`. Returns f32[R, K, G, W, D].
     """
     rows, kv_heads, group, width, head_dim = q.shape
     if implementation == "cpu":
         _check(implementation, k_pool, group)
         return _module(implementation).attend_beam(
-            q, k, v, k_pool, v_pool, layer, page_table, ctx_len, visible, first
+            q, k, v, k_pool, v_pool, layer, page_table, ctx_len, visible, first, softcap, sinks
         )  # fmt: skip
     folded = q.reshape(rows, kv_heads, group * width, head_dim)
+    row_sinks = sinks_of_rows(sinks, kv_heads, width)
     if implementation == "xla":
         scaled = folded * head_dim**-0.5
         seen_from = None if first is None else jnp.tile(first, (1, group))
-        context = reference.context_partial(scaled, k_pool, v_pool, layer, page_table, ctx_len, seen_from)
-        tree = reference.inflight_partial(scaled, k, v, jnp.tile(visible, (1, group, 1)))
+        context = reference.context_partial(scaled, k_pool, v_pool, layer, page_table, ctx_len, seen_from, softcap)
+        tree = reference.inflight_partial(scaled, k, v, jnp.tile(visible, (1, group, 1)), softcap, row_sinks)
         return reference.merge(context, tree).reshape(q.shape)
     keys = -(-k.shape[2] // TILE) * TILE
 
@@ -144,8 +156,9 @@ def beam_attention(
     operands = Operands(
         folded, by_head(k), by_head(v), *_in_one_slab(implementation, k_pool, v_pool),
         jnp.full(1, layer, jnp.int32), page_table, index, ctx_len, first, index * (keys // TILE), num_tiles, bits,
+        row_sinks,
     )  # fmt: skip
-    return _attend(implementation, operands).reshape(q.shape)
+    return _attend(implementation, operands, softcap).reshape(q.shape)
 
 
 def _in_one_slab(implementation: Implementation, k_pool: Pool, v_pool: Pool) -> tuple[jax.Array, jax.Array]:
@@ -158,11 +171,11 @@ def _module(implementation: Implementation):
     return import_module(f"adaserve_jax.pallas_kernels.paged_tree_attention.{implementation}")
 
 
-def _attend(implementation: Implementation, operands: Operands) -> jax.Array:
+def _attend(implementation: Implementation, operands: Operands, softcap: float | None) -> jax.Array:
     """Run the implementation's kernel; returns f32[B, K, M, D]."""
     _check(implementation, operands.k_pool, operands.group)
-    kernel: Callable[[Operands], jax.Array] = _module(implementation).attend
-    return kernel(operands)
+    kernel: Callable[..., jax.Array] = _module(implementation).attend
+    return kernel(operands, softcap=softcap)
 
 
 def _check(implementation: Implementation, pool: Pool, group: int) -> None:

@@ -27,27 +27,34 @@ def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) 
 
 def attend_packed(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: Pool, v_pool: Pool, layer: int, tokens: PackedTokens,
-    window: int | None,
+    window: int | None, softcap: float | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attend from packed tokens; arguments and result as of `api.paged_tree_attention`, f32."""
     call = jax.ffi.ffi_call(target("packed_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q, k, v, *_slabs(k_pool, v_pool), tokens.page_table, tokens.ctx_len, tokens.count, tokens.position, tokens.bits,
-        layer=np.int64(layer), window=np.int64(window or 0),
+        _sinks(sinks), layer=np.int64(layer), window=np.int64(window or 0), softcap=np.float32(softcap or 0),
     )  # fmt: skip
 
 
 def attend_beam(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: Pool, v_pool: Pool, layer: int, page_table: jax.Array,
-    ctx_len: jax.Array, visible: jax.Array, first: jax.Array | None,
+    ctx_len: jax.Array, visible: jax.Array, first: jax.Array | None, softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """Attend from the rows of a beam; arguments and result as of `api.beam_attention`, f32."""
     if first is None:
         first = jnp.zeros(visible.shape[:2], jnp.int32)
     call = jax.ffi.ffi_call(target("beam_attention"), jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
-        q, k, v, *_slabs(k_pool, v_pool), page_table, ctx_len, first, pack_bits(visible), layer=np.int64(layer)
+        q, k, v, *_slabs(k_pool, v_pool), page_table, ctx_len, first, pack_bits(visible), _sinks(sinks),
+        layer=np.int64(layer), softcap=np.float32(softcap or 0),
     )  # fmt: skip
+
+
+def _sinks(sinks: jax.Array | None) -> jax.Array:
+    """Return f32[H], or f32[0] if there are none."""
+    return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
 
 def _slabs(k_pool: Pool, v_pool: Pool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -272,7 +272,7 @@ class Visibility:
             plgpu.commit_smem()
 
 
-def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup) -> None:
+def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup, softcap: float | None = None) -> None:
     """Attend to one share of the keys and leave its sums, which merge_splits describes, at its place in the outputs.
 
     refs: the inputs that there are; weighted f32[cells, rows, D], peak and mass f32[cells, ROWS]; shared memory of
@@ -296,7 +296,7 @@ def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup) -> None:
         keys.fetch(share.start + ahead)
         values.fetch(share.start + ahead)
     plgpu.barrier_wait(q_came)
-    weighted, peak, mass = _attend_share(share, keys, values, visibility, group, q)
+    weighted, peak, mass = _attend_share(share, keys, values, visibility, group, q, softcap)
 
     out_cell = split * (sizes.num_blocks * sizes.kv_heads * sizes.row_tiles) + cell
     weighted_stage, peak_stage, mass_stage = stages
@@ -309,15 +309,26 @@ def kernel(*refs: Any, sizes: KernelSizes, group: Warpgroup) -> None:
 
 
 def _attend_share(
-    share: Share, keys: Pipeline, values: Pipeline, visibility: Visibility, group: Warpgroup, q: Any
+    share: Share,
+    keys: Pipeline,
+    values: Pipeline,
+    visibility: Visibility,
+    group: Warpgroup,
+    q: Any,
+    softcap: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return weighted sum f32[ROWS, D], peak (powers of two) and mass f32[ROWS]. q: bf16[ROWS, D], shared memory."""
     head_dim = share.sizes.head_dim
-    to_powers_of_two = head_dim**-0.5 * math.log2(math.e)
+    scale, to_powers_of_two = head_dim**-0.5, math.log2(math.e)
+
+    def in_powers_of_two(scores: jax.Array) -> jax.Array:
+        if softcap is None:
+            return scores * (scale * to_powers_of_two)
+        return jnp.tanh(scores * (scale / softcap)) * (softcap * to_powers_of_two)
 
     def absorb(step: Any, state: Any, visible: jax.Array, scores: jax.Array, *, in_pages: bool) -> Any:
         weighted, peak, mass = state
-        scores = jnp.where(visible, scores * to_powers_of_two, -jnp.inf)
+        scores = jnp.where(visible, in_powers_of_two(scores), -jnp.inf)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weight = jnp.exp2(scores - across(new_peak, TILE))
         shrink = jnp.exp2(peak - new_peak)
@@ -363,15 +374,21 @@ def choose_splits(*, row_tiles: int, max_slots: int) -> int:
     return max(1, min(wanted, max_slots // MIN_SLOTS))
 
 
-def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array) -> jax.Array:
+def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     """Merge partial results over axis 0 to f32[..., D]; rows that saw nothing are 0.
 
     weighted: f32[splits, ..., D], sums of values by 2 ** (score - peak); peak, mass: f32[splits, ...], the largest
-    score and the sum of weights, scores in powers of two.
+    score and the sum of weights, scores in powers of two. sinks: f32, broadcasts to [...]: scores without a value.
     """
-    shrink = jnp.exp2(peak - jnp.max(peak, axis=0))
-    total = jnp.sum(weighted * shrink[..., None], axis=0)
-    return total / jnp.maximum(jnp.sum(mass * shrink, axis=0), 1e-30)[..., None]
+    top = jnp.max(peak, axis=0)
+    if sinks is not None:
+        sinks = sinks * math.log2(math.e)
+        top = jnp.maximum(top, sinks)
+    shrink = jnp.exp2(peak - top)
+    total, weights = jnp.sum(weighted * shrink[..., None], axis=0), jnp.sum(mass * shrink, axis=0)
+    if sinks is not None:
+        weights += jnp.exp2(sinks - top)
+    return total / jnp.maximum(weights, 1e-30)[..., None]
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
@@ -385,13 +402,17 @@ def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) 
     return ""
 
 
-def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
+def attend(operands: Operands, *, softcap: float | None = None, interpret: bool = False) -> jax.Array:
     """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulate on a CPU."""
     sizes = _sizes(operands)
     num_blocks, kv_heads, num_rows, head_dim = operands.q.shape
     cells = (sizes.num_splits, num_blocks, kv_heads, sizes.row_tiles)
+    sinks = None
+    if operands.sinks is not None:
+        padding = ((0, 0), (0, sizes.row_tiles * sizes.rows - num_rows))
+        sinks = jnp.pad(operands.sinks, padding).reshape(kv_heads, sizes.row_tiles, sizes.rows)
     run = plgpu.kernel(
-        partial(kernel, sizes=sizes, group=Warpgroup(interpret)),
+        partial(kernel, sizes=sizes, group=Warpgroup(interpret), softcap=softcap),
         out_type=(
             jax.ShapeDtypeStruct((math.prod(cells), sizes.rows, head_dim), jnp.float32),
             *[jax.ShapeDtypeStruct((math.prod(cells), ROWS), jnp.float32)] * 2,
@@ -405,10 +426,12 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
         kernel_name="paged_tree_attention",
         interpret=gpu_interpret() if interpret else None,
     )
-    weighted, peak, mass = run(*(x for x in _inputs(operands, sizes) if x is not None))
+    weighted, peak, mass = run(*(x for x in _inputs(operands, sizes) if x is not None))  # sinks are merged afterwards
     out = merge_splits(
         weighted.reshape(*cells, sizes.rows, head_dim),
-        *(x.reshape(*cells, ROWS)[..., : sizes.rows] for x in (peak, mass)),
+        peak.reshape(*cells, ROWS)[..., : sizes.rows],
+        mass.reshape(*cells, ROWS)[..., : sizes.rows],
+        sinks,
     )
     return out.reshape(num_blocks, kv_heads, -1, head_dim)[:, :, :num_rows]
 

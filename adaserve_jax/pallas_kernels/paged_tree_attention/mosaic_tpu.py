@@ -39,20 +39,21 @@ PAGE_BUFFER_BYTES = 4 * 2**20
 _START, _WAIT = methodcaller("start"), methodcaller("wait")
 _Refs = namedtuple(
     "_Refs",
-    "layer page_table row ctx_len floor tile num_tiles q words first k v k_pool v_pool out "
+    "layer page_table row ctx_len floor tile num_tiles q words first sinks k v k_pool v_pool out "
     "k_pages v_pages k_tile v_tile peak mass slot pages_arrived tile_arrived",
 )
 """All that a program sees. M is padded to whole sublane tiles; a step has n pages.
 
 In SMEM, i32: layer [1]; page_table [R * pages]; row, ctx_len, floor, tile, num_tiles [B], floor being the first
-position that any query of the block sees. In VMEM: q f[1, K, M, D]; words i32[1, M, W], bits by query row; first i32[1,
-M, 1]; out f32[1, K, M, D], unnormalised until the end. In HBM: k, v f[K, N / TILE, TILE, D] and the pools. Scratch:
-k_pages, v_pages f[2, n, K, S, D]; k_tile, v_tile f[2, K, TILE, D]; peak, mass f32[K, M, LANES], every lane the same;
-slot i32[1] in SMEM, of the block's first step; pages_arrived, tile_arrived: a semaphore for each of the two slots.
+position that any query of the block sees. In VMEM: q f[1, K, M, D]; words i32[1, M, W], bits by query row; first
+i32[1, M, 1]; sinks f32[1, K, M, 1], the same for every block, or None; out f32[1, K, M, D], unnormalised until the
+end. In HBM: k, v f[K, N / TILE, TILE, D] and the pools. Scratch: k_pages, v_pages f[2, n, K, S, D]; k_tile, v_tile
+f[2, K, TILE, D]; peak, mass f32[K, M, LANES], every lane the same; slot i32[1] in SMEM, of the block's first step;
+pages_arrived, tile_arrived: a semaphore for each of the two slots.
 """
 
 
-def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
+def attend(operands: Operands, *, softcap: float | None = None, interpret: bool = False) -> jax.Array:
     """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0. interpret: simulate on a CPU."""
     num_blocks, kv_heads, rows, head_dim = operands.q.shape
     lanes = operands.k_pool.shape[4]
@@ -74,6 +75,9 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
     )  # fmt: skip
     q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, padding), (0, lanes - head_dim)))
     in_vmem = (q, by_row(lax.bitcast_convert_type(operands.bits, jnp.int32)), by_row(first[..., None]))
+    sinks = []
+    if operands.sinks is not None:
+        sinks = [jnp.pad(operands.sinks, ((0, 0), (0, padding)))[None, ..., None]]
     in_hbm = (by_tile(operands.k), by_tile(operands.v), operands.k_pool, operands.v_pool)
     out = pl.pallas_call(
         partial(
@@ -81,19 +85,25 @@ def attend(operands: Operands, *, interpret: bool = False) -> jax.Array:
             scale=head_dim**-0.5,
             table_pages=operands.page_table.shape[1],
             windowed=operands.first is not None,
+            softcap=softcap,
+            has_sinks=bool(sinks),
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_blocks,),
-            in_specs=[*map(_of_block, in_vmem), *[pl.BlockSpec(memory_space=pl.ANY)] * len(in_hbm)],
+            in_specs=[
+                *map(_of_block, in_vmem),
+                *map(_of_all, sinks),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * len(in_hbm),
+            ],
             out_specs=_of_block(q),
             scratch_shapes=_scratch(operands, rows + padding),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=tpu_interpret() if interpret else False,
         name="paged_tree_attention",
-    )(*scalars, *in_vmem, *in_hbm)
+    )(*scalars, *in_vmem, *sinks, *in_hbm)
     return out[:, :, :rows, :head_dim]
 
 
@@ -118,6 +128,11 @@ def _of_block(x: jax.Array) -> pl.BlockSpec:
     return pl.BlockSpec((1, *x.shape[1:]), lambda block, *_: (block, *[0] * (x.ndim - 1)))
 
 
+def _of_all(x: jax.Array) -> pl.BlockSpec:
+    """Return all of an array, for every block."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+
 def _scratch(operands: Operands, rows: int) -> list[Any]:
     """Return the shapes of _Refs' scratch. rows: M, padded."""
     _, _, kv_heads, page_size, head_dim = operands.k_pool.shape
@@ -131,9 +146,12 @@ def _scratch(operands: Operands, rows: int) -> list[Any]:
     return [pages, pages, tile, tile, by_row, by_row, pltpu.SMEM((1,), jnp.int32), arrived, arrived]
 
 
-def _kernel(*all_refs: Any, scale: float, table_pages: int, windowed: bool) -> None:
-    refs = _Refs(*all_refs)
-    absorb = partial(_absorb, refs, scale)
+def _kernel(
+    *all_refs: Any, scale: float, table_pages: int, windowed: bool, softcap: float | None, has_sinks: bool
+) -> None:
+    at = _Refs._fields.index("sinks")
+    refs = _Refs(*(all_refs if has_sinks else [*all_refs[:at], None, *all_refs[at:]]))
+    absorb = partial(_absorb, refs, scale, softcap)
     copy_pages = partial(_copy_pages, refs, table_pages)
     block, num_blocks = pl.program_id(0), pl.num_programs(0)
     num_tiles, step_pages = refs.num_tiles[block], refs.k_pages.shape[1]
@@ -148,8 +166,12 @@ def _kernel(*all_refs: Any, scale: float, table_pages: int, windowed: bool) -> N
         _copy_tile(refs, block, 0, _START)
 
     refs.out[...] = jnp.zeros_like(refs.out)
-    refs.peak[...] = jnp.full_like(refs.peak, LOWEST)
-    refs.mass[...] = jnp.zeros_like(refs.mass)
+    if has_sinks:
+        refs.peak[...] = jnp.broadcast_to(refs.sinks[0], refs.peak.shape)
+        refs.mass[...] = jnp.ones_like(refs.mass)
+    else:
+        refs.peak[...] = jnp.full_like(refs.peak, LOWEST)
+        refs.mass[...] = jnp.zeros_like(refs.mass)
     first_slot = refs.slot[0]
     begin, end = _page_range(refs, block)
     num_steps = _ceil_div(end - begin, step_pages)
@@ -263,11 +285,15 @@ def _attend_tile(refs: _Refs, absorb: Callable[..., None], index: jax.Array) -> 
         absorb(head, refs.k_tile[slot, head], refs.v_tile[slot, head], visible)
 
 
-def _absorb(refs: _Refs, scale: float, head: int, keys: jax.Array, values: jax.Array, visible: jax.Array) -> None:
+def _absorb(
+    refs: _Refs, scale: float, softcap: float | None, head: int, keys: jax.Array, values: jax.Array, visible: jax.Array
+) -> None:
     """Do one online-softmax step of one KV head. keys, values: f[n, D], values finite; visible: bool[M, n]."""
     precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
     dot = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     scores = dot(refs.q[0, head], keys, (((1,), (1,)), ((), ()))) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, LOWEST)
     old_peak = refs.peak[head, :, :1]
     peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))

@@ -30,6 +30,7 @@ class Operands(NamedTuple):
     tile, num_tiles: i32[B]; in-flight keys that block b may see lie in [tile[b], tile[b] + num_tiles[b]) * TILE.
     bits: u32[B, Q, W]; bit c % 32 of word c // 32 says whether the query sees in-flight key tile[b] * TILE + c. W
     is a multiple of TILE / 32, and at least num_tiles[b] of them.
+    sinks: f32[K, M], the score of each query row's sink, or None: there are none.
     """
 
     q: jax.Array
@@ -45,6 +46,7 @@ class Operands(NamedTuple):
     tile: jax.Array
     num_tiles: jax.Array
     bits: jax.Array
+    sinks: jax.Array | None = None
 
     @property
     def num_queries(self) -> int:
@@ -167,11 +169,18 @@ def first_visible(tokens: PackedTokens, blocks: QueryBlocks, window: int) -> jax
     return tokens.position[first] - window + 1
 
 
+def sinks_of_rows(sinks: jax.Array | None, kv_heads: int, num_queries: int) -> jax.Array | None:
+    """Spread the sinks of heads, f[H], over query rows g * Q + i: f32[K, G * Q]."""
+    if sinks is None:
+        return None
+    return jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), num_queries, axis=1)
+
+
 def packed_operands(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int,
-    tokens: PackedTokens, blocks: QueryBlocks, window: int | None,
+    tokens: PackedTokens, blocks: QueryBlocks, window: int | None, sinks: jax.Array | None = None,
 ) -> Operands:  # fmt: skip
-    """Build the operands of packed tokens. q: f[T, K, G, D], not scaled; k, v: f[K, T, D]."""
+    """Build the operands of packed tokens. q: f[T, K, G, D], not scaled; k, v: f[K, T, D]; sinks: f[H]."""
     num_tokens = tokens.num_tokens
     live = occupied(tokens, blocks)
     last = jnp.max(jnp.where(blocks.token < num_tokens, blocks.token, 0), axis=1)
@@ -190,6 +199,7 @@ def packed_operands(
         tile=tile,
         num_tiles=jnp.where(live, last // TILE - tile + 1, 0),
         bits=_block_bits(tokens, blocks, tile, window),
+        sinks=sinks_of_rows(sinks, q.shape[1], blocks.token.shape[1]),
     )
 
 

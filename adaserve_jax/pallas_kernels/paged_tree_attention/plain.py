@@ -19,12 +19,12 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operan
 LOWEST = -1e30
 
 
-def attend(operands: Operands) -> jax.Array:
+def attend(operands: Operands, *, softcap: float | None = None) -> jax.Array:
     """Return attention f32[B, K, M, D], normalised; query rows that see nothing are 0."""
     num_blocks, kv_heads, rows, head_dim = operands.q.shape
     whole = [x for x in operands if x is not None]
     return pl.pallas_call(
-        partial(_kernel, windowed=operands.first is not None, num_queries=operands.num_queries),
+        partial(_kernel, present=[x is not None for x in operands], num_queries=operands.num_queries, softcap=softcap),
         out_shape=jax.ShapeDtypeStruct(operands.q.shape, jnp.float32),
         grid=(num_blocks, kv_heads),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY) for _ in whole],
@@ -33,9 +33,10 @@ def attend(operands: Operands) -> jax.Array:
     )(*whole)
 
 
-def _kernel(*refs: Any, windowed: bool, num_queries: int) -> None:
+def _kernel(*refs: Any, present: list[bool], num_queries: int, softcap: float | None) -> None:
     *inputs, out = refs
-    ops = Operands(*(inputs if windowed else [*inputs[:9], None, *inputs[9:]]))
+    given = iter(inputs)
+    ops = Operands(*(next(given) if here else None for here in present))  # type: ignore[arg-type]
     block, head = pl.program_id(0), pl.program_id(1)
     q = ops.q[block, head].astype(jnp.float32)
     rows, head_dim = q.shape
@@ -45,7 +46,10 @@ def _kernel(*refs: Any, windowed: bool, num_queries: int) -> None:
 
     def absorb(state: Any, keys: jax.Array, values: jax.Array, visible: jax.Array) -> Any:
         weighted, peak, mass = state
-        scores = jnp.where(visible, (q @ keys.astype(jnp.float32).T) * scale, LOWEST)
+        scores = (q @ keys.astype(jnp.float32).T) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(visible, scores, LOWEST)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
         weight = jnp.where(visible, jnp.exp(scores - new_peak[:, None]), 0.0)
         shrink = jnp.exp(peak - new_peak)
@@ -72,7 +76,8 @@ def _kernel(*refs: Any, windowed: bool, num_queries: int) -> None:
         return absorb(state, keys, values, jnp.tile(seen, (group, 1)))
 
     floor = 0 if ops.first is None else jnp.maximum(jnp.min(ops.first[block]), 0)
-    state = (jnp.zeros((rows, head_dim)), jnp.full(rows, LOWEST), jnp.zeros(rows))
+    peak, mass = (jnp.full(rows, LOWEST), jnp.zeros(rows)) if ops.sinks is None else (ops.sinks[head], jnp.ones(rows))
+    state = (jnp.zeros((rows, head_dim)), peak, mass)
     state = lax.fori_loop(floor // page_size, (ctx_len + page_size - 1) // page_size, page, state)
     weighted, _, mass = lax.fori_loop(0, ops.num_tiles[block], tile, state)
     out[0, 0] = weighted / jnp.maximum(mass, 1e-30)[:, None]

@@ -24,6 +24,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     fold,
     occupied,
     read_pages,
+    sinks_of_rows,
     unfold,
 )
 
@@ -44,15 +45,24 @@ class Partial(NamedTuple):
     mass: jax.Array
 
 
-def _empty(shape: tuple[int, ...]) -> Partial:
-    return Partial(
-        jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], LOWEST, jnp.float32), jnp.zeros(shape[:-1], jnp.float32)
-    )
+def _empty(shape: tuple[int, ...], sinks: jax.Array | None = None) -> Partial:
+    """Return the sums over no key. sinks: f32, broadcasts to shape[:-1]; a sink is a key without a value."""
+    weighted, rows = jnp.zeros(shape, jnp.float32), shape[:-1]
+    if sinks is None:
+        return Partial(weighted, jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32))
+    return Partial(weighted, jnp.broadcast_to(sinks.astype(jnp.float32), rows), jnp.ones(rows, jnp.float32))
 
 
-def _absorb(state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array) -> Partial:
+def capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Return softcap * tanh(scores / softcap); None: the scores."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _absorb(
+    state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array, softcap: float | None = None
+) -> Partial:
     """Do one online-softmax step. scores: f32[..., M, S]; visible broadcasts to it; values: [..., S, D]."""
-    scores = jnp.where(visible, scores, LOWEST)
+    scores = jnp.where(visible, capped(scores, softcap), LOWEST)
     peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
     weight = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
     shrink = jnp.exp(state.peak - peak)
@@ -81,6 +91,7 @@ def context_partial(
     page_table: jax.Array,
     ctx_len: jax.Array,
     first: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> Partial:
     """Attend to committed context, some pages at a time.
 
@@ -91,21 +102,23 @@ def context_partial(
     num_blocks, page_size = q.shape[0], k_pool.shape[3]
     by_block = (q, page_table, ctx_len) if first is None else (q, page_table, ctx_len, first)
     if not on_cpu():
-        return _pages(k_pool, v_pool, layer, max(1, KEYS_PER_STEP // page_size), *by_block)
+        return _pages(k_pool, v_pool, layer, max(1, KEYS_PER_STEP // page_size), softcap, *by_block)
     if num_blocks <= CPU_BLOCKS:
-        return _pages(k_pool, v_pool, layer, 1, *by_block)
+        return _pages(k_pool, v_pool, layer, 1, softcap, *by_block)
 
     def grouped(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, [(0, -num_blocks % CPU_BLOCKS)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, CPU_BLOCKS, *x.shape[1:])
 
-    groups = lax.map(lambda group: _pages(k_pool, v_pool, layer, 1, *group), tuple(grouped(x) for x in by_block))
+    groups = lax.map(
+        lambda group: _pages(k_pool, v_pool, layer, 1, softcap, *group), tuple(grouped(x) for x in by_block)
+    )
     return Partial(*(x.reshape(-1, *x.shape[2:])[:num_blocks] for x in groups))
 
 
 def _pages(
-    k_pool: Pool, v_pool: Pool, layer: int, step_pages: int, q: jax.Array, page_table: jax.Array,
-    ctx_len: jax.Array, first: jax.Array | None = None,
+    k_pool: Pool, v_pool: Pool, layer: int, step_pages: int, softcap: float | None, q: jax.Array,
+    page_table: jax.Array, ctx_len: jax.Array, first: jax.Array | None = None,
 ) -> Partial:  # fmt: skip
     """Attend for blocks that read their pages together, step_pages at a time.
 
@@ -133,15 +146,19 @@ def _pages(
         visible = live[:, None, None, :]
         if first is not None:
             visible &= (at[:, None, :] >= first[:, :, None])[:, None]
-        return _absorb(state, scores, visible, values)
+        return _absorb(state, scores, visible, values, softcap)
 
     return lax.fori_loop(0, (num_pages + step_pages - 1) // step_pages, step, _empty(q.shape))
 
 
-def inflight_partial(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Partial:
-    """Attend to in-flight tokens. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible: bool[B, M, N]."""
+def inflight_partial(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> Partial:  # fmt: skip
+    """Attend to in-flight tokens, and to the sinks, f32[K, M]. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible:
+    bool[B, M, N]."""
     scores = jnp.einsum("bkmd,bknd->bkmn", q, k, preferred_element_type=jnp.float32)
-    return _absorb(_empty(q.shape), scores, visible[:, None], v)
+    return _absorb(_empty(q.shape, sinks), scores, visible[:, None], v, softcap)
 
 
 def packed_attention(
@@ -154,16 +171,18 @@ def packed_attention(
     tokens: PackedTokens,
     blocks: QueryBlocks,
     window: int | None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend to context per query block and to the tree over the packed array, and merge both.
 
-    q: [T, K, G, D], scaled; k, v: [K, T, D]. Returns f32[T, K, G, D].
+    q: [T, K, G, D], scaled; k, v: [K, T, D]; sinks: f[H]. Returns f32[T, K, G, D].
     """
     num_tokens, kv_heads, group, head_dim = q.shape
     ctx_len = jnp.where(occupied(tokens, blocks), tokens.ctx_len[blocks.row], 0)
     first = None if window is None else jnp.tile(first_visible(tokens, blocks, window), (1, group))
     page_table = tokens.page_table[blocks.row]
-    context = context_partial(fold(q, blocks), k_pool, v_pool, layer, page_table, ctx_len, first)
+    context = context_partial(fold(q, blocks), k_pool, v_pool, layer, page_table, ctx_len, first, softcap)
 
     def to_tokens(x: jax.Array) -> jax.Array:
         """Reshape [B, K, G * Q, ...] to [1, K, G * T, ...]."""
@@ -173,7 +192,8 @@ def packed_attention(
     context = Partial(*(to_tokens(x) for x in context))
     q_flat = q.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * num_tokens, head_dim)
     visible = jnp.tile(tokens.visible(window), (group, 1))[None]
-    tree = inflight_partial(q_flat, k[None], v[None], visible)
+    row_sinks = sinks_of_rows(sinks, kv_heads, num_tokens)
+    tree = inflight_partial(q_flat, k[None], v[None], visible, softcap, row_sinks)
     out = merge(context, tree)[0].reshape(kv_heads, group, num_tokens, head_dim)
     return out.transpose(2, 0, 1, 3)
 
@@ -190,13 +210,15 @@ def canonical_attention(
     position: jax.Array,
     path: jax.Array,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend with a result that is bitwise the same whether a token's predecessors are committed or in flight.
 
     Every token gathers its own keys in position order, page by page, from the pool below ctx_len and from its
     ancestors above, and reduces them with the same operations. Slow (each token reads its own context); it serves
     the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
-    i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`. Returns f32[T, K, G, D].
+    i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`; sinks: f[H]. Returns f32[T, K, G, D].
     """
     page_size, head_dim = k_pool.shape[3], q.shape[-1]
     num_chunks = jnp.max(position) // page_size + 1
@@ -216,7 +238,8 @@ def canonical_attention(
         in_order = visible[:, None, :, None]
         values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids, head_dim), flying_v), 0)
         scores = jnp.einsum("tkgd,tksd->tkgs", q, keys, preferred_element_type=jnp.float32)
-        return _absorb(state, scores, visible[:, None, None, :], values)
+        return _absorb(state, scores, visible[:, None, None, :], values, softcap)
 
-    state = lax.fori_loop(0, num_chunks, chunk, _empty(q.shape))
+    by_group = None if sinks is None else sinks.reshape(q.shape[1:3])
+    state = lax.fori_loop(0, num_chunks, chunk, _empty(q.shape, by_group))
     return state.weighted / state.mass[..., None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -62,8 +62,8 @@ class Load:
     if not known. can_draft: False while no draft can be asked, whatever is decided: its memory is KV pages, it is being
     loaded, or no draft service is available. suffix_f: f64[num_decode, C], f of the nodes that text already seen
     proposes for each row, best first, 0 for absent ones; None: no nodes. due_s, tpot_slo_s: f64[num_decode], seconds
-    until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target, None if
-    not known.
+    until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target. due_s is
+    None unless the controller has `reads_due` or the draft is a service; tpot_slo_s is None if not known.
     """
 
     need_rate: np.ndarray
@@ -171,8 +171,10 @@ class Controller(Protocol):
     """Choice of depth, width, budget and prefill tokens for each step.
 
     Explicit subclasses that learn nothing, have no arms and admit everything inherit `learn`, `arms`, `sustains` and
-    `fastest_alone`.
+    `fastest_alone`. reads_due: `decide` reads `Load.due_s`; plans compute it for such controllers only.
     """
+
+    reads_due: ClassVar[bool] = False
 
     def decide(self, load: Load) -> Decision:
         """Return the decision for the next step."""

@@ -5,6 +5,7 @@ chunks, and SlidingServe's, planned over two steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class SlackChunks(Controller):
     chunk is at least LEAST_CHUNK, or as much as is left, also where the slack holds less.
     """
 
+    reads_due: ClassVar[bool] = True
     limits: Limits
     cost: CostTable
 

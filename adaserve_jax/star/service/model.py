@@ -153,7 +153,7 @@ def load(settings: DraftServiceSettings, progress: Progress | None = None, effor
     """
     use_compile_cache(settings.compile_cache)
     folder = resolve_folder(settings.model, "draft")
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder).for_context(settings.max_context)
     tokenizer = Tokenizer.from_folder(folder)
     table = read_chances(_table_file(settings, folder))
     dtype = dtype_of(EngineConfig(dtype=settings.dtype))
@@ -190,7 +190,7 @@ def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dt
         raise ConfigError(
             f"max_context must be at most {config.max_position}, which the draft supports, got {settings.max_context}"
         )
-    context = settings.max_context or min(config.max_position, 2048 if on_cpu else 8192)
+    context = settings.max_context or min(config.usual_context, 2048 if on_cpu else 8192)
     rows = min(settings.max_batch, settings.max_sessions)
     tokens = settings.max_batch_tokens or (256 if on_cpu else 1024)
     if tokens < rows:
