@@ -95,7 +95,7 @@ def _read_stacked(
     start, stop = rows
     count, *_, size = files.shape_of(tensor)
     for expert in range(start // size, min(count, -(-stop // size))):
-        entry = files.read_entry(tensor, expert).T
+        entry = files.read_expert(tensor, expert)
         if in_turns:
             entry = np.concatenate([entry[::2], entry[1::2]])
         first = expert * size

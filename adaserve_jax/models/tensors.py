@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, WEIGHT, Encoding, Part, WeightFormat
+from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, WEIGHT, Encoding, Part, StackEncoding, WeightFormat
 from adaserve_jax.models.checkpoint_formats.scaled import Scaled
 from adaserve_jax.models.quantize import Int8Rows
 from adaserve_jax.models.settings import read_json
@@ -54,10 +54,9 @@ class _Tensor:
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A matrix as its file stores it. tensors: by their names behind the module's."""
+class _Stored:
+    """Tensors that stand for one weight together, by the ends of their names."""
 
-    shape: tuple[int, int]
     tensors: Mapping[str, _Tensor]
 
     def __contains__(self, name: str) -> bool:
@@ -65,6 +64,16 @@ class _Matrix:
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         return self.tensors[name].read(*index)
+
+
+@dataclass(frozen=True)
+class _Matrix(_Stored):
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Stack(_Stored):
+    shape: tuple[int, int, int]
 
 
 class TensorFiles:
@@ -76,6 +85,7 @@ class TensorFiles:
         self._format = weight_format
         self._tensors: dict[str, _Tensor] = {}
         self._encoded: dict[str, tuple[_Matrix, Encoding]] = {}
+        self._stacks: dict[str, tuple[_Stack, StackEncoding]] = {}
         for path in _weight_files(folder):
             try:
                 with safe_open(path, framework="numpy"):  # checks that what the header says lies in the file
@@ -88,7 +98,8 @@ class TensorFiles:
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
         """Compare names, shapes and types with those of config.json. Raises CheckpointError: the first difference.
 
-        A matrix of a quantised module is expected in its encoding, unless its file has it in full precision.
+        A matrix of a quantised module, or of all experts, is expected in its encoding, unless its file has it in full
+        precision.
         """
         modules = self._by_module()
         parts: dict[str, Part] = {}
@@ -96,18 +107,28 @@ class TensorFiles:
         if self._format is not None:
             unread |= {name for name in self._tensors if name.rpartition(".")[2] in self._format.unread}
         for name, shape in expected.items():
-            module, _, last = name.rpartition(".")
-            encoding = None
-            if self._format is not None and last == WEIGHT and len(shape) == 2:
-                encoding = self._format.encoding_of(module)
-            tensors = modules.get(module, {})
-            if encoding is None or (WEIGHT in tensors and tensors[WEIGHT].dtype in FLOATS):
-                parts[name] = Part((shape,), FLOATS)
-                continue
-            matrix = _Matrix((shape[0], shape[1]), tensors)
-            self._encoded[name] = matrix, encoding
-            parts |= {f"{module}.{each}": part for each, part in encoding.parts(matrix).items()}
+            parts |= self._parts(name, shape, modules)
         self._check_parts(parts, unread)
+
+    def _parts(
+        self, name: str, shape: tuple[int, ...], modules: Mapping[str, Mapping[str, _Tensor]]
+    ) -> dict[str, Part]:
+        """Return the tensors that must be there for one weight, and note how it is stored."""
+        module, _, last = name.rpartition(".")
+        tensors = modules.get(module, {})
+        if self._format is None or (last in tensors and tensors[last].dtype in FLOATS):
+            return {name: Part((shape,), FLOATS)}
+        if len(shape) == 3 and self._format.stacks is not None:
+            ends = {each.removeprefix(f"{last}_"): tensor for each, tensor in tensors.items()}
+            stack = _Stack(ends, (shape[0], shape[1], shape[2]))
+            self._stacks[name] = stack, self._format.stacks
+            return {f"{name}_{end}": part for end, part in self._format.stacks.parts(stack).items()}
+        encoding = self._format.encoding_of(module) if last == WEIGHT and len(shape) == 2 else None
+        if encoding is None:
+            return {name: Part((shape,), FLOATS)}
+        matrix = _Matrix(tensors, (shape[0], shape[1]))
+        self._encoded[name] = matrix, encoding
+        return {f"{module}.{end}": part for end, part in encoding.parts(matrix).items()}
 
     def _check_parts(self, parts: Mapping[str, Part], unread: set[str]) -> None:
         found = {name: tensor for name, tensor in self._tensors.items() if name not in unread - parts.keys()}
@@ -139,11 +160,15 @@ class TensorFiles:
         return self._tensors[name].dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        """Return the shape of a tensor, or of what several stand for under its name; call `check` first for these."""
+        return self._stacks[name][0].shape if name in self._stacks else self._tensors[name].shape
 
-    def read_entry(self, name: str, index: int) -> np.ndarray:
-        """Return one entry of a tensor's first axis, in the file's type."""
-        return self._tensors[name].read(slice(index, index + 1))[0]
+    def read_expert(self, name: str, expert: int) -> np.ndarray:
+        """Return one expert of a tensor that holds them all: f[out, in], or f[out] of biases."""
+        if name in self._stacks:
+            stack, encoding = self._stacks[name]
+            return encoding.decode(stack, expert)
+        return self._tensors[name].read(slice(expert, expert + 1))[0].T
 
     def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
         """Write rows [start, stop) of the named tensors, one below another, into `out`, block by block.

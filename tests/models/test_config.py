@@ -255,7 +255,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
     ({"architectures": ["OlmoeForCausalLM"]}, "OlmoeForCausalLM.* is not supported, which needs norms over all"),
-    (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config = .*mxfp4.* is not supported"),
 ]
 
 

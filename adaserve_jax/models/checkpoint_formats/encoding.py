@@ -26,18 +26,31 @@ class Part:
     types: tuple[str, ...]
 
 
-class StoredMatrix(Protocol):
-    """The tensors of one stored matrix, by their names behind the module's ("weight", "weight_scale")."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the matrix that they stand for."""
-        ...
+class StoredTensors(Protocol):
+    """Tensors that stand for one weight together, by the ends of their names ("weight", "weight_scale")."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         """Return a part of a tensor in its own type. index: one slice with bounds, or slice(None), of each axis."""
+        ...
+
+
+class StoredMatrix(StoredTensors, Protocol):
+    """The tensors of one matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the matrix."""
+        ...
+
+
+class StoredStack(StoredTensors, Protocol):
+    """The tensors of the matrices of all experts."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, inputs and outputs."""
         ...
 
 
@@ -50,6 +63,18 @@ class Encoding(Protocol):
 
     def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
         """Return f32[rows, columns] of the matrix. rows, columns: with bounds inside its shape."""
+        ...
+
+
+class StackEncoding(Protocol):
+    """One way to store the matrices of all experts together."""
+
+    def parts(self, stored: StoredStack) -> dict[str, Part]:
+        """Return the tensors that must be there, by the ends of their names, which follow the stack's and "_"."""
+        ...
+
+    def decode(self, stored: StoredStack, expert: int) -> np.ndarray:
+        """Return f32[out, in] of one expert."""
         ...
 
 
@@ -66,13 +91,15 @@ class WeightFormat:
     """The format of a quantised checkpoint.
 
     title: for people. rules: the first that a module matches holds. kept: patterns of modules in full precision.
-    unread: names of tensors behind a module's that serving does not need, such as scales of activations.
+    unread: names of tensors behind a module's that serving does not need, such as scales of activations. stacks: of
+    tensors that hold all experts; None: these are in full precision.
     """
 
     title: str
     rules: tuple[Rule, ...]
     kept: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    stacks: StackEncoding | None = None
 
     def encoding_of(self, module: str) -> Encoding | None:
         """Return how the configuration says that a module's matrix is stored; None: in full precision."""

@@ -1,6 +1,6 @@
 """Matrices of all experts in mxfp4, as gpt-oss publishes them: 4-bit floats, and a power of two for each 32 inputs.
 
-    w[e, o, i] = FP4[q[e, o, i]] * 2^(s[e, o, i // 32] - 127)        two values a byte, the lower half first
+w[e, o, i] = FP4[q[e, o, i]] * 2^(s[e, o, i // 32] - 127)        two values a byte, the lower half first
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """The encoding of a tensor [experts, in, out]."""
+    """Stores each expert's outputs one below another, as [experts, out, in / 32, bytes]."""
 
     def parts(self, stored: StoredStack) -> dict[str, Part]:
         experts, inputs, outputs = stored.shape
-        groups = -(-inputs // BLOCK)
+        groups = inputs // BLOCK
         return {
             BLOCKS: Part(((experts, outputs, groups, BLOCK // 2),), ("U8",)),
             SCALES: Part(((experts, outputs, groups),), ("U8", "F8_E8M0")),
         }
 
     def decode(self, stored: StoredStack, expert: int) -> np.ndarray:
-        """Return f32[out, in] of one expert."""
         one = slice(expert, expert + 1)
         scale = powers(stored.read(SCALES, one)[0])
         values = _PAIRS[stored.read(BLOCKS, one)[0]].reshape(*scale.shape, BLOCK)
-        return (values * scale[..., None]).reshape(len(scale), -1)[:, : stored.shape[1]]
+        return (values * scale[..., None]).reshape(len(scale), -1)

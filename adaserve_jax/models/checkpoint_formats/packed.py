@@ -28,7 +28,8 @@ class InputsFirst:
     """GPTQ's and AWQ's layout. group_size: inputs that share a scale; 0 for all.
 
     along_inputs: a word holds values of one output, else of one input. order: of the values in a word. zeros_less_one:
-    zeros are stored less one, as GPTQ's first version does.
+    zeros are stored less one, as GPTQ's first version does. any_order: inputs of a group are anywhere, and the file says
+    where; it may say so of others too.
     """
 
     bits: int
@@ -36,6 +37,7 @@ class InputsFirst:
     along_inputs: bool
     order: tuple[int, ...]
     zeros_less_one: bool = False
+    any_order: bool = False
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
@@ -46,7 +48,8 @@ class InputsFirst:
             _QZEROS: Part(((groups, self._words(outputs)),), _WORDS),
             _SCALES: Part(((groups, outputs),), FLOATS),
         }
-        return found | ({_GROUP_INDEX: Part(((inputs,),), _WORDS)} if _GROUP_INDEX in stored else {})
+        listed = self.any_order or _GROUP_INDEX in stored
+        return found | ({_GROUP_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
 
     def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
         per_word = WORD_BITS // self.bits
@@ -73,11 +76,13 @@ class OutputsFirst:
     """compressed-tensors' `pack-quantized`. group_size: inputs that share a scale; 0 for all.
 
     Values and zeros are stored plus 2^(bits - 1); without zeros, that is the zero. Zeros are packed along the outputs.
+    any_order: as in `InputsFirst`.
     """
 
     bits: int
     group_size: int
     symmetric: bool
+    any_order: bool = False
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
@@ -89,7 +94,8 @@ class OutputsFirst:
         }
         if not self.symmetric:
             found[ZEROS] = Part(((-(-outputs // per_word), groups),), _WORDS)
-        return found | ({_CT_INDEX: Part(((inputs,),), _WORDS)} if _CT_INDEX in stored else {})
+        listed = self.any_order or _CT_INDEX in stored
+        return found | ({_CT_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
 
     def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
         per_word = WORD_BITS // self.bits
