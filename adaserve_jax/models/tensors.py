@@ -41,6 +41,7 @@ _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 class _Tensor:
     """Location of a tensor. dtype: safetensors' name of its type. start: its first byte in the file."""
 
+    name: str
     path: Path
     shape: tuple[int, ...]
     dtype: str
@@ -64,6 +65,9 @@ class _Stored:
 
     def read(self, name: str, *index: slice) -> np.ndarray:
         return self.tensors[name].read(*index)
+
+    def location(self, name: str) -> str:
+        return f"{self.tensors[name].path}: tensor {self.tensors[name].name}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,11 @@ class TensorFiles:
         parts: dict[str, Part] = {}
         unread = {*optional, *(name for name in self._tensors if name.endswith(_COMPUTED_SUFFIX))}
         if self._format is not None:
-            unread |= {name for name in self._tensors if name.rpartition(".")[2] in self._format.unread}
+            ends = {name: name.rpartition(".")[2] for name in self._tensors}
+            unread |= {name for name, end in ends.items() if end in self._format.unread}
+            unread |= {
+                name for name, end in ends.items() if end in self._format.zeros and not self._tensors[name].read().any()
+            }
         for name, shape in expected.items():
             parts |= self._parts(name, shape, modules)
         self._check_parts(parts, unread)
@@ -211,7 +219,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, _Tensor]]:
         header = json.loads(file.read(size))
     for name, found in header.items():
         if name != "__metadata__":
-            yield name, _Tensor(path, tuple(found["shape"]), found["dtype"], 8 + size + found["data_offsets"][0])
+            yield name, _Tensor(name, path, tuple(found["shape"]), found["dtype"], 8 + size + found["data_offsets"][0])
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from adaserve_jax.models.checkpoint_formats.encoding import Encoding, Rule, WeightFormat
@@ -55,7 +56,8 @@ def _gptq(values: Settings) -> WeightFormat:
         bits, size, along_inputs=True, order=tuple(range(WORD_BITS // bits)), zeros_less_one=version != "gptq_v2",
         any_order=bool(values.get("desc_act")) and size > 0,
     )  # fmt: skip
-    return WeightFormat(f"GPTQ of {bits} bits with {_scales_of(size)}", (Rule(encoding),))
+    title = f"GPTQ of {bits} bits with {_scales_of(size)}"
+    return WeightFormat(title, (Rule(encoding),), zeros=("bias",))  # AutoGPTQ added biases to every module
 
 
 def _awq(values: Settings) -> WeightFormat:
@@ -155,5 +157,10 @@ def _names(values: Settings, *keys: str) -> tuple[str, ...]:
         given = values.get(key) or []
         if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
             raise values.wrong(key, given, "a list of names of modules")
+        for each in given:
+            try:
+                re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
+            except re.error as error:
+                raise values.wrong(key, each, f"a regular expression behind re: ({error})") from None
         found += given
     return tuple(found)

@@ -35,6 +35,10 @@ class StoredTensors(Protocol):
         """Return a part of a tensor in its own type. index: one slice with bounds, or slice(None), of each axis."""
         ...
 
+    def location(self, name: str) -> str:
+        """Return the file and the whole name of a tensor, for messages."""
+        ...
+
 
 class StoredMatrix(StoredTensors, Protocol):
     """The tensors of one matrix."""
@@ -91,14 +95,16 @@ class WeightFormat:
     """The format of a quantised checkpoint.
 
     title: for people. rules: the first that a module matches holds. kept: patterns of modules in full precision.
-    unread: names of tensors behind a module's that serving does not need, such as scales of activations. stacks: of
-    tensors that hold all experts; None: these are in full precision.
+    unread: names of tensors behind a module's that serving does not need, such as scales of activations. zeros: of
+    those that it does not need where all their values are 0. stacks: of tensors that hold all experts; None: these are
+    in full precision.
     """
 
     title: str
     rules: tuple[Rule, ...]
     kept: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
     stacks: StackEncoding | None = None
 
     def encoding_of(self, module: str) -> Encoding | None:

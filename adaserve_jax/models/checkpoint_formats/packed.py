@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, Part, StoredMatrix, span
 from adaserve_jax.models.checkpoint_formats.scaled import ZEROS
 
@@ -20,6 +21,8 @@ WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of a word, from the lowest, that holds each of its eight values."""
 _WORDS, _QWEIGHT, _QZEROS, _SCALES, _GROUP_INDEX = ("I32",), "qweight", "qzeros", "scales", "g_idx"
+_UNLISTED = -1
+"""Group of every input in an index that compressed-tensors wrote but did not use."""
 _PACKED, _SCALE, _SHAPE, _CT_INDEX = "weight_packed", "weight_scale", "weight_shape", "weight_g_idx"
 
 
@@ -28,8 +31,8 @@ class InputsFirst:
     """GPTQ's and AWQ's layout. group_size: inputs that share a scale; 0 for all.
 
     along_inputs: a word holds values of one output, else of one input. order: of the values in a word. zeros_less_one:
-    zeros are stored less one, as GPTQ's first version does. any_order: inputs of a group are anywhere, and the file says
-    where; it may say so of others too.
+    zeros are stored less one, as GPTQ's first version does. any_order: inputs of a group are anywhere, and the file
+    must say where; it may say so of others too.
     """
 
     bits: int
@@ -129,10 +132,21 @@ def _groups(inputs: int, size: int) -> int:
 
 
 def _group_of(stored: StoredMatrix, name: str, size: int, columns: slice) -> tuple[slice, np.ndarray]:
-    """Return the range of groups that inputs lie in, and the place in it of each input's."""
+    """Return the range of groups that inputs lie in, and the place in it of each input's.
+
+    Raises CheckpointError: the file lists a group that is not there.
+    """
+    inputs, found = stored.shape[1], None
     if name in stored:
         found = stored.read(name, columns)
-    else:
-        found = np.arange(columns.start, columns.stop) // (size or stored.shape[1])
+        if np.all(found == _UNLISTED):
+            found = None
+    if found is None:
+        found = np.arange(columns.start, columns.stop) // (size or inputs)
     first, last = (int(found.min()), int(found.max())) if len(found) else (0, 0)
+    groups = _groups(inputs, size)
+    if first < 0 or last >= groups:
+        raise CheckpointError(
+            f"{stored.location(name)} must list groups from 0 to {groups - 1}, got {first} to {last}; quantise it again"
+        )
     return slice(first, last + 1), found - first
