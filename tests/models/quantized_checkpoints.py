@@ -224,7 +224,7 @@ FORMATS: dict[str, Recipe] = {
     "fp8_matrix": Recipe(
         _FP8 | {"weight_block_size": None}, _fp8_matrix, "modules_to_not_convert", ("llama_biases", "qwen3_moe")
     ),
-    "gptq": Recipe(_GPTQ, partial(_gptq, bits=4, version=1, ordered=True), families=("llama", "qwen3_window")),
+    "gptq": Recipe(_GPTQ, partial(_gptq, bits=4, version=1, ordered=True), families=("llama", "qwen3")),
     "gptq_v2": Recipe(_GPTQ_V2, partial(_gptq, bits=8, version=2, ordered=False), families=("llama_biases", "mixtral")),
     "awq": Recipe(_AWQ, _awq, "modules_to_not_convert", ("llama", "phi3")),
     "ct_int8": _compressed_recipe("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),

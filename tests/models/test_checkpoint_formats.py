@@ -48,11 +48,27 @@ def test_weights_are_the_values_that_are_stored(
     assert_same(load(quantized, jnp.bfloat16), load(plain, jnp.bfloat16))
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 8 * 32 * 3)  # three rows of most weights
     assert_same(load(quantized), load(plain))
-    assert_same(load(quantized, quantize="int8"), load(plain, quantize="int8"))
+    if not FORMATS[name].as_int8:
+        assert_same(load(quantized, quantize="int8"), load(plain, quantize="int8"))
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, recipe in FORMATS.items() if recipe.as_int8])
+def test_int8_with_scales_of_rows_is_not_rounded_again(name: str, tmp_path: Path) -> None:
+    """The values are those of the file, which reach to -128; what the file has in full precision is rounded."""
+    quantized, plain = write_quantized(tmp_path, "llama", name)
+    held, expected = load(quantized, quantize="int8"), load(plain)
+    for weight in ("down", "gate_up", "qkv"):
+        key = f"layers.0.{weight}"
+        np.testing.assert_array_equal(held[key] * held[f"{key}.scale"][:, None], expected[key])
+    assert held["layers.0.down"].min() == -128
+    rounded = load(plain, quantize="int8")
+    for key in ("embed", "layers.1.out", "layers.1.out.scale"):
+        np.testing.assert_array_equal(held[key], rounded[key])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [name for name, recipe in FORMATS.items() if not recipe.stacks])
 def test_any_rows_and_columns_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
     """As the devices of a mesh read them; the parts begin and end inside blocks, groups and words."""
     quantized, plain = write_quantized(tmp_path, "llama", name)
@@ -71,10 +87,9 @@ def test_any_rows_and_columns_are_those_of_the_whole(name: str, tmp_path: Path) 
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, recipe in FORMATS.items() if recipe.kept_key])
 def test_a_module_that_is_left_out_must_be_in_full_precision(name: str, tmp_path: Path) -> None:
-    if not FORMATS[name].kept_key:
-        pytest.skip("the files alone say which modules are quantised")
+    """Of formats without such a list, the files alone say which modules are quantised."""
     quantized, _ = write_quantized(tmp_path, "llama", name)
     path = quantized / "config.json"
     config = json.loads(path.read_text())
@@ -177,16 +192,144 @@ def test_defects_of_stored_tensors_are_named(tmp_path: Path) -> None:
     assert f"tensor {DOWN}.g_idx is not part of a model with this config.json" in wrong
 
 
+def gptq_parts(rng: np.random.Generator) -> tuple[dict[str, tuple[str, np.ndarray]], np.ndarray]:
+    """Parts of DOWN in GPTQ's second version, of 4 bits with groups of 32, so that the last one is half as large; and
+    its values in f64, from the text of each number."""
+    words = rng.integers(-(2**31), 2**31, (6, 32), dtype=np.int64).astype(np.int32)
+    zero_words = rng.integers(-(2**31), 2**31, (2, 4), dtype=np.int64).astype(np.int32)
+    scales = rng.uniform(0.01, 2, (2, 32)).astype(np.float16)
+
+    def nibble(word: np.int32, place: int) -> int:
+        return int(f"{int(word) & 0xFFFFFFFF:08x}"[7 - place], 16)
+
+    expected = np.empty((32, 48))
+    for o in range(32):
+        for i in range(48):
+            zero = nibble(zero_words[i // 32, o // 8], o % 8)
+            expected[o, i] = (nibble(words[i // 8, o], i % 8) - zero) * float(scales[i // 32, o])
+    parts = {"qweight": ("I32", words), "qzeros": ("I32", zero_words), "scales": ("F16", scales)}
+    return parts, expected
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2"}
+
+
+def test_the_last_group_of_gptq_may_be_smaller(tmp_path: Path) -> None:
+    parts, expected = gptq_parts(np.random.default_rng(0))
+    folder = rewritten(tmp_path, DOWN, GPTQ, parts)
+    np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-6)
+
+
+def test_an_index_of_groups_is_checked_as_it_is_read(tmp_path: Path) -> None:
+    parts, _ = gptq_parts(np.random.default_rng(0))
+    index = np.arange(48, dtype=np.int32) // 32
+    index[7] = 2
+    folder = rewritten(tmp_path, DOWN, GPTQ | {"desc_act": True}, parts | {"g_idx": ("I32", index)})
+    with pytest.raises(CheckpointError, match=rf"tensor {DOWN}\.g_idx must list groups from 0 to 1, got 0 to 2; quant"):
+        load(folder)
+    index[7] = -1
+    folder = rewritten(tmp_path, DOWN, GPTQ | {"desc_act": True}, parts | {"g_idx": ("I32", index)})
+    with pytest.raises(CheckpointError, match="got -1 to 1"):
+        load(folder)
+    with pytest.raises(CheckpointError, match=rf"tensor {DOWN}\.g_idx is missing, expected with shape \[48\]"):
+        load(rewritten(tmp_path, DOWN, GPTQ | {"desc_act": True}, parts))
+
+
+def test_an_index_that_is_not_used_says_nothing(tmp_path: Path) -> None:
+    """compressed-tensors once wrote -1 for every input where it did not reorder them."""
+    parts, expected = gptq_parts(np.random.default_rng(0))
+    folder = rewritten(tmp_path, DOWN, GPTQ, parts | {"g_idx": ("I32", np.full(48, -1, np.int32))})
+    np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-6)
+
+
+def test_biases_that_gptq_adds_must_be_zero(tmp_path: Path) -> None:
+    """AutoGPTQ gave every module one, also those of models without biases."""
+    parts, expected = gptq_parts(np.random.default_rng(0))
+    bias = np.zeros(32, np.float16)
+    folder = rewritten(tmp_path, DOWN, GPTQ, parts | {"bias": ("F16", bias)})
+    np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-6)
+    bias[3] = 0.5
+    folder = rewritten(tmp_path, DOWN, GPTQ, parts | {"bias": ("F16", bias)})
+    with pytest.raises(CheckpointError, match=rf"tensor {DOWN}\.bias is not part of a model with this config\.json"):
+        load(folder)
+
+
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+"""Weights of a group of compressed-tensors."""
+
+
+def compressed(layout: str = "pack-quantized", weights: Any = PACKED, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}} | more
+
+
+def test_modules_of_compressed_tensors_follow_the_first_group_that_names_them(tmp_path: Path) -> None:
+    """Each with its own format; tensors of activations and of the KV cache are not read."""
+    rng = np.random.default_rng(0)
+    rows = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None}
+    groups = {
+        "group_0": {"targets": ["re:.*(gate|up)_proj$"], "weights": PACKED, "format": "pack-quantized"},
+        "group_1": {"targets": ["re:.*layers.1.*down"], "weights": rows, "format": "int-quantized"},
+        "group_2": {"targets": ["Linear"], "weights": PACKED, "format": "pack-quantized"},
+    }
+    values = rng.integers(-128, 128, (32, 48)).astype(np.int8)
+    scales = rng.uniform(0.01, 2, (32, 1)).astype(ml_dtypes.bfloat16)
+    folder = rewritten(
+        tmp_path, DOWN, compressed("mixed-precision", config_groups=groups),
+        {
+            "weight": ("I8", values), "weight_scale": ("BF16", scales),
+            "input_scale": ("F32", np.ones(1, "f4")), "k_scale": ("F32", np.ones(1, "f4")),
+        },
+    )  # fmt: skip
+    expected = values.astype(np.float64) * scales.astype(np.float64)
+    np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-7)
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, r"quantization_config\.quant_method = 'bitsandbytes' is not supported; use a"),
     ({"bits": 4}, r"quantization_config\.quant_method = None is not supported"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, r"quantization_config\.fmt = 'e5m2' is not supported; only 'e4m3' is"),
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"quantization_config\.expert_dtype = 'fp4' is not supported"),
+    (GPTQ | {"bits": 3}, r"quantization_config\.bits = 3 is not supported; only 2 and 4 and 8 are"),
+    (
+        GPTQ | {"checkpoint_format": "marlin"},
+        r"checkpoint_format = 'marlin' is not supported; only 'gptq' and 'gptq_v2'",
+    ),
+    (GPTQ | {"pack_dtype": "int8"}, r"pack_dtype = 'int8' is not supported; only 'int32' is"),
+    (GPTQ | {"dynamic": {"-:.*down.*": {}}}, r"dynamic = .* is not supported; every module must have the same bits"),
+    (AWQ | {"bits": 3}, r"quantization_config\.bits = 3 is not supported; only 4 is"),
+    (AWQ | {"version": "marlin"}, r"version = 'marlin' is not supported; only 'gemm' is"),
+    (AWQ | {"zero_point": False}, r"zero_point = False is not supported; only True is"),
+    (compressed(transform_config={"config_groups": {}}), r"transform_config = .* is not supported; only quantised"),
+    (compressed(sparsity_config={"format": "sparse-24"}), r"sparsity_config = .* is not supported; only quantised"),
+    (
+        compressed("marlin-24"),
+        r"config_groups\.group_0\.format = 'marlin-24' is not supported; only 'pack-quantized' and",
+    ),
+    (
+        compressed(weights=PACKED | {"strategy": "tensor"}),
+        r"config_groups\.group_0\.weights\.strategy = 'tensor' is not supported; only 'channel' and 'group' are",
+    ),
+    (compressed(weights=PACKED | {"strategy": "token"}), r"strategy = 'token' is not supported; only 'tensor' and"),
+    (compressed(weights=PACKED | {"num_bits": 3}), r"num_bits = 3 is not supported; only 4 and 8 are"),
+    (compressed("int-quantized"), r"num_bits = 4 is not supported; only 8 is"),
+    (compressed(weights=PACKED | {"type": "float"}), r"type = 'float' is not supported; only 'int' is"),
 ]
 MALFORMED = [
     ([1], r"quantization_config must be an object, got \[1\]"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two integers >= 1, got \[128\]"),
     ({"quant_method": "fp8", "ignored_layers": "lm_head"}, r"ignored_layers must be a list of names of modules"),
+    (GPTQ | {"group_size": 0}, r"quantization_config\.group_size must be an integer >= 1, or -1 for all inputs, got 0"),
+    (AWQ | {"group_size": -2}, r"group_size must be an integer >= 1, or -1 for all inputs, got -2"),
+    (compressed(config_groups=[]), r"config_groups must be an object of at least one object, got \[\]"),
+    (compressed(config_groups={"group_0": 1}), r"config_groups must be an object of at least one object, got \{'group"),
+    (compressed(weights=None), r"config_groups\.group_0\.weights must be an object, got None"),
+    (
+        compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block"}),
+        r"group_0\.weights\.block_structure must be two integers >= 1, got None",
+    ),
+    (compressed(ignore=["re:(lm_head"]), r"ignore must be a regular expression behind re: \(missing \)"),
 ]
 
 
