@@ -272,10 +272,11 @@ def test_modules_of_compressed_tensors_follow_the_first_group_that_names_them(tm
         "group_1": {"targets": ["re:.*layers.1.*down"], "weights": rows, "format": "int-quantized"},
         "group_2": {"targets": ["Linear"], "weights": PACKED, "format": "pack-quantized"},
     }
+    dense = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
     values = rng.integers(-128, 128, (32, 48)).astype(np.int8)
     scales = rng.uniform(0.01, 2, (32, 1)).astype(ml_dtypes.bfloat16)
     folder = rewritten(
-        tmp_path, DOWN, compressed("mixed-precision", config_groups=groups),
+        tmp_path, DOWN, compressed("mixed-precision", config_groups=groups, sparsity_config=dense, transform_config={}),
         {
             "weight": ("I8", values), "weight_scale": ("BF16", scales),
             "input_scale": ("F32", np.ones(1, "f4")), "k_scale": ("F32", np.ones(1, "f4")),

@@ -75,7 +75,8 @@ def _mxfp4(values: Settings) -> WeightFormat:
 
 def _compressed_tensors(values: Settings) -> WeightFormat:
     for key in ("transform_config", "sparsity_config"):
-        if values.get(key) not in (None, {}, {"format": "dense"}):
+        given = values.get(key)
+        if given and not (isinstance(given, dict) and given.get("format") == "dense"):
             raise values.unsupported(key, "only quantised weights are read")
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
