@@ -150,7 +150,7 @@ def _awq(weight: np.ndarray) -> Packed:
     return parts, dequantized
 
 
-def _compressed(weight: np.ndarray, *, args: dict[str, Any], ordered: bool = False) -> Packed:
+def _compressed(weight: np.ndarray, *, layout: str, args: dict[str, Any], ordered: bool) -> Packed:
     """By the compressors of compressed-tensors, and back by them; scales from the extremes, as its observers take them.
 
     ordered: inputs of a group lie anywhere (actorder "group", which the library reads no more: it packs the inputs
@@ -172,7 +172,6 @@ def _compressed(weight: np.ndarray, *, args: dict[str, Any], ordered: bool = Fal
     height, width = asked.block_structure or (1, asked.group_size or inputs)
     blocks = given.reshape(outputs // height, height, inputs // width, width)
     scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), asked)
-    layout = "naive-quantized" if asked.num_bits == 8 else "pack-quantized"
     by = BaseCompressor.get_value_from_registry(layout)
     parts = by.compress({"weight": given, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     value = np.empty_like(weight)
@@ -206,7 +205,7 @@ def _compressed_recipe(layout: str, families: tuple[str, ...] = ("llama",), **ar
     known = {name: value for name, value in args.items() if name != "actorder"}
     group = {"targets": ["Linear"], "weights": args, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
-    pack = partial(_compressed, args=known, ordered=ordered)
+    pack = partial(_compressed, layout=layout, args=known, ordered=ordered)
     return Recipe(config, pack, "ignore", families, as_int8=layout == "int-quantized" and args["strategy"] == "channel")
 
 
@@ -225,6 +224,7 @@ FORMATS: dict[str, Recipe] = {
         _FP8 | {"weight_block_size": None}, _fp8_matrix, "modules_to_not_convert", ("llama_biases", "qwen3_moe")
     ),
     "gptq": Recipe(_GPTQ, partial(_gptq, bits=4, version=1, ordered=True), families=("llama", "qwen3")),
+    "gptq_2_bits": Recipe(_GPTQ | {"bits": 2}, partial(_gptq, bits=2, version=1, ordered=True)),
     "gptq_v2": Recipe(_GPTQ_V2, partial(_gptq, bits=8, version=2, ordered=False), families=("llama_biases", "mixtral")),
     "awq": Recipe(_AWQ, _awq, "modules_to_not_convert", ("llama", "phi3")),
     "ct_int8": _compressed_recipe("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
@@ -236,6 +236,9 @@ FORMATS: dict[str, Recipe] = {
     ),
     "ct_4_bits_ordered": _compressed_recipe(
         "pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False, actorder="group"
+    ),
+    "ct_packed_8_bits": _compressed_recipe(
+        "pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=False
     ),
     "ct_fp8_blocks": _compressed_recipe(
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 16], symmetric=True

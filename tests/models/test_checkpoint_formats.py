@@ -263,6 +263,19 @@ def compressed(layout: str = "pack-quantized", weights: Any = PACKED, **more: An
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}} | more
 
 
+@pytest.mark.parametrize("order", ["group", "dynamic", True])
+def test_compressed_tensors_that_reorder_must_say_how(order: Any, tmp_path: Path) -> None:
+    parts = {
+        "weight_packed": ("I32", np.zeros((32, 6), "i4")), "weight_scale": ("F32", np.ones((32, 3), "f4")),
+        "weight_shape": ("I64", np.array([32, 48])),
+    }  # fmt: skip
+    folder = rewritten(tmp_path, DOWN, compressed(weights=PACKED | {"actorder": order}), parts)
+    with pytest.raises(CheckpointError, match=rf"tensor {DOWN}\.weight_g_idx is missing"):
+        load(folder)
+    folder = rewritten(tmp_path, DOWN, compressed(weights=PACKED | {"actorder": "weight"}), parts)
+    np.testing.assert_array_equal(load(folder)["layers.1.down"], np.full((32, 48), -8.0))
+
+
 def test_modules_of_compressed_tensors_follow_the_first_group_that_names_them(tmp_path: Path) -> None:
     """Each with its own format; tensors of activations and of the KV cache are not read."""
     rng = np.random.default_rng(0)
