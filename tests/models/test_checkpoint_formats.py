@@ -18,6 +18,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.export import convert, export
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tensors import TensorFiles
+from tests.conftest import ROOT
 from tests.models.checkpoints import CONFIG, write_checkpoint
 from tests.models.quantized_checkpoints import FORMATS, KEPT, write_quantized
 from tests.models.raw_safetensors import write_raw
@@ -359,3 +360,13 @@ def test_malformed_formats_are_named(given: Any, text: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": given}))
     with pytest.raises(CheckpointError, match=text):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_every_format_that_is_read_is_documented(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"quant_method": "none"}}))
+    with pytest.raises(UnsupportedModelError, match="or one of ") as caught:
+        ModelConfig.from_folder(tmp_path)
+    names = str(caught.value).partition("or one of ")[2].split(", ")
+    assert set(names) == {recipe.config["quant_method"] for recipe in FORMATS.values()}
+    text = (ROOT / "docs" / "models.md").read_text()
+    assert [name for name in names if f"\n| `{name}` | " not in text] == []
