@@ -103,7 +103,7 @@ def _of_group(group: Settings) -> Encoding:
     if layout == "pack-quantized":
         _one_of(weights, "type", "int")
         _one_of(weights, "strategy", "channel", "group")
-        any_order = weights.get("actorder") in ("group", "dynamic", True)  # three names of one
+        any_order = weights.get("actorder") in ("group", "dynamic", True)  # its releases changed the name
         return OutputsFirst(_one_of(weights, "num_bits", 4, 8), size, symmetric, any_order)
     _one_of(weights, "num_bits", 8)
     dtype = {"int": INT8, "float": FLOAT8}[_one_of(weights, "type", "int", "float")]
