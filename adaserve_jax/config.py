@@ -10,8 +10,9 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.settings import Dtype, Panel, PathText, Settings, setting, settings
 
 Elastic = Literal["auto", "on", "off"]
-Quantize = Literal["none", "int8"]
-QUANTIZE: tuple[str, ...] = get_args(Quantize)
+Quantize = Literal["auto", "none", "int8"]
+WEIGHT_KINDS: tuple[Quantize, ...] = ("none", "int8")
+"""Values of `quantize` but "auto": what weights are held as."""
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
 DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
@@ -108,8 +109,8 @@ class EngineConfig(Settings):
     )  # fmt: skip
     dtype: Dtype = setting("auto", "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)", Panel.MODELS)
     quantize: Quantize = setting(
-        "none", "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
-        Panel.MODELS,
+        "auto", "weights of the target: none (as dtype says), int8 with a scale per row, or auto (none, but int8 where "
+        "a checkpoint that is quantised already would not fit into memory); the draft keeps its own", Panel.MODELS,
     )  # fmt: skip
     attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
         "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "

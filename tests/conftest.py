@@ -31,8 +31,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "models", "tree", "runtime/test_compile.py", "runtime/test_families.py", "runtime/test_sizing.py",
-    "runtime/test_programs.py", "runtime/test_resample.py",
+    "models", "tree", "runtime/test_compile.py", "runtime/test_families.py",
+    "runtime/test_quantized_families.py", "runtime/test_sizing.py", "runtime/test_programs.py",
+    "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",

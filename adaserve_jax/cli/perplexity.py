@@ -10,7 +10,7 @@ import typer
 
 from adaserve_jax.cli.options import comma_list, read_text
 from adaserve_jax.cli.terminal import number_table, progress_bar, table_console, write_json
-from adaserve_jax.config import QUANTIZE
+from adaserve_jax.config import WEIGHT_KINDS
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
@@ -38,10 +38,10 @@ def perplexity(
 ) -> None:
     """Measure perplexity of a checkpoint on held-out text for each kind of weights. Columns: docs/models.md."""
     kinds = comma_list("quantize", quantize, str)
-    wrong = [kind for kind in kinds if kind not in QUANTIZE]
+    wrong = [kind for kind in kinds if kind not in WEIGHT_KINDS]
     if wrong or not kinds:
         given = wrong[0] if wrong else quantize
-        raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, separated by commas, got {given!r}")
+        raise ConfigError(f"--quantize must be {' or '.join(WEIGHT_KINDS)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
     from adaserve_jax.models.perplexity import measure_perplexity  # imports jax

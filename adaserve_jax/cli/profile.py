@@ -172,6 +172,8 @@ def _show_memory(config: EngineConfig, out: Path | None, *, exact: bool) -> None
     console.print(*tables)
     host = "; copies on the host count too" if limit.covers_host else ""
     console.print(f"limit {limit.bytes / MIB:,.1f} MiB: {limit.source}{host}", soft_wrap=True)
+    if resolved.weight_format:
+        console.print(f"weights of the target: {resolved.weight_format}", soft_wrap=True, highlight=False)
     if resolved.draft_vocabulary:
         console.print(f"draft of another vocabulary: {resolved.draft_vocabulary}", soft_wrap=True, highlight=False)
     if not exact:

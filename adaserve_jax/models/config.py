@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.checkpoint_formats.api import read_format
+from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.types import SamplingParams
@@ -211,7 +213,7 @@ _NEEDED = {
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
-    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
     "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
@@ -254,7 +256,8 @@ class ModelConfig:
     by sqrt(hidden_size). query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap,
     logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
     the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
-    checkpoints hold queries, keys and values as one tensor, and gate and up.
+    checkpoints hold queries, keys and values as one tensor, and gate and up. weight_format: of a quantised
+    checkpoint; it does not tell models apart.
     """
 
     vocab_size: int
@@ -287,6 +290,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     fused_tensors: bool = False
     sinks: bool = False
+    weight_format: WeightFormat | None = field(default=None, compare=False)
 
     @property
     def q_size(self) -> int:
@@ -390,6 +394,7 @@ class ModelConfig:
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             fused_tensors=family.phi,
             sinks=family.sinks,
+            weight_format=read_format(values),
         )
 
 

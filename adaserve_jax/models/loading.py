@@ -69,7 +69,7 @@ def _readers(folder: Path, config: ModelConfig) -> dict[str, ReadRows]:
         converted = ConvertedFiles(folder, shapes)
         return {name: partial(converted.read_rows, name) for name in shapes}
     sources = {name: hf_tensors(name, config) for name in shapes}
-    files = TensorFiles(folder)
+    files = TensorFiles(folder, config.weight_format)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
@@ -95,7 +95,7 @@ def _read_stacked(
     start, stop = rows
     count, *_, size = files.shape_of(tensor)
     for expert in range(start // size, min(count, -(-stop // size))):
-        entry = files.read_entry(tensor, expert).T
+        entry = files.read_expert(tensor, expert)
         if in_turns:
             entry = np.concatenate([entry[::2], entry[1::2]])
         first = expert * size

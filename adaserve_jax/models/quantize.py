@@ -61,6 +61,10 @@ class Int8Rows:
 
     def __setitem__(self, rows: slice, block: np.ndarray) -> None:
         weight, scale = quantize_rows(block)
+        self.put(rows, weight, scale)
+
+    def put(self, rows: slice, weight: np.ndarray, scale: np.ndarray) -> None:
+        """Fill whole rows with values that are in int8 already, i8[rows, in] and f32[rows]."""
         if not np.isfinite(scale).all():
             raise CheckpointError(f"weight {self.name} has a value that is not finite, which int8 cannot hold")
         self.weight[rows], self.scale[rows] = weight[:, self.columns], scale

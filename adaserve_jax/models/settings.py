@@ -36,6 +36,10 @@ class Settings:
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(name, default)
 
+    def inside(self, name: str, values: Mapping[str, Any]) -> Settings:
+        """Return the values of a nested object."""
+        return Settings(values, self.path, f"{self._within}{name}")
+
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer >= 1; absent and null mean the default. Raises CheckpointError."""
         value = self.get(name)

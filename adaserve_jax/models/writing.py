@@ -13,6 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.checkpoint_formats.api import FORMAT_KEY
+from adaserve_jax.models.settings import read_json
 from adaserve_jax.types import Progress
 
 SHARD_BYTES = 1 << 30
@@ -29,10 +31,16 @@ def check_new(folder: Path) -> None:
 
 
 def copy_all_but_weights(source: Path, out: Path) -> None:
-    """Copy configuration, tokenizer and all other files of a checkpoint folder, but none of its folders."""
+    """Copy configuration, tokenizer and all other files of a checkpoint folder, but none of its folders.
+
+    The copy's config.json names no quantised format, since weights are written in full precision.
+    """
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, out / path.name)
+    config = out / "config.json"
+    if config.is_file() and (given := read_json(config)).pop(FORMAT_KEY, None):
+        config.write_text(json.dumps(given, indent=2) + "\n")
 
 
 def write_shards(

@@ -77,7 +77,7 @@ def find_pair(config: EngineConfig) -> ModelPair:
         folder = resolve_folder(path, "draft")
         draft = ModelConfig.from_folder(folder).for_context(config.max_context)
         first = first or draft
-        for each in fields(ModelConfig):  # all drafts run in the same programs and pages
+        for each in (each for each in fields(ModelConfig) if each.compare):  # drafts share programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
             if got != expected:
                 raise ConfigError(

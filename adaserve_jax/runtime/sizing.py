@@ -45,7 +45,8 @@ class Resolved:
     """A configuration without "auto", and the buckets, limits and memory plan that follow from it.
 
     placement: devices of the target. attention, draft_attention: the kernel implementations. sizes: bytes of each part.
-    memory: the limit that they must fit into. draft_vocabulary: how the target's tokens are mapped to the drafts', for
+    memory: the limit that they must fit into. weight_format: how a quantised target is stored and held, for people; ""
+    for one in full precision. draft_vocabulary: how the target's tokens are mapped to the drafts', for
     people; "" if the vocabularies are the same.
     """
 
@@ -60,6 +61,7 @@ class Resolved:
     draft_attention: Implementation
     sizes: Sizes
     memory: MemoryLimit
+    weight_format: str = ""
     draft_vocabulary: str = ""
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
@@ -119,7 +121,12 @@ def resolve(
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
-    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
+    config, sizes = _choose_weights(
+        config,
+        target,
+        memory,
+        sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes),
+    )
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     speculates = draft is not None or config.drafter is not None
@@ -143,6 +150,7 @@ def resolve(
         draft_attention="xla" if draft is None else draft_attention(attention, draft, config.page_size, dtype),
         sizes=sizes,
         memory=memory,
+        weight_format=_describe_weights(config, target),
     )
 
 
@@ -285,13 +293,42 @@ def _placement(config: EngineConfig, target: ModelConfig, absent: AbsentDevice |
     return Placement.over(tuple(devices[: config.tp]), Partition.of(target, config.tp, exact=config.deterministic))
 
 
+def _choose_weights(
+    config: EngineConfig, target: ModelConfig, memory: MemoryLimit, sizes: Sizes
+) -> tuple[EngineConfig, Sizes]:
+    """Replace "auto" in `quantize`, with the sizes that follow. Full precision is never rounded without being asked.
+
+    A checkpoint that is quantised already is held in `dtype`, which computes what it says, or in int8 where that does
+    not leave the pages of one request.
+    """
+    if config.quantize != "auto":
+        return config, sizes
+    if target.weight_format is not None and sizes.int8 is not None:
+        least = config.num_pages or _least_pages(config)
+        if sizes.pages_within(memory) < least:
+            return replace(config, quantize="int8"), sizes.int8
+    return replace(config, quantize="none"), sizes
+
+
+def _describe_weights(config: EngineConfig, target: ModelConfig) -> str:
+    if target.weight_format is None:
+        return ""
+    held = "int8 with a scale per row" if config.quantize == "int8" else config.dtype
+    return f"{target.weight_format.title}, held as {held}; activations and KV are {config.dtype}"
+
+
+def _least_pages(config: EngineConfig) -> int:
+    """Return the pages of one request at its longest."""
+    return -(-config.max_context // config.page_size)
+
+
 def _auto_pages(config: EngineConfig, sizes: Sizes, memory: MemoryLimit, on_cpu: bool) -> int:
     """Return pages for every request at full length, within the memory that weights and reserve leave.
 
     On a CPU, which has other work, at most CPU_KV_BYTES. At least what one request needs: if that does not fit, the
     memory check refuses it.
     """
-    least = -(-config.max_context // config.page_size)
+    least = _least_pages(config)
     most = sizes.pages_within(memory)
     if on_cpu:
         most = min(most, CPU_KV_BYTES // sizes.page)
@@ -383,8 +420,8 @@ def sizes_of(
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )
 
-    sizes = sized(config.quantize)
-    return sizes if config.quantize == "int8" else replace(sizes, int8=sized("int8"))
+    int8 = sized("int8")
+    return int8 if config.quantize == "int8" else replace(sized("none"), int8=int8)
 
 
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.config import QUANTIZE, EngineConfig
+from adaserve_jax.config import WEIGHT_KINDS, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
@@ -82,7 +82,7 @@ def main(
         folder = Path(target or Path(scratch) / "grown")
         if not target:
             grow(resolve_folder("demo", "target"), folder, SHAPES[params])
-        executors = {kind: ready(folder, kind, edges, dtype) for kind in QUANTIZE}
+        executors = {kind: ready(folder, kind, edges, dtype) for kind in WEIGHT_KINDS}
         parameters = count_parameters(folder)
     sizes = {kind: sum(x.nbytes for x in executor.target.params.values()) for kind, executor in executors.items()}
     steps = take_turns(executors, edges, rounds)
@@ -93,7 +93,7 @@ def main(
         "steps": [asdict(step) | {"ratio": step.ratio} for step in steps],
     }  # fmt: skip
     out.write_text(json.dumps(result, indent=1) + "\n")
-    table = Table("tokens", *(f"{kind} ms" for kind in QUANTIZE), "int8 / none", title=f"{parameters:,} parameters")
+    table = Table("tokens", *(f"{kind} ms" for kind in WEIGHT_KINDS), "int8 / none", title=f"{parameters:,} parameters")
     for step in steps:
         table.add_row(str(step.tokens), *(f"{s * 1e3:.2f}" for s in step.seconds.values()), f"{step.ratio:.2f}")
     Console(width=100).print(table)

@@ -43,5 +43,5 @@ def test_only_the_target_is_quantised(quantize: str) -> None:
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantize must be one of none, int8, got 'int4'"):
+    with pytest.raises(ConfigError, match="quantize must be one of auto, none, int8, got 'int4'"):
         LLM(resolve_folder("demo", "target"), quantize="int4")

@@ -16,8 +16,10 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.tensors import BLOCK_BYTES
 from tests.conftest import ROOT
 from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
+from tests.models.quantized_checkpoints import quantize
 
 
 def _load(folder: Path, dtype: type = jnp.float32) -> dict[str, np.ndarray]:
@@ -141,17 +143,37 @@ def test_progress_counts_the_weights(tmp_path: Path) -> None:
     assert calls == [("loading", done, len(params)) for done in range(1, len(params) + 1)]
 
 
+LARGE = {"hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 2}
+LARGEST = 2 * LARGE["hidden_size"] * LARGE["intermediate_size"]
+"""Elements of the largest weight."""
+
+
+def beside_the_weights(folder: Path, quantize: str = "none") -> float:
+    """Measured in a process of its own, as the growth of its largest resident set without the weights; bytes."""
+    command = [sys.executable, ROOT / "benchmarks" / "engine" / "load_time.py", "one", folder, "--quantize", quantize]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    load = json.loads(done.stdout.splitlines()[-1])
+    assert load["largest_bytes"] == LARGEST * (1 if quantize == "int8" else 4)
+    assert load["peak_bytes"] >= load["weight_bytes"]
+    return load["peak_bytes"] - load["weight_bytes"]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("form", ["source", pytest.param("converted", marks=pytest.mark.slow)])
 def test_host_memory_holds_one_weight_beside_the_model(tmp_path: Path, form: str) -> None:
-    """Measured in a process of its own, as the growth of its largest resident set."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 2}
-    source = write_checkpoint(tmp_path / "source", **sizes, dtype="bf16", shards=2)
+    source = write_checkpoint(tmp_path / "source", **LARGE, dtype="bf16", shards=2)
     if form == "converted":
         convert(source, tmp_path / form, dtype="f32")
-    command = [sys.executable, ROOT / "benchmarks" / "engine" / "load_time.py", "one", tmp_path / form]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    load = json.loads(done.stdout.splitlines()[-1])
-    weights = 1.2 if form == "source" else 2.5
-    assert load["largest_bytes"] == 2 * 6144 * 1024 * 4
-    assert load["weight_bytes"] <= load["peak_bytes"] <= load["weight_bytes"] + weights * load["largest_bytes"]
+    assert beside_the_weights(tmp_path / form) <= (1.2 if form == "source" else 2.5) * 4 * LARGEST
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("name", ["fp8_blocks", "gptq", "awq", "ct_4_bits_ordered"])
+def test_host_memory_holds_blocks_beside_a_quantised_model(tmp_path: Path, name: str) -> None:
+    """Three blocks at most, which is half the largest weight in f32."""
+    quantized, _ = quantize(write_checkpoint(tmp_path / "plain", **LARGE), tmp_path / "quantized", name)
+    assert 3 * BLOCK_BYTES <= LARGEST * 4 / 2
+    assert beside_the_weights(quantized) <= 3 * BLOCK_BYTES
+    assert beside_the_weights(quantized, "int8") <= 3 * BLOCK_BYTES

@@ -90,7 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "GptOss", {
-            "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 40,
+            "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64,
             "sliding_window": WINDOW, "swiglu_limit": 0.5, "rope_parameters": _YARN | {"truncate": False},
         },
     ),

@@ -4,6 +4,7 @@ package."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,16 @@ def rounded(weight: np.ndarray) -> np.ndarray:
     return result
 
 
-def dequantized_checkpoint(folder: Path, out: Path) -> Path:
-    """Copy a checkpoint of one file, each of its matrices rounded but routers of experts; return the copy."""
+def dequantized_checkpoint(folder: Path, out: Path, kept: Container[str] = ()) -> Path:
+    """Copy a checkpoint of one file, each of its matrices rounded but routers of experts and tensors that are `kept`;
+    return the copy."""
     shutil.copytree(folder, out)
     tensors = load_file(folder / "model.safetensors")
     save_file(
         {
-            name: rounded(value) if value.ndim == 2 and not name.endswith(".gate.weight") else value
+            name: rounded(value)
+            if value.ndim == 2 and not name.endswith(".gate.weight") and name not in kept
+            else value
             for name, value in tensors.items()
         },
         out / "model.safetensors",

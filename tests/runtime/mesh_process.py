@@ -25,6 +25,7 @@ from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
 from tests.conftest import optimised
 from tests.engines import NARROW
 from tests.models.checkpoints import MIXTRAL, write_checkpoint
+from tests.models.quantized_checkpoints import write_quantized
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
@@ -39,7 +40,8 @@ CASES = {
     "gemma": ("gemma", False, "none", (1, 2)), "gemma_exact": ("gemma", True, "none", (2,)),
     "gemma_int8": ("gemma", False, "int8", (1, 2)), "phi": ("phi", False, "none", (1, 2)),
     "oss": ("oss", False, "none", (1, 2, 4)), "oss_exact": ("oss", True, "none", (4,)),
-    "oss_int8": ("oss", False, "int8", (1, 2)),
+    "oss_int8": ("oss", False, "int8", (1, 2)), "mxfp4": ("mxfp4", False, "none", (1, 2, 4)),
+    "gptq": ("gptq", False, "none", (1, 2)), "gptq_int8": ("gptq", False, "int8", (1, 2)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
@@ -127,6 +129,8 @@ def main(folder: Path, *, quick: bool) -> None:
             "oss": write_family(folder / "oss", "gpt_oss"),
             "gemma": write_family(folder / "gemma", "gemma3"),
             "phi": write_family(folder / "phi", "phi4_mini"),
+            "mxfp4": write_quantized(folder / "mxfp4", "gpt_oss", "mxfp4")[0],
+            "gptq": write_quantized(folder / "gptq", "llama", "gptq")[0],
             # Neurons that two devices cannot share, so that each has whole experts.
             "three": write_checkpoint(folder / "three", **MIXTRAL, vocab_size=VOCABULARY, intermediate_size=51),
             "grown": folder / "grown",

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from adaserve_jax.runtime.model import DeviceModel
-from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
-from tests.runtime.packed_model import LENGTH, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
+from tests.models.torch_checkpoints import FAMILIES, torch_model, write_family
+from tests.runtime.against_transformers import largest_error
+from tests.runtime.packed_model import build
 
 TOLERANCE = 1e-4
 QUICK = {
@@ -33,33 +32,8 @@ PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) fo
 def test_prefill_chunks_and_trees_equal_transformers(case: str, tmp_path: Path) -> None:
     name, attention = case.split("-")
     folder = write_family(tmp_path, name)
-    theirs = torch_model(folder)
     model = build(folder, attention == "canonical")
-    sequence = np.random.default_rng(1).integers(2, VOCABULARY, LENGTH).tolist()
-    expected = torch_logits(theirs, sequence)
-    assert expected.std() > 0.5
-    start, errors = 0, []
-    for size in (1, 7, 63, 96, 96, 41, 96, 96, 96, 8):
-        stop = start + size
-        scores = run(model, plan_of(start, sequence[start:stop]), trees([], []))[:size]
-        errors.append(np.abs(scores - expected[start:stop]).max())
-        start = stop
-        if start in (1, 71, LENGTH):
-            errors.append(tree_error(model, theirs, sequence[:start]))
-    assert start == LENGTH
-    print(f"max abs logit difference, {case}: {max(errors):.1e}")
+    error = largest_error(model, torch_model(folder))
+    print(f"max abs logit difference, {case}: {error:.1e}")
     model.close()
-    assert max(errors) < TOLERANCE
-
-
-def tree_error(model: DeviceModel, theirs, context: list[int]) -> float:
-    """Largest difference of any node to its own path, decoded plainly after the context."""
-    scores = run(model, plan_of(len(context), []), trees(TREE_TOKENS, TREE_PARENTS))
-    errors = []
-    for node in range(len(TREE_TOKENS)):
-        path, at = [], node
-        while at >= 0:
-            path.append(TREE_TOKENS[at])
-            at = TREE_PARENTS[at]
-        errors.append(np.abs(scores[node] - torch_logits(theirs, context + path[::-1])[-1]).max())
-    return max(errors)
+    assert error < TOLERANCE

@@ -82,6 +82,10 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("oss", 4),
         ("oss_exact", 4),
         ("oss_int8", 2),
+        ("mxfp4", 2),
+        ("mxfp4", 4),
+        ("gptq", 2),
+        ("gptq_int8", 2),
     ],
 )
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
+from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.rope import LongRopeScaling
@@ -78,6 +79,22 @@ def test_deterministic_mode_has_one_bucket() -> None:
 
 def test_row_edges_say_how_many_requests_run() -> None:
     assert resolve(EngineConfig(row_edges=(1, 4)), TARGET, DRAFT).limits.max_requests == 4
+
+
+def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fit() -> None:
+    """A checkpoint in full precision never is, and what was asked for is what is held."""
+    stored = replace(TARGET, weight_format=WeightFormat("fp8 of a test", ()))
+    options = {"draft": None, "max_requests": 1, "max_context": 64, "token_edges": (16,), "row_edges": (1,)}
+    scarce, ample = (EngineConfig(memory_limit_mib=mib, **options) for mib in (16, 256))
+    assert resolve(scarce, TARGET, None).config.quantize == "none"
+    held = resolve(scarce, stored, None)
+    assert held.config.quantize == "int8"
+    assert held.sizes.target_weights == weight_bytes(TARGET, held.dtype, "int8")
+    assert held.weight_format == "fp8 of a test, held as int8 with a scale per row; activations and KV are f32"
+    held.check_memory()
+    assert resolve(ample, stored, None).config.quantize == "none"
+    assert resolve(replace(scarce, quantize="none"), stored, None).config.quantize == "none"
+    assert resolve(replace(ample, quantize="int8"), stored, None).config.quantize == "int8"
 
 
 SHORT = EngineConfig(max_requests=4, max_context=1024, num_pages=60)
