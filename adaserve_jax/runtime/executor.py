@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -179,14 +180,15 @@ class ModelExecutor:
         """
         started = time.perf_counter()
         bucket = self.target.buckets.pick(trees.num_nodes + plan.num_prefill_tokens, plan.num_rows)
-        max_pages = self.target.programs.max_pages
+        programs = self.target.programs
+        pack = partial(pack_verify, max_pages=programs.max_pages, adapted=programs.max_adapters > 0)
         with self.compile_counter:
-            step, after_forward, drawn_in = pack_verify(bucket, max_pages, plan, trees), None, bucket
+            step, after_forward, drawn_in = pack(bucket, plan=plan, trees=trees), None, bucket
             if edits is not None:
                 if self.resampler is None:
                     raise IntegrityError("with several processes no step can edit logits or return logprobs")
                 drawn_in = self.resampler.bucket(bucket)
-                again = step if drawn_in == bucket else pack_verify(drawn_in, max_pages, plan, trees)
+                again = step if drawn_in == bucket else pack(drawn_in, plan=plan, trees=trees)
                 after_forward = self.resampler.redraw(again, edits, plan.scored)
             if self.logit_capture is not None:
                 num_sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
