@@ -18,6 +18,7 @@ from adaserve_jax.constraints.constraints import edited_rows
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.lora import Matrices
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import multihost
 from adaserve_jax.runtime.capture import LogitCapture, Pending
@@ -25,6 +26,7 @@ from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compil
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.loading import (
+    adapter_bank,
     declare_all,
     find_chances,
     find_pair,
@@ -84,6 +86,8 @@ class ModelExecutor:
         """Second draw from edited logits; None with several processes, of which the others run the forward alone."""
         if resolved.config.num_processes == 1:
             self.resampler = Resampler(target, resolved.limits)
+        self.adapters = adapter_bank(target, resolved.config)
+        """Room for LoRA adapters; None where the programs know none."""
         learning = resolved.config.learning
         self.logit_capture = None if learning is None else LogitCapture(target, learning)
         self.elastic: Elastic | None = None
@@ -144,7 +148,9 @@ class ModelExecutor:
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program; the first half of `warm_up`. Raises ConfigError: the programs do not fit in memory."""
-        declared = declare_all(self.target, self.limits, self.resampler, self.logit_capture, self.local_drafter)
+        declared = declare_all(
+            self.target, self.limits, self.resampler, self.logit_capture, self.local_drafter, self.adapters
+        )
         compiled = compile_all(declared, progress)
         self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.shapes.bytes)
         self.resolved.check_memory(self._workspace)
@@ -268,6 +274,12 @@ class ModelExecutor:
             model.weights[draft] = params
         else:
             self.elastic.set_weights(draft, params)
+
+    def put_adapter(self, slot: int, matrices: Matrices) -> None:
+        """Replace what a slot of `adapters` holds, from the next step on. Call it between steps. Compiles nothing."""
+        assert self.adapters is not None
+        with self.compile_counter:
+            self.adapters.put(slot, matrices)
 
     def _draft_model(self, draft: int) -> DeviceModel:
         if self.local_drafter is None or not 0 <= draft < self.num_drafts:
