@@ -393,9 +393,7 @@ def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", 
     return sum(_weight_sizes(config, dtype, quantize, partition).values())
 
 
-def adapter_bytes(
-    config: ModelConfig, count: int, rank: int, dtype: jnp.dtype, partition: Partition = WHOLE
-) -> int:
+def adapter_bytes(config: ModelConfig, count: int, rank: int, dtype: jnp.dtype, partition: Partition = WHOLE) -> int:
     """Return the bytes of one device's room for adapters. config: the partition's whole model."""
     if not count:
         return 0

@@ -118,9 +118,7 @@ class PackedStep:
     num_rows: int
 
 
-def _new_step(
-    bucket: Bucket, max_pages: int, *, adapted: bool = False
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _new_step(bucket: Bucket, max_pages: int, *, adapted: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return a step array of padding only, and views of its fields."""
     packed, views = step_layout(bucket, max_pages, adapted=adapted).new()
     views["row"][:] = bucket.rows
