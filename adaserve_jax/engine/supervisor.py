@@ -76,22 +76,21 @@ class SupervisedEngine:
         self._died_at: deque[float] = deque()  # within the last window_s
         self._died_in_a_row = 0  # without progress between
         self._ready_at = 0.0
-        self._ready: EngineClient | None = None  # the last one that was
         self._crash: Crash | None = None
         self._wait_s = 0.0  # before the restart that is due
         self._restarts = 0
         self._start_s = LONGEST_BACK_IN_S
         self._closing = False
+        self._info: EngineInfo | None = None
         self._adapters: dict[str, str | None] = {}  # folders of what was loaded since the start; None: unloaded
         self._supervisor = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
 
     @property
     def info(self) -> EngineInfo:
         """Facts about the current engine, or about the last one while it is being replaced."""
-        ready = self._ready
-        if ready is None:
+        if self._info is None:
             raise EngineDeadError("the engine is not ready: call start() and wait for it to return")
-        return ready.info
+        return self._info
 
     def start(self) -> None:
         with self._changed:
@@ -121,12 +120,14 @@ class SupervisedEngine:
             engine.abort(request_id)
 
     def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
-        self._serving().load_adapter(name, folder, replace=replace)
-        self._adapters[name] = folder
+        engine = self._serving()
+        engine.load_adapter(name, folder, replace=replace)
+        self._adapters[name], self._info = folder, engine.info
 
     def unload_adapter(self, name: str) -> None:
-        self._serving().unload_adapter(name)
-        self._adapters[name] = None
+        engine = self._serving()
+        engine.unload_adapter(name)
+        self._adapters[name], self._info = None, engine.info
 
     def _serving(self) -> EngineClient:
         """Return the engine. Raises EngineDeadError: it is being replaced, or has ended."""
@@ -177,7 +178,7 @@ class SupervisedEngine:
         self._start_s = self._ready_at - began
         for name, folder in self._adapters.items():
             self._restore_adapter(engine, name, folder)
-        self._ready = engine
+        self._info = engine.info
 
     def _restore_adapter(self, engine: EngineClient, name: str, folder: str | None) -> None:
         """Load or unload an adapter in a new engine as it was in the one before; a failure is only logged."""
