@@ -94,7 +94,7 @@ def test_other_kinds_of_adapters_are_refused_by_name(
 
 def test_a_rank_above_the_largest_is_refused_with_the_option(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, seed=1, rank=16)
-    with pytest.raises(CheckpointError, match="at most 8.*got 16; start it with max_lora_rank 16"):
+    with pytest.raises(CheckpointError, match=r"at most 8.*got 16; start it with max_lora_rank 16"):
         read(base, adapter)
     assert read(base, adapter, max_rank=16)
 
@@ -129,7 +129,7 @@ def test_tensors_of_other_modules_are_refused_by_name(base: Path, tmp_path: Path
 def test_an_adapter_of_another_model_is_refused_by_its_shapes(base: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", hidden_size=64)
     adapter = write_adapter(tmp_path / "adapter", other, seed=1)
-    with pytest.raises(CheckpointError, match="for this model and r = 4, got .*64.*; the adapter is of another model"):
+    with pytest.raises(CheckpointError, match=r"for this model and r = 4, got .*64.*; the adapter is of another model"):
         read(base, adapter)
 
 
