@@ -70,8 +70,9 @@ def _inside(root: Path, path: str) -> Path:
     """Return the folder that a client names. Raises ApiError unless it is in `root`, links followed."""
     try:
         folder = (root / path).resolve()
-    except (OSError, ValueError, RuntimeError):  # a null byte, or links in a circle
-        folder = root
-    if folder == root or not folder.is_relative_to(root):
+        found = folder != root and folder.is_relative_to(root) and folder.is_dir()
+    except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, or links in a circle
+        found, folder = False, root
+    if not found:
         raise invalid(f"lora_path must be a folder in the server's lora_folder, got {path!r:.200}", "lora_path")
     return folder
