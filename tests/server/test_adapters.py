@@ -77,7 +77,7 @@ def test_adapters_are_loaded_replaced_and_unloaded(adapted: Running) -> None:
     assert adapted.http.get("/v1/models/deep/one").json()["parent"] == "scripted"
     assert adapted.post(model="deep/one", prompt="x", max_tokens=1).json()["model"] == "deep/one"
     again = {"lora_name": "sql", "lora_path": "sql"}
-    check(adapted.post(LOAD, **again), 400, "invalid_value", "lora_name", "loaded already; unload it first")
+    check(adapted.post(LOAD, **again), 400, "invalid_request", "lora_name", "loaded already; unload it first")
     assert adapted.post(LOAD, load_inplace=True, **again).status_code == 200
     full = adapted.post(LOAD, lora_name="more", lora_path="sql")
     check(full, 400, "no_adapter_slot", "lora_name", "all 2 adapters that have room are loaded")
@@ -114,7 +114,7 @@ def test_wrong_bodies_and_folders_are_refused(adapted: Running) -> None:
     empty = adapted.post(LOAD, lora_name="more", lora_path="none")
     check(empty, 400, "invalid_adapter", "lora_path", "adapter_config.json is missing")
     spaced = adapted.post(LOAD, lora_name="a b", lora_path="sql")
-    check(spaced, 400, "invalid_value", "lora_name", "lora_name must be 1 to 128 letters, digits and ._/:-, got 'a b'")
+    check(spaced, 400, "invalid_request", "lora_name", "lora_name must be 1 to 128 letters, digits and ._/:-, got 'a b'")
 
 
 def test_the_routes_are_off_without_a_folder(server: Running) -> None:
@@ -125,7 +125,7 @@ def test_the_routes_are_off_without_a_folder(server: Running) -> None:
 def test_an_engine_without_room_says_so(start_server, folder: Path) -> None:
     with start_server(ServerSettings(lora_folder=str(folder))) as server:
         response = server.post(LOAD, lora_name="sql", lora_path="sql")
-        check(response, 400, "invalid_value", "lora_name", "this engine has no room for adapters; start it with")
+        check(response, 400, "invalid_request", "lora_name", "this engine has no room for adapters; start it with")
 
 
 def test_an_operators_key_is_needed(start_server, folder: Path) -> None:
@@ -142,4 +142,4 @@ def test_an_operators_key_is_needed(start_server, folder: Path) -> None:
 def test_an_adapter_of_the_models_name_is_refused_at_the_start(folder: Path) -> None:
     config = EngineConfig(target="models/sql", lora=(f"sql={folder / 'sql'}",))
     with pytest.raises(ConfigError, match="lora must have other names than the served model, got 'sql'; rename"):
-        run(config, ServerSettings(), in_process=True)
+        run(ServerSettings(), config, in_process=True)
