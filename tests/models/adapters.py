@@ -21,7 +21,10 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
+    weights = {
+        name: each for file in sorted(checkpoint.glob("*.safetensors")) for name, each in load_file(file).items()
+    }
+    for name, weight in weights.items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in modules and name.endswith(".weight"):
             outputs, inputs = weight.shape

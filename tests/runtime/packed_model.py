@@ -23,6 +23,8 @@ from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
 
 PAGE, LENGTH, CHUNK = 32, 600, 96
 MAX_PAGES = LENGTH // PAGE + 2
+RANK = 8
+"""Room of an adapter."""
 TREE_TOKENS, TREE_PARENTS = [3, 11, 12, 13, 14, 15], [-1, 0, 1, 0, 2, 4]
 
 
@@ -36,7 +38,6 @@ def probe(programs: ModelPrograms, params, pools, packed, bucket):
 
 def build(
     folder: Path, canonical: bool, ways: int = 1, quantize: str = "none", adapters: tuple[Path, ...] = (),
-    rank: int = 8,
 ) -> DeviceModel:  # fmt: skip
     """A model whose forward returns logits, divided over the first `ways` devices. adapters: in slots from 1 on."""
     config = ModelConfig.from_folder(folder).for_context(LENGTH)
@@ -45,13 +46,13 @@ def build(
     programs = ModelPrograms(partition.local(config), MAX_PAGES, canonical, partition, max_adapters=len(adapters))
     params = load_params(folder, config, jnp.float32, placement=placement, quantize=quantize)
     if adapters:
-        params |= empty_adapters(config, len(adapters), rank, jnp.float32, placement)
+        params |= empty_adapters(config, len(adapters), RANK, jnp.float32, placement)
     model = DeviceModel(
         "target", config, params, programs,
         BucketSet((CHUNK,), (1,), CHUNK), num_pages=MAX_PAGES + 3, page_size=PAGE, dtype=jnp.dtype(jnp.float32),
         placement=placement,
     )  # fmt: skip
-    bank = AdapterBank(model, len(adapters), rank) if adapters else None
+    bank = AdapterBank(model, len(adapters), RANK) if adapters else None
     model.compiled = compile_all(
         [*model.declare_forward(partial(probe, programs)), *(bank.declare() if bank is not None else ())]
     )

@@ -114,7 +114,9 @@ def test_wrong_bodies_and_folders_are_refused(adapted: Running) -> None:
     empty = adapted.post(LOAD, lora_name="more", lora_path="none")
     check(empty, 400, "invalid_adapter", "lora_path", "adapter_config.json is missing")
     spaced = adapted.post(LOAD, lora_name="a b", lora_path="sql")
-    check(spaced, 400, "invalid_request", "lora_name", "lora_name must be 1 to 128 letters, digits and ._/:-, got 'a b'")
+    check(
+        spaced, 400, "invalid_request", "lora_name", "lora_name must be 1 to 128 letters, digits and ._/:-, got 'a b'"
+    )
 
 
 def test_the_routes_are_off_without_a_folder(server: Running) -> None:
