@@ -205,7 +205,7 @@ class OtherFields(RequestModel):
     repetition_detection: Any = unsupported("null", why="use the penalties")
     prompt_embeds: Any = unsupported("null", why="a prompt is text or tokens")
     vllm_xargs: Any = unsupported("{}", {}, why="there are no extensions")
-    lora_path: Any = unsupported("null", "", why="no adapters are served")
+    lora_path: Any = unsupported("null", "", why="model names an adapter")
     session_params: Any = unsupported("null", why="every request stands alone")
     guided_whitespace_pattern: Any = unsupported("null", why="JSON has at most one space after a comma or colon")
     guided_decoding_backend: Any = ignored("there is one")

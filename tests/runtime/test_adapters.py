@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.runtime.model import DeviceModel
-from tests.models.torch_checkpoints import VOCABULARY, torch_logits, torch_model, write_family
+from tests.documents import rows, section
+from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 TOLERANCE = 1e-4
@@ -66,6 +67,15 @@ def expected_of(theirs: Any, sequence: list[int]) -> tuple[np.ndarray, np.ndarra
             at = TREE_PARENTS[at]
         nodes.append(torch_logits(theirs, sequence + path[::-1])[-1])
     return torch_logits(theirs, sequence), np.array(nodes)
+
+
+def test_the_table_of_families_says_what_can_be_adapted() -> None:
+    said = {row.names[0]: row.cells[2] for row in rows(section("models.md", "## Families"))}
+    found = {
+        f"{FAMILIES[case.split('-')[0]][0]}ForCausalLM": "attention" if modules == ATTENTION else "all"
+        for case, modules in CASES.items()
+    }
+    assert found == said
 
 
 @pytest.mark.torch
