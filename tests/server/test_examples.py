@@ -80,7 +80,8 @@ def keyed(serve_engine, tmp_path_factory):
 
 @pytest.mark.parametrize("command", curl_commands(), ids=lambda command: re.sub(r"\W+", " ", command)[-50:])
 def test_the_curl_commands_of_the_documents(keyed, command):
-    """Against a server with the embedded pair's name, a draft called code, an adapter called sql, and a key, which every command may carry."""
+    """Against a server with the embedded pair's name, a draft called code, an adapter called sql, and a key, which
+    every command may carry."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     wrapped = 'curl() { command curl -sS --fail-with-body -H "Authorization: Bearer secret" "$@"; }\n'
