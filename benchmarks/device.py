@@ -7,10 +7,11 @@ Measures part after part, the most important first, and writes the file after ea
 1. ceilings: the device's own copy bandwidth and square matmul;
 2. conformance: every kernel, compiled, against the float64 oracle of the tests; on a large device also large shapes;
 3. programs: compiles and times every step program, sets each verify program beside the least time that its weights and
-   operations need, and beside the time computed from the device's data sheet; says where a step's time goes;
+   operations need, and beside the time computed from the device's data sheet;
 4. bench: a short open-loop bench;
 5. times of the kernels beside what their bytes and operations cost at the ceilings, and two ways to pick a token;
-6. swaps: exchanges of the draft for KV pages and back.
+6. parts: where the time of a step goes;
+7. swaps: exchanges of the draft for KV pages and back.
 
 No part is begun after --minutes. A part that fails is recorded with its error, and the others go on. Parts that the
 file holds already, of the same commit, device and settings, are not measured again: the same command continues. Takes
@@ -56,6 +57,7 @@ from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice
 from adaserve_jax.runtime.absent_engine import AbsentEngine
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import find_pair
+from adaserve_jax.runtime.warmup import measure
 from adaserve_jax.types import CostSamples
 from adaserve_jax.workloads.workload import load_workload
 from benchmarks.kernels.ceilings import Ceilings, measure_ceilings
@@ -89,16 +91,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """Every program of the engine, as its own warm-up timed it (host to host, typical context)."""
+    """Every program of the engine, as its own warm-up times it (host to host, typical context). compile_s: to compile,
+    or to take from the cache; time_s: to time."""
 
     target_params: int
     target_weight_bytes: int
     dtype: str
     load_s: float
-    compile_and_time_s: float
+    compile_s: float
+    time_s: float
     peak_memory_bytes: int | None
     verify: list[StepTime]
-    parts: list[StepParts]
     catchup: list[dict[str, float]]
     draft_level: list[dict[str, float]]
 
@@ -110,9 +113,10 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
     loaded = time.perf_counter()
     try:
         with progress_bar() as progress:
-            samples = executor.warm_up(progress)
-        ready = time.perf_counter()
-        parts = measure_parts(executor)
+            executor.compile(progress)
+            compiled = time.perf_counter()
+            samples = measure(executor, progress=progress).samples()
+        timed = time.perf_counter()
         weights = executor.target.params
         params = sum(x.size for name, x in weights.items() if not name.endswith(SCALE))
         weight_bytes = sum(x.nbytes for x in weights.values())
@@ -126,13 +130,23 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
         target_weight_bytes=weight_bytes,
         dtype=dtype.name,
         load_s=loaded - started,
-        compile_and_time_s=ready - loaded,
+        compile_s=compiled - loaded,
+        time_s=timed - compiled,
         peak_memory_bytes=memory.get("peak_bytes_in_use"),
         verify=step_times(samples, ceilings, params, weight_bytes, computed),
-        parts=parts,
         catchup=[{"tokens": tokens, "seconds": s} for tokens, s in sorted(samples.catchup_s.items())],
         draft_level=[{"rows": r, "width": w, "seconds": s} for (r, w), s in sorted(samples.draft_level_s.items())],
     )
+
+
+def measure_step_parts(config: EngineConfig) -> list[StepParts]:
+    """Where the time of a step goes, of an engine that is loaded and compiled for it and then freed."""
+    executor = load_executor(config)
+    try:
+        executor.compile()
+        return measure_parts(executor)
+    finally:
+        executor.close()
 
 
 def data_sheet(kind: str) -> AbsentDevice | None:
@@ -216,7 +230,8 @@ def show_picks(picks: list[Any]) -> None:
 
 def show_programs(programs: ProgramTimes) -> None:
     CONSOLE.print(
-        f"target {programs.target_params / 1e6:.1f}M, ready in {programs.load_s + programs.compile_and_time_s:.1f} s",
+        f"target {programs.target_params / 1e6:.1f}M: loaded in {programs.load_s:.1f} s, compiled in "
+        f"{programs.compile_s:.1f} s, timed in {programs.time_s:.1f} s",
         highlight=False,
     )
     least = min(programs.verify, key=lambda step: (step.tokens, step.rows))
@@ -229,11 +244,14 @@ def show_programs(programs: ProgramTimes) -> None:
         cells = (f"{step.seconds / least.seconds:.2f}", f"{step.bound_s * 1e3:.3f}", f"{step.of_bound:.0%}", computed)
         table.add_row(str(step.tokens), str(step.rows), f"{step.seconds * 1e3:.3f}", *cells)
     CONSOLE.print(table)
+
+
+def show_parts(parts: list[StepParts]) -> None:
     table = Table(
         "rows", "tokens", "context", "step ms", *PARTS, "attention of step", "step over products",
         title="parts of a step, ms",
     )  # fmt: skip
-    for each in programs.parts:
+    for each in parts:
         table.add_row(
             str(each.rows), str(each.tokens), str(each.context), f"{each.step_s * 1e3:.2f}",
             *(f"{getattr(each, f'{part}_s') * 1e3:.2f}" for part in PARTS),
@@ -371,6 +389,8 @@ def device(
             )  # fmt: skip
         if shapes != "none":
             _time_kernels(found, shapes, ceilings)
+        if programs:
+            found.part("parts", named, lambda: measure_step_parts(model()), show_parts, as_rows)
         if programs and swaps > 0 and config.draft is not None and config.tp == 1:
             draft = config.draft
             found.part(

@@ -219,8 +219,8 @@ def device_tables(result: dict[str, Any]) -> str:
         ]  # fmt: skip
         about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
         parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
-        if shares := [_parts_line(step) for step in result["programs"]["parts"]]:
-            parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
+    if shares := [_parts_line(step) for step in result.get("parts", [])]:
+        parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
     missing = [f"`{name}` failed: {error}" for name, error in result.get("errors", {}).items()]
     missing += [f"`{name}` was not begun in time" for name in result.get("not_begun", [])]
     if missing:

@@ -7,9 +7,12 @@ layer finds its pages in a cache because the one before read them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from benchmarks.kernels.attention_specs import (
     FULL,
     LAYER,
     TINY,
+    AttentionCase,
     AttentionSpec,
     make_case,
     page_table,
@@ -93,10 +97,21 @@ def packed_tokens(spec: AttentionSpec, table: Any, ctx_len: Any, row: Any, paren
     return PackedTokens(table, ctx_len, counts, safe, position, ancestor_bits(parent), blocks, None)
 
 
-def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
-    """One implementation on one shape, compiled for this device."""
+def check_attention(spec: AttentionSpec, implementations: Sequence[Any]) -> list[Conformance]:
+    """Each implementation on one shape, compiled for this device."""
     case = make_case(spec, seed=0, platform=jax.default_backend())
+    rng = np.random.default_rng(1)
+    real = np.flatnonzero(case.row < len(spec.counts))
+    chosen = real if len(real) <= SAMPLED_TOKENS else np.sort(rng.choice(real, SAMPLED_TOKENS, replace=False))
+    expected = oracle_attention(
+        *case[:5], LAYER, *case[5:9], spec.window, only=chosen, softcap=spec.softcap, sinks=case.sinks
+    )[:, :, chosen]
+    return [_conformance(spec, implementation, case, chosen, expected) for implementation in implementations]
 
+
+def _conformance(
+    spec: AttentionSpec, implementation: Any, case: AttentionCase, chosen: np.ndarray, expected: np.ndarray
+) -> Conformance:
     @jax.jit
     def run(q, k, v, k_pool, v_pool, *where):
         tokens = packed_tokens(spec, *where)
@@ -114,18 +129,12 @@ def check_attention(spec: AttentionSpec, implementation: Any) -> Conformance:
             sinks=case.sinks,
         )
 
-    rng = np.random.default_rng(1)
-    real = np.flatnonzero(case.row < len(spec.counts))
-    chosen = real if len(real) <= SAMPLED_TOKENS else np.sort(rng.choice(real, SAMPLED_TOKENS, replace=False))
     kernel = "paged_tree_attention"
     try:
         out = np.asarray(run(*case[:-1]).astype(jnp.float32), np.float64)
     except Exception as error:  # a kernel that does not compile or run is a finding, not the end of the report
         return Conformance(kernel, implementation, spec.name, False, None, f"{type(error).__name__}: {error}"[:600])
-    expected = oracle_attention(
-        *case[:5], LAYER, *case[5:9], spec.window, only=chosen, softcap=spec.softcap, sinks=case.sinks
-    )
-    difference = np.abs(out - expected)[:, :, chosen]
+    difference = np.abs(out[:, :, chosen] - expected)
     error = float(difference.max()) / spec.tolerance
     ok = bool(np.isfinite(difference).all() and error <= 1)
     return Conformance(kernel, implementation, spec.name, ok, error if np.isfinite(error) else None)
@@ -145,14 +154,17 @@ def runs_attention(implementation: Any, spec: AttentionSpec) -> bool:
 
 
 def conformance(full: bool) -> list[Conformance]:
-    """Every implementation of this device on every shape that it supports. full: the large shapes too."""
-    attention = [*TINY.values(), CPU, *(FULL.values() if full else ())]
-    return [
-        check_attention(spec, implementation)
-        for implementation in device_implementations()
-        for spec in attention
-        if runs_attention(implementation, spec)
-    ]
+    """Every implementation of this device on every shape that it supports. full: the large shapes too.
+
+    Shapes are checked side by side, since compiling and the oracle take most of the time.
+    """
+    specs = [*TINY.values(), CPU, *(FULL.values() if full else ())]
+
+    def check(spec: AttentionSpec) -> list[Conformance]:
+        return check_attention(spec, [each for each in device_implementations() if runs_attention(each, spec)])
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        return sorted(chain.from_iterable(threads.map(check, specs)), key=lambda each: each.implementation)
 
 
 def naive_attention(

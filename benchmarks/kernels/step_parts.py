@@ -20,7 +20,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode
 from adaserve_jax.models.layers import weight_product
 from adaserve_jax.models.quantize import SCALE
-from adaserve_jax.runtime.compile import Bucket
+from adaserve_jax.runtime.compile import Bucket, Declared, compile_all
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.pools import Pools
 from adaserve_jax.runtime.programs import ModelPrograms
@@ -57,26 +57,50 @@ def measure_parts(executor: ModelExecutor, rounds: int = ROUNDS) -> list[StepPar
     limits = executor.limits
     if any(name.endswith(SCALE) for name in executor.target.params):
         return []
-    return [
-        _parts(executor, rows, each, context, rounds)
+    shapes = [
+        (rows, each, context)
         for context in CONTEXTS
         for rows, each in SHAPES
         if rows <= limits.max_requests and rows * each <= limits.max_tree_tokens and context + each < limits.max_context
     ]
+    compiled = compile_all(_declare(executor, {_bucket(executor, rows, each) for rows, each, _ in shapes}))
+    return [_parts(executor, compiled, *shape, rounds) for shape in shapes]
 
 
-def _parts(executor: ModelExecutor, rows: int, each: int, context: int, rounds: int) -> StepParts:
+def _bucket(executor: ModelExecutor, rows: int, each: int) -> Bucket:
+    return executor.target.buckets.pick(rows * each, rows)
+
+
+def _declare(executor: ModelExecutor, buckets: set[Bucket]) -> list[Declared]:
+    """Return the programs of `_parts`, to be compiled side by side: compiling takes longer than timing."""
+    target, programs = executor.target, executor.target.programs
+    declared: list[Declared] = []
+    for bucket in buckets:
+        packed = jax.ShapeDtypeStruct((step_layout(bucket, programs.max_pages).size,), jnp.int32)
+        for run in (_forward, _with_head, _bare):
+            function = jax.jit(partial(run, programs, bucket))
+            declared.append(Declared((run, bucket), function, (target.params, target.pools, packed)))
+        x = jax.ShapeDtypeStruct((programs.config.hidden_size, bucket.tokens), jnp.float32)
+        declared.append(Declared((_products, bucket), jax.jit(partial(_products, programs.config)), (target.params, x)))
+    return declared
+
+
+def _parts(
+    executor: ModelExecutor, compiled: dict[tuple[Any, ...], Callable[..., Any]], rows: int, each: int, context: int,
+    rounds: int,
+) -> StepParts:  # fmt: skip
     limits, target = executor.limits, executor.target
     programs = target.programs
     plan = decode_plan(limits, rows, context, None)
     pages = np.arange(plan.page_table.size).reshape(plan.page_table.shape) % limits.num_pages
     plan = replace(plan, page_table=pages.astype(np.int32))
     trees = _chains(rows, each)
-    bucket = target.buckets.pick(rows * each, rows)
+    bucket = _bucket(executor, rows, each)
     packed = pack_verify(bucket, programs.max_pages, plan, trees).packed
     verify = target.compiled[("target", bucket)]
-    forward, with_head, bare = (jax.jit(partial(run, programs, bucket)) for run in (_forward, _with_head, _bare))
-    products = jax.jit(partial(_products, programs.config))
+    forward, with_head, bare, products = (
+        compiled[run, bucket] for run in (_forward, _with_head, _bare, _products)
+    )  # fmt: skip
     x = jnp.full((programs.config.hidden_size, bucket.tokens), 1e-2)
     # A step donates the pools, so each call takes those that there are.
     calls: dict[str, Callable[[], Any]] = {

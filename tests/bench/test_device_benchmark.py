@@ -66,10 +66,11 @@ def run(modules, monkeypatch, tmp_path):
         return result
 
     ceilings = modules.ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
-    times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [], [])
+    times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [])
     monkeypatch.setattr(device, "measure_ceilings", lambda _: note("ceilings", ceilings))
     monkeypatch.setattr(device, "measure_programs", lambda *_: note("programs", times))
     monkeypatch.setattr(device, "measure_serving", lambda *_: note("bench", []))
+    monkeypatch.setattr(device, "measure_step_parts", lambda *_: note("parts", []))
     monkeypatch.setattr(device, "run_swaps", lambda *_: (note("swaps", modules.elastic.Swaps(1, 1, 1, 1, 1, 1)), None))
     monkeypatch.setattr(device, "show_swaps", lambda *_: None)
     monkeypatch.setattr(device, "as_result", lambda timed: {"pages": 1})
@@ -94,7 +95,7 @@ def run(modules, monkeypatch, tmp_path):
     return call
 
 
-ORDER = ["ceilings", "conformance", "programs", "bench", "times", "picks", "swaps"]
+ORDER = ["ceilings", "conformance", "programs", "bench", "times", "picks", "parts", "swaps"]
 
 
 def test_parts_are_measured_by_priority_and_a_part_that_fails_stops_no_other(run):
@@ -111,7 +112,7 @@ def test_the_same_command_measures_what_is_missing_and_nothing_else(run):
     found, noted = run()
     assert noted == ["programs"] and found["errors"] == {} and found["programs"]["target_params"] == 1
     assert run("--swaps", "3")[1] == ["swaps"]
-    assert run("--max-requests", "4", "--swaps", "3")[1] == ["programs", "bench"]
+    assert run("--max-requests", "4", "--swaps", "3")[1] == ["programs", "bench", "parts"]
     assert run("--max-requests", "4", "--swaps", "3", at="def")[1] == ORDER
 
 
@@ -120,14 +121,14 @@ def test_no_part_is_begun_after_the_time(run, modules, monkeypatch):
     monkeypatch.setattr(modules.device, "time", SimpleNamespace(monotonic=lambda: next(later, 61.0)))
     found, noted = run("--minutes", "1")
     assert noted == ORDER[:2]
-    assert found["not_begun"] == ["programs", "bench", "kernels.times", "kernels.picks", "swaps"]
+    assert found["not_begun"] == ["programs", "bench", "kernels.times", "kernels.picks", "parts", "swaps"]
     monkeypatch.setattr(modules.device, "time", time)
     assert run("--minutes", "1")[1] == ORDER[2:]
 
 
 def test_parts_that_need_the_ceilings_say_so(run):
     found, noted = run(fails=("ceilings",))
-    assert noted == ["ceilings", "conformance", "bench", "picks", "swaps"]
+    assert noted == ["ceilings", "conformance", "bench", "picks", "parts", "swaps"]
     assert found["errors"]["programs"] == "ConfigError: needs the part ceilings, which was not measured"
 
 
@@ -148,16 +149,16 @@ def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
 def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, monkeypatch):
     kernels = modules.kernels
     right = kernels.api.paged_tree_attention
-    assert kernels.check_attention(TINY["tree"], "xla").ok
+    assert [each.ok for each in kernels.check_attention(TINY["tree"], ["xla", "cpu"])] == [True, True]
     monkeypatch.setattr(kernels.api, "paged_tree_attention", lambda *args, **options: right(*args, **options) * 1.001)
-    wrong = kernels.check_attention(TINY["tree"], "xla")
+    (wrong,) = kernels.check_attention(TINY["tree"], ["xla"])
     assert (wrong.ok, wrong.error > 1) == (False, True)
 
     def broken(*args, **options):
         raise ValueError("no such layout")
 
     monkeypatch.setattr(kernels.api, "paged_tree_attention", broken)
-    failed = kernels.check_attention(TINY["tree"], "xla")
+    (failed,) = kernels.check_attention(TINY["tree"], ["xla"])
     assert (failed.ok, failed.error, failed.detail) == (False, None, "ValueError: no such layout")
 
 

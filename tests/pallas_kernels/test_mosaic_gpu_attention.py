@@ -113,6 +113,21 @@ def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_layers_share_one_lowering_of_the_kernel() -> None:
+    """Lowering one takes Python about a second, which a model of many layers and programs cannot pay for each."""
+    pool, keys = half(2, 40, 8, 64, 128), half(4, 8, 24, 128)
+    visible = jax.ShapeDtypeStruct((4, 6, 24), bool)
+
+    def layers(q, k, v, k_pool, v_pool, *where):
+        attend = partial(beam_attention, implementation="mosaic_gpu")
+        first = attend(q, k, v, k_pool, v_pool, 0, *where).astype(q.dtype)
+        return attend(first, k, v, k_pool, v_pool, 1, *where)
+
+    args = (half(4, 8, 4, 6, 128), keys, keys, pool, pool, index(4, 8), index(4), visible)
+    text = jax.jit(layers).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
 def test_a_beam_lowers_for_cuda() -> None:
     pool, keys = half(2, 40, 8, 64, 128), half(4, 8, 24, 128)
     visible = jax.ShapeDtypeStruct((4, 6, 24), bool)

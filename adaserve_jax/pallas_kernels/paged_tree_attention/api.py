@@ -8,6 +8,7 @@ GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Literal, get_args
 
@@ -174,8 +175,14 @@ def _module(implementation: Implementation):
 def _attend(implementation: Implementation, operands: Operands, softcap: float | None) -> jax.Array:
     """Run the implementation's kernel; returns f32[B, K, M, D]."""
     _check(implementation, operands.k_pool, operands.group)
-    kernel: Callable[..., jax.Array] = _module(implementation).attend
-    return kernel(operands, softcap=softcap)
+    return _traced_once(_module(implementation).attend)(operands, softcap=softcap)
+
+
+@cache
+def _traced_once(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a kernel that jax traces and lowers once for all layers of a program: Python takes about a second to lower
+    one in Mosaic. XLA inlines the calls."""
+    return jax.jit(kernel, static_argnames=("softcap",))
 
 
 def _check(implementation: Implementation, pool: Pool, group: int) -> None:
