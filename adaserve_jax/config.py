@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, get_args
 
 from adaserve_jax.drafter_config import DrafterConfig
@@ -19,6 +20,7 @@ DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
 DRAFT_SOURCES: tuple[DraftSources, ...] = get_args(DraftSources)
 DEFAULT_DRAFT = "default"
 """Name of `draft` where there are several drafts."""
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
 LEAST_CONTEXT = 8
 """Tokens: enough for a prompt and for the few that are timed at the start."""
 
@@ -155,6 +157,16 @@ class EngineConfig(Settings):
         "tag", "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag "
         "that names a draft always goes first", Panel.MODELS,
     )  # fmt: skip
+    lora: tuple[str, ...] = setting(
+        (), "LoRA adapters of the target, NAME=FOLDER in PEFT's format; a request names one as its model", Panel.MODELS,
+        expected="NAME=FOLDER of different names, which have letters, digits and ._/:- only",
+    )  # fmt: skip
+    max_loras: int = setting(
+        0, "most LoRA adapters that are loaded at once; 0: as many as are given", Panel.MODELS, ge=0
+    )
+    max_lora_rank: int = setting(
+        16, "largest rank of a LoRA adapter; memory and time are those of this rank", Panel.MODELS, ge=1, le=512
+    )
     learning: LearnConfig | None = setting(None, "whether and how drafts learn from what is served; none: they do not")
     drafter: DrafterConfig | None = setting(
         None, "draft services that draft for this engine, instead of a draft here; none: none is asked", Panel.DRAFTERS
@@ -173,6 +185,15 @@ class EngineConfig(Settings):
         self._require(named, "drafts", "NAME=FOLDER, beside a draft")
         different = len(self.draft_folders) == len(self.drafts) + (self.draft is not None)
         self._require(different, "drafts", f"of different names, none of them {DEFAULT_DRAFT}")
+        self._require(all(map(_is_adapter, self.lora)), "lora", "NAME=FOLDER, of letters, digits and ._/:-")
+        self._require(len(self.lora_folders) == len(self.lora), "lora", "NAME=FOLDER of different names")
+        most = f"0 or at least {len(self.lora)}, as many as are given"
+        self._require(not self.max_loras or self.max_loras >= len(self.lora), "max_loras", most)
+        if self.lora_slots and self.num_processes > 1:
+            raise ConfigError(
+                f"lora and max_loras need num_processes to be 1, got {self.num_processes}; merge the adapter into the "
+                "weights, or hold the target in one process"
+            )
         if self.learning is not None and self.draft is None:
             raise ConfigError("learning needs a draft that learns, and draft is none")
         if self.learning is not None and self.num_processes > 1:
@@ -217,6 +238,16 @@ class EngineConfig(Settings):
         return {} if self.draft is None else {DEFAULT_DRAFT: self.draft, **dict(map(_named_folder, self.drafts))}
 
     @property
+    def lora_folders(self) -> dict[str, str]:
+        """Folders of the LoRA adapters by name."""
+        return dict(map(_named_folder, self.lora))
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapters that have room at once; 0: the programs know none."""
+        return self.max_loras or len(self.lora)
+
+    @property
     def speculates(self) -> bool:
         """True where anything drafts: a draft here, or a draft service."""
         return self.draft is not None or self.drafter is not None
@@ -236,6 +267,16 @@ def _is_address(value: object) -> bool:
 def _named_folder(draft: str) -> tuple[str, str]:
     name, _, folder = draft.partition("=")
     return name, folder
+
+
+def _is_adapter(text: str) -> bool:
+    name, folder = _named_folder(text)
+    return is_adapter_name(name) and bool(folder)
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether a name may be that of an adapter, and so of a model."""
+    return _ADAPTER_NAME.fullmatch(name) is not None
 
 
 def _is_named_folder(draft: str) -> bool:

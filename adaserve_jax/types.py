@@ -98,7 +98,8 @@ class Sequence:
     tpot_slo_s is then that of the answer alone. e2e_slo_s: deadline of the last token, in seconds from the arrival.
     priority: lower is sooner. arrival_s: on the engine's clock. stop_token_ids: with the model's EOS ids unless
     `ignore_eos`. cache_salt: sequences share cached KV pages only within one salt. draft: index of the draft model
-    that speculates for it. keeps_text: its text may be kept to draft from, for sequences of the same salt.
+    that speculates for it. adapter: slot of the adapter that its tokens go through; 0: none. keeps_text: its text may
+    be kept to draft from, for sequences of the same salt.
     """
 
     sequence_id: str
@@ -114,6 +115,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     draft: int = 0
+    adapter: int = 0
     thinking_tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     keeps_text: bool = True
@@ -252,6 +254,7 @@ class StepPlan:
     prefill_tokens: i32[sum(prefill_counts)]. prefill_counts: i32[R - num_decode]. prefill_final: bool[R - num_decode],
     True if the chunk ends the prompt, so that one token is sampled from its end. tree_token_cap: most tree tokens,
     roots included. scored: positions whose logits are computed too, to score the prompts; None: there are none.
+    adapters: i32[R], the slot of each row's adapter, 0 for none; None: no row has one.
     """
 
     step: int
@@ -267,6 +270,7 @@ class StepPlan:
     draft: DraftPlan | None
     tree_token_cap: int
     scored: ScoredPrompts | None = None
+    adapters: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

@@ -236,7 +236,8 @@ class FakeLLM:
         self.asked: tuple[str, SamplingParams, SLO] | None = None
         self.closed = False
 
-    def stream(self, prompt: str, sampling: SamplingParams, *, slo: SLO):
+    def stream(self, prompt: str, sampling: SamplingParams, *, slo: SLO, adapter: str):
+        assert adapter == ""
         self.asked = (prompt, sampling, slo)
         metrics = RequestMetrics(
             0.0, 0.1, 1.0, 2.0, output_tokens=11, verify_steps=4, accepted_tokens=6, tpot_slo_s=slo.tpot_s(0.0)

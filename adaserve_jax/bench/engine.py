@@ -289,7 +289,8 @@ class EngineAbout:
 @dataclass(frozen=True)
 class Ask:
     """One request to make ready. seed: of its sampling, the item's own where that counts. cache_salt: requests of other
-    salts share no cached KV with it. max_tokens: the item's, or fewer for a warm-up."""
+    salts share no cached KV with it. max_tokens: the item's, or fewer for a warm-up. number: its place among the
+    arrivals."""
 
     request_id: str
     item: WorkloadItem
@@ -297,6 +298,7 @@ class Ask:
     slo: SLO
     cache_salt: str
     max_tokens: int
+    number: int = 0
 
 
 class BenchEngine(Protocol):

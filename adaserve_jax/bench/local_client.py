@@ -57,7 +57,8 @@ class ClientEngine:
         )
 
     def prepare(self, ask: Ask) -> GenerateRequest:
-        """Return the request with its prompt tokenised."""
+        """Return the request with its prompt tokenised. Requests take the loaded adapters in turn."""
+        adapters = self.client.info.adapters
         sampling = replace(ask.item.sampling(ask.seed), seed=ask.seed, max_tokens=ask.max_tokens)
         return GenerateRequest(
             request_id=ask.request_id,
@@ -66,6 +67,7 @@ class ClientEngine:
             slo=ask.slo,
             slo_class=ask.item.slo_class,
             cache_salt=ask.cache_salt,
+            adapter=adapters[ask.number % len(adapters)] if adapters else "",
         )
 
     def drive(self, due: Sequence[Due], *, drain_s: float, on_progress: OnFlight | None = None) -> LoopResult:

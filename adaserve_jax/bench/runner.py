@@ -242,6 +242,7 @@ class _Bench:
             slo=self._slo(item.slo),
             cache_salt=f"{self.provenance.run_id} {point.name}",
             max_tokens=item.max_tokens,
+            number=number,
         )
 
     def _slo(self, slo: SLO) -> SLO:

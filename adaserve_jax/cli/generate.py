@@ -34,6 +34,9 @@ def generate(
     choice: Annotated[list[str] | None, typer.Option(help="the text is this, or another --choice")] = None,
     grammar: Annotated[Path | None, typer.Option(help="file of a Lark or EBNF grammar that the text fits")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="file of a JSON Schema; the text is JSON that fits")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="name of the --lora to use, or '' for the model alone; without, the first --lora")
+    ] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="target: milliseconds per token after the first")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the first token")] = None,
     slo_e2e_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the last token")] = None,
@@ -47,8 +50,9 @@ def generate(
         json_schema=None if json_schema is None else read_text(json_schema, "JSON schema"),
     )  # fmt: skip
     slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms, e2e_ms=slo_e2e_ms)
+    used = next(iter(config.lora_folders), "") if adapter is None else adapter
     with open_llm(with_options(config, LearnOptions(), drafter_options)) as llm:
-        metrics = show(llm.stream(prompt, sampling, slo=slo))
+        metrics = show(llm.stream(prompt, sampling, slo=slo, adapter=used))
     if metrics is not None:
         say(f"{summary(metrics)}, seed {chosen_seed}", style="dim")
 

@@ -33,7 +33,10 @@ from adaserve_jax.server.middleware import BodyLimitMiddleware, HeaderLimitMiddl
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 
-UNROUTED_PATHS = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/assistants")
+UNROUTED_PATHS = (
+    "/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/assistants", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)  # fmt: skip
 """Paths, with all below them, whose state belongs to one server."""
 SETTINGS_VARIABLE = "ADASERVE_ROUTER_SETTINGS"
 _log = logging.getLogger(__name__)

@@ -21,10 +21,12 @@ from adaserve_jax.distill.footprint import training_bytes
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.routing import DraftRouter, make_router
 from adaserve_jax.engine import remote_draft
+from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import EngineInfo, GenerateRequest
 from adaserve_jax.engine.core import EngineCore, EngineTokenizer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import GenerationDefaults, resolve_folder
+from adaserve_jax.models.lora import Matrices, read_adapter
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.runtime.executor import load_executor
@@ -145,6 +147,14 @@ def _learning_bytes(config: EngineConfig) -> int:
     return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names))
 
 
+def _read_adapters(config: EngineConfig) -> dict[str, Matrices]:
+    """Read the adapters that are loaded first, before anything else is. Raises CheckpointError."""
+    if not config.lora:
+        return {}
+    target = find_pair(config).target
+    return {name: read_adapter(folder, target, config.max_lora_rank) for name, folder in config.lora_folders.items()}
+
+
 class Assembly:
     """Parts of one engine. Call `get_ready` once before anything else, and `release` in any case.
 
@@ -155,6 +165,7 @@ class Assembly:
         router: chooses between drafts; None without a draft.
         learner: trains drafts; None without learning.
         drafting: drafter that asks draft services; None without any.
+        adapters: adapters that are loaded.
     """
 
     def __init__(
@@ -170,8 +181,10 @@ class Assembly:
         self._progress = progress
         self._observe = observe
         self._warm_folder = None if warm_folder is None else WarmFolder(warm_folder)
+        self._first_adapters = _read_adapters(config)
         self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=_learning_bytes(config))
         self.drafting: remote_draft.Drafting | None = None
+        self.adapters = AdapterTable(config.lora_slots)
 
     @property
     def config(self) -> EngineConfig:
@@ -185,6 +198,9 @@ class Assembly:
         earlier = None if self._warm_folder is None else self._warm_folder.load(config, limits)
         samples = self.executor.warm_up(self._progress, None if earlier is None else earlier.samples)
         self.samples = samples
+        for name, matrices in self._first_adapters.items():
+            self.put_adapter(name, matrices, set(), replace=False)
+        self._first_adapters.clear()
         chances = self.executor.chances
         self.calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self.calibration_file = CalibrationFile.of(config, self.calibrator)
@@ -225,6 +241,18 @@ class Assembly:
             embedding=lambda: self.executor.draft_embedding(0).astype(np.float32),
         )  # fmt: skip
 
+    def read_adapter(self, name: str, folder: str, *, replace: bool) -> Matrices:
+        """Read an adapter from its folder; safe in any thread. Raises CheckpointError, RequestError."""
+        self.adapters.check_new(name, replace=replace)
+        assert self.executor.adapters is not None
+        return self.executor.adapters.read(folder)
+
+    def put_adapter(self, name: str, matrices: Matrices, used: set[int], *, replace: bool) -> None:
+        """Load an adapter between two steps. used: slots that sequences need. Raises as `AdapterTable.free_slot`."""
+        slot = self.adapters.free_slot(name, used, replace=replace)
+        self.executor.put_adapter(slot, matrices)
+        self.adapters.bind(name, slot)
+
     def build_core(self, config: EngineConfig) -> EngineCore:
         """Build a core for the policy of `config`, which otherwise equals the configuration in force."""
         sessions = None if self.drafting is None else self.drafting.drafter
@@ -233,7 +261,7 @@ class Assembly:
         return EngineCore(
             executor, scheduler, self.tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self.constraints(config),
-            learner=self.learner,
+            learner=self.learner, adapters=self.adapters,
         )  # fmt: skip
 
     def constraints(self, config: EngineConfig) -> Constraints:
@@ -261,6 +289,8 @@ class Assembly:
             drafts=config.draft_names,
             draft_vocabulary=self.executor.resolved.draft_vocabulary,
             kv_tokens=self.executor.limits.kv_tokens,
+            adapters=self.adapters.names,
+            lora_slots=self.adapters.slots,
         )
 
     def new_draft_times(self) -> CostSamples | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from adaserve_jax.engine.adapters import NOT_FOUND, not_loaded
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.request_metrics import RequestMetrics
@@ -31,6 +32,7 @@ class GenerateRequest:
         learn: whether drafts may learn from the text, and it may be kept to draft from.
         tenant: account that the request belongs to; learning is balanced between tenants.
         draft_tag: name of the draft to use; "": the engine chooses.
+        adapter: name of the adapter of the target; "": the model alone.
         max_wait_s: a choice that has not begun after so long ends with the error "overloaded"; 0: it waits.
         max_queue_s: a choice that has not begun after so long ends with the error "queue_timeout"; 0: it waits.
     """
@@ -47,6 +49,7 @@ class GenerateRequest:
     draft_tag: str = ""
     max_wait_s: float = 0.0
     max_queue_s: float = 0.0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class EngineInfo:
         kv_tokens: tokens that all KV pages hold together; None: the context is the only limit.
         draft_vocabulary: how the target's tokens are mapped to the draft's, and what share of them; "" if vocabularies
             are the same.
+        adapters: names of the adapters that are loaded; valid values of `GenerateRequest.adapter`.
+        lora_slots: adapters that may be loaded at once; 0: none.
     """
 
     target: str
@@ -108,6 +113,8 @@ class EngineInfo:
     drafts: tuple[str, ...] = ()
     kv_tokens: int | None = None
     draft_vocabulary: str = ""
+    adapters: tuple[str, ...] = ()
+    lora_slots: int = 0
 
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
@@ -190,6 +197,24 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its choices end with finish_reason "abort". Unknown ids are ignored."""
+        ...
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        """Load a LoRA adapter of the target from a folder in PEFT's format; return when requests may name it.
+
+        Running requests go on meanwhile. replace: an adapter may have the name already; requests that began with it end
+        with it.
+
+        Raises:
+            CheckpointError: the folder holds no adapter of this model.
+            RequestError: the name is no name or is taken, or there is no room.
+            EngineDeadError: the engine does not run.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. New requests cannot name it from now on; those that began with it end with it, and its
+        room is free once they have. Raises RequestError: it is not loaded; EngineDeadError: the engine does not run."""
         ...
 
     def stats(self) -> EngineStats:
@@ -291,6 +316,8 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     check_ids(request.prompt_ids, info.vocab_size)
     _check_salt(request.cache_salt)
     _check_draft_tag(request.draft_tag, info)
+    if request.adapter and request.adapter not in info.adapters:
+        raise RequestError(not_loaded(request.adapter, info.adapters), param="model", code=NOT_FOUND)
     thinking_ms = request.slo.thinking_tpot_ms
     if thinking_ms is not None and request.sampling.thinking is None:
         raise RequestError(

@@ -14,6 +14,7 @@ import numpy as np
 from adaserve_jax.constraints.bad_words import Spells
 from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
 from adaserve_jax.constraints.tool_formats import FORMATS
+from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.errors import OverloadedError
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
@@ -74,12 +75,14 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """Build a core over an executor that is ready to run, and a scheduler that nobody else uses.
 
         eos_ids: end a text unless the request ignores them. baseline_s: seconds per token that relative SLOs multiply.
         seed: seeds the generator of seeds for requests without one. constraints: logit edits that requests may ask for;
-        None: none are supported. learner: trains drafts on the served texts.
+        None: none are supported. learner: trains drafts on the served texts. adapters: those that requests may name;
+        None: none.
         """
         self.executor = executor
         self.scheduler = scheduler
@@ -90,6 +93,7 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
+        self._adapters = adapters or AdapterTable(0)
         self._choice_ids: dict[str, list[str]] = {}
         self._deliver: Callable[[list[OutputChunk]], None] | None = None
         self._undelivered: list[SequenceUpdate] = []
@@ -136,7 +140,7 @@ class EngineCore:
         that speculates for it.
 
         Raises:
-            RequestError: its id is in use, or its targets are infeasible and refused.
+            RequestError: its id is in use, its adapter is not loaded, or its targets are infeasible and refused.
             QueueFullError: the queue is full.
             AdaServeError: its constraints could not be prepared.
         """
@@ -314,6 +318,7 @@ class EngineCore:
         seed = int(self._seeds.integers(0, 2**63)) if sampling.seed is None else sampling.seed
         stop_ids = frozenset(sampling.stop_token_ids)
         prompt = np.asarray(request.prompt_ids, np.int32)
+        adapter = self._adapters.find(request.adapter)
         return [
             Sequence(
                 sequence_id=f"{request.request_id}/{choice}",
@@ -328,9 +333,10 @@ class EngineCore:
                 e2e_slo_s=request.slo.e2e_s,
                 priority=request.priority,
                 slo_class=request.slo_class,
-                cache_salt=request.cache_salt,
+                cache_salt=self._adapters.salted(adapter, request.cache_salt),
                 keeps_text=request.learn,
                 draft=draft,
+                adapter=adapter.slot,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             )
             for choice in range(sampling.n)

@@ -1,10 +1,10 @@
 """Messages and sockets between the front end and the engine process.
 
-Front end to engine: `Start` (once, on the child's standard input), then `Submit` and `Abort` on a socket.
-Engine to front end: `Loading`, then `Ready` or `Failed`, then `Step` after every step and `Refused` for a request that
-the engine refused. Messages are msgpack of typed structs, never pickle; bytes that do not fit these types raise
-msgspec.DecodeError. The sockets are two ZeroMQ pipes in a folder that only this user can enter; they have no size
-limit, so that sending never waits.
+Front end to engine: `Start` (once, on the child's standard input), then `Submit`, `Abort`, `LoadAdapter` and
+`UnloadAdapter` on a socket. Engine to front end: `Loading`, then `Ready` or `Failed`, then `Step` after every step,
+`Refused` for a request that the engine refused, and `AdapterReply` for each call about adapters. Messages are msgpack
+of typed structs, never pickle; bytes that do not fit these types raise msgspec.DecodeError. The sockets are two ZeroMQ
+pipes in a folder that only this user can enter; they have no size limit, so that sending never waits.
 """
 
 from __future__ import annotations
@@ -41,6 +41,22 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Call of `EngineClient.load_adapter`. call: number that the `AdapterReply` repeats."""
+
+    call: int
+    name: str
+    folder: str
+    replace: bool
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Call of `EngineClient.unload_adapter`."""
+
+    call: int
+    name: str
+
+
 class Loading(msgspec.Struct, tag=True, frozen=True):
     """Progress of loading and compiling: `done` of `total` parts of `what`."""
 
@@ -75,6 +91,14 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     fault: Fault
 
 
+class AdapterReply(msgspec.Struct, tag=True, frozen=True):
+    """End of a call about adapters. adapters: names of all that are loaded then. fault: None if nothing was raised."""
+
+    call: int
+    adapters: tuple[str, ...]
+    fault: Fault | None
+
+
 class Step(msgspec.Struct, tag=True, frozen=True):
     """Chunks that became ready together; also sent without chunks, as a heartbeat.
 
@@ -86,8 +110,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     received: int
 
 
-ToEngine = Submit | Abort
-FromEngine = Loading | Ready | Failed | Refused | Step
+ToEngine = Submit | Abort | LoadAdapter | UnloadAdapter
+FromEngine = Loading | Ready | Failed | Refused | AdapterReply | Step
 
 SAVE_LIMIT_S = 60.0
 """Seconds that an engine may take at its end to save learned drafts."""

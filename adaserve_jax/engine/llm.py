@@ -141,6 +141,7 @@ class LLM:
         cache_salt: str | Sequence[str] = "",
         learn: bool | Sequence[bool] = True,
         draft_tag: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
     ) -> list[GenerateOutput]:
         """Complete all prompts together and return the outputs in order.
 
@@ -154,12 +155,13 @@ class LLM:
             cache_salt: prompts share cached KV only if their salts are equal.
             learn: whether drafts may learn from the text, and it may be kept to draft from.
             draft_tag: name of the draft to use; "": the engine chooses.
+            adapter: name of a loaded LoRA adapter; "": the model alone.
 
         Raises:
             RequestError: a prompt cannot be served; the other prompts are aborted.
             EngineDeadError: the engine stopped.
         """
-        requests = self._requests(prompts, sampling_params, slo, cache_salt, learn, draft_tag)
+        requests = self._requests(prompts, sampling_params, slo, cache_salt, learn, draft_tag, adapter)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
         collector = _Collector(dict(zip((r.request_id for r in requests), outputs, strict=True)))
         config = self._engine.config
@@ -188,9 +190,10 @@ class LLM:
         cache_salt: str = "",
         learn: bool = True,
         draft_tag: str = "",
+        adapter: str = "",
     ) -> Iterator[OutputChunk]:
         """Complete one prompt and yield chunks as steps emit them; leaving the loop early aborts the request."""
-        (request,) = self._requests([prompt], sampling_params, slo, cache_salt, learn, draft_tag)
+        (request,) = self._requests([prompt], sampling_params, slo, cache_salt, learn, draft_tag, adapter)
         chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
         self._engine.submit(request, chunks.put)
         left = request.sampling.n
@@ -203,6 +206,24 @@ class LLM:
         finally:
             if left:
                 self._engine.abort(request.request_id)
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        """Load a LoRA adapter of the target from a folder in PEFT's format, while requests run.
+
+        Args:
+            name: what `adapter` may be afterwards.
+            folder: holds adapter_config.json and adapter_model.safetensors.
+            replace: an adapter may have the name already; requests that began with it end with it.
+
+        Raises:
+            CheckpointError: the folder holds no adapter of this model.
+            RequestError: the name is no name or is taken, or all `max_loras` have their room.
+        """
+        self._engine.load_adapter(name, folder, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; requests that began with it end with it. Raises RequestError: it is not loaded."""
+        self._engine.unload_adapter(name)
 
     def close(self) -> None:
         self._engine.close()
@@ -221,19 +242,21 @@ class LLM:
         cache_salt: str | Sequence[str],
         learn: bool | Sequence[bool],
         draft_tag: str | Sequence[str],
+        adapter: str | Sequence[str],
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
         sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
         salts = _one_each(cache_salt, len(many), "cache_salt")
         learns, tags = _one_each(learn, len(many), "learn"), _one_each(draft_tag, len(many), "draft_tag")
+        adapters = _one_each(adapter, len(many), "adapter")
         return [
             GenerateRequest(
                 uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo, cache_salt=salt, learn=may_learn,
-                draft_tag=tag,
+                draft_tag=tag, adapter=name,
             )
-            for prompt, one_sampling, one_slo, salt, may_learn, tag in zip(
-                many, sampling, slos, salts, learns, tags, strict=True
+            for prompt, one_sampling, one_slo, salt, may_learn, tag, name in zip(
+                many, sampling, slos, salts, learns, tags, adapters, strict=True
             )
         ]  # fmt: skip
 

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -73,6 +75,8 @@ class ProcessEngine:
         self._sinks = Sinks()
         self._lock = threading.Lock()  # guards everything below
         self._submitted = 0
+        self._calls: dict[int, Future[None]] = {}  # of callers that wait for an AdapterReply
+        self._last_call = 0
         self._info: EngineInfo | None = None
         self._stats = EngineStats(StepStats())
         self._received = 0
@@ -152,6 +156,23 @@ class ProcessEngine:
             if request_id in self._sinks and self.is_alive():
                 self._send(ipc.Abort(request_id))
 
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        self._call(lambda call: ipc.LoadAdapter(call, name, folder, replace))
+
+    def unload_adapter(self, name: str) -> None:
+        self._call(lambda call: ipc.UnloadAdapter(call, name))
+
+    def _call(self, message: Callable[[int], ipc.ToEngine]) -> None:
+        """Send a call, wait for its end, and raise what it raised."""
+        done: Future[None] = Future()
+        with self._lock:
+            if not self.is_alive():
+                raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
+            self._last_call += 1
+            self._calls[self._last_call] = done
+            self._send(message(self._last_call))
+        done.result()
+
     def stats(self) -> EngineStats:
         """Return the statistics of the last step, at most a heartbeat old. The age of that step is measured here, so
         that it grows even if the whole child hangs."""
@@ -225,6 +246,15 @@ class ProcessEngine:
                     self.abort(request_id)
             case ipc.Refused(request_id, fault):
                 self._sinks.fail(request_id, fault.message, fault.code, fault.param)
+            case ipc.AdapterReply(call, adapters, fault):
+                with self._lock:
+                    assert self._info is not None
+                    self._info = replace(self._info, adapters=adapters)
+                    waiting = self._calls.pop(call)
+                if fault is None:
+                    waiting.set_result(None)
+                else:
+                    waiting.set_exception(ipc.to_error(fault))
             case ipc.Loading(what, done, total):
                 if self._progress is not None:
                     self._progress(what, done, total)
@@ -254,6 +284,9 @@ class ProcessEngine:
         with self._lock:
             self._error = error
             self._stats = self._stats.ended()
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.set_exception(error)
         fault = ipc.to_fault(error)
         self._sinks.fail_all(fault.message, fault.code, fault.param)
         self._started.set()

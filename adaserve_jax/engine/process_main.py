@@ -33,7 +33,7 @@ LAST_MESSAGES_MS = 1000
 CLOSE_LIMIT_S = 10.0
 """Time to end by itself once the front end is gone."""
 T = TypeVar("T")
-Notice = ipc.Loading | ipc.Ready | ipc.Failed | ipc.Refused
+Notice = ipc.Loading | ipc.Ready | ipc.Failed | ipc.Refused | ipc.AdapterReply
 
 
 def read_start(pipe: int) -> ipc.Start:
@@ -117,12 +117,27 @@ def serve(requests: zmq.Socket, engine: EngineClient, outbox: Outbox, stop: thre
         match ipc.decode_to_engine(requests.recv()):
             case ipc.Abort(request_id):
                 engine.abort(request_id)
+            case ipc.LoadAdapter() | ipc.UnloadAdapter() as call:  # reads from the disk, so that requests must not wait
+                threading.Thread(target=change_adapters, args=(call, engine, outbox), daemon=True).start()
             case ipc.Submit(request):
                 try:
                     engine.submit(request, outbox.sink)
                 except Exception as error:  # one bad request must not end the engine
                     outbox.post(ipc.Refused(request.request_id, describe(error)))
                 outbox.received += request.sampling.n
+
+
+def change_adapters(call: ipc.LoadAdapter | ipc.UnloadAdapter, engine: EngineClient, outbox: Outbox) -> None:
+    """Make the call and post its reply."""
+    fault = None
+    try:
+        if isinstance(call, ipc.LoadAdapter):
+            engine.load_adapter(call.name, call.folder, replace=call.replace)
+        else:
+            engine.unload_adapter(call.name)
+    except Exception as error:
+        fault = describe(error)
+    outbox.post(ipc.AdapterReply(call.call, engine.info.adapters, fault))
 
 
 def describe(error: Exception) -> ipc.Fault:

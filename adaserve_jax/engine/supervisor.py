@@ -25,7 +25,7 @@ from adaserve_jax.engine.client import (
     OutputChunk,
     Sink,
 )
-from adaserve_jax.errors import EngineDeadError, EngineRestartingError, RequestError
+from adaserve_jax.errors import AdaServeError, EngineDeadError, EngineRestartingError, RequestError
 from adaserve_jax.stats import StepStats
 
 OnDeath = Callable[[str, Sequence[GenerateRequest]], EngineDeadError]
@@ -82,6 +82,7 @@ class SupervisedEngine:
         self._start_s = LONGEST_BACK_IN_S
         self._closing = False
         self._info: EngineInfo | None = None
+        self._adapters: dict[str, str | None] = {}  # folders of what was loaded since the start; None: unloaded
         self._supervisor = threading.Thread(target=self._supervise, name="engine-supervisor", daemon=True)
 
     @property
@@ -101,9 +102,7 @@ class SupervisedEngine:
         self._supervisor.start()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        engine, fault = self._current[0], self._fault
-        if engine is None or fault is not None:
-            raise (fault[0] if fault else EngineDeadError("the engine is not ready")).with_traceback(None)
+        engine = self._serving()
         if not self._suspects:
             engine.submit(request, sink)
             return
@@ -119,6 +118,23 @@ class SupervisedEngine:
         engine = self._current[0]
         if engine is not None:
             engine.abort(request_id)
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        engine = self._serving()
+        engine.load_adapter(name, folder, replace=replace)
+        self._adapters[name], self._info = folder, engine.info
+
+    def unload_adapter(self, name: str) -> None:
+        engine = self._serving()
+        engine.unload_adapter(name)
+        self._adapters[name], self._info = None, engine.info
+
+    def _serving(self) -> EngineClient:
+        """Return the engine. Raises EngineDeadError: it is being replaced, or has ended."""
+        engine, fault = self._current[0], self._fault
+        if engine is None or fault is not None:
+            raise (fault[0] if fault else EngineDeadError("the engine is not ready")).with_traceback(None)
+        return engine
 
     def stats(self) -> EngineStats:
         engine, earlier = self._current
@@ -160,7 +176,19 @@ class SupervisedEngine:
         engine.start()
         self._ready_at = self._clock()
         self._start_s = self._ready_at - began
+        for name, folder in self._adapters.items():
+            self._restore_adapter(engine, name, folder)
         self._info = engine.info
+
+    def _restore_adapter(self, engine: EngineClient, name: str, folder: str | None) -> None:
+        """Load or unload an adapter in a new engine as it was in the one before; a failure is only logged."""
+        try:
+            if folder is not None:
+                engine.load_adapter(name, folder, replace=True)
+            elif name in engine.info.adapters:
+                engine.unload_adapter(name)
+        except AdaServeError as error:
+            _log.error("adapter %r is not as it was before the engine was started again: %s", name, error)
 
     def _on_death(self, why: str, requests: Sequence[GenerateRequest] = ()) -> EngineDeadError:
         """Decide whether the dead engine is replaced, and return the error that its requests get."""
@@ -333,5 +361,5 @@ class Suspects:
 
 def _content(request: GenerateRequest) -> bytes:
     """Return a digest of what a retry has in common with its request."""
-    data = msgspec.msgpack.encode((request.prompt_ids, request.sampling, request.draft_tag))
+    data = msgspec.msgpack.encode((request.prompt_ids, request.sampling, request.draft_tag, request.adapter))
     return hashlib.blake2b(data, digest_size=16).digest()

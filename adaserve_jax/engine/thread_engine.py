@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
@@ -60,6 +61,7 @@ class LocalEngine:
         self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # waiting for a grammar, with arrival time
         self._queued = 0  # choices of these and of the inbox, which the scheduler does not count yet
         self._stopping = False
+        self._calls: set[Future[None]] = set()  # of callers that wait for something to be done between two steps
         self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
@@ -168,6 +170,45 @@ class LocalEngine:
                 self._inbox.append(lambda: self._deliver(self._core.abort_unqueued(*waiting)))
             self._lock.notify()
 
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        self.info  # noqa: B018  raises before start
+        assembly = self._assembly
+        matrices = assembly.read_adapter(name, folder, replace=replace)  # here, so that no step waits for the disk
+
+        def put() -> None:
+            assembly.put_adapter(name, matrices, self._core.scheduler.adapters_in_use(), replace=replace)
+
+        self._between_steps(put)
+
+    def unload_adapter(self, name: str) -> None:
+        self.info  # noqa: B018  raises before start
+        self._between_steps(lambda: self._assembly.adapters.remove(name))
+
+    def _between_steps(self, change: Callable[[], None]) -> None:
+        """Let the engine thread change the adapters, wait, and raise what that raised."""
+        done: Future[None] = Future()
+
+        def act() -> None:
+            try:
+                change()
+            except AdaServeError as error:
+                done.set_exception(error)
+            else:
+                assert self._info is not None
+                self._info = replace(self._info, adapters=self._assembly.adapters.names)
+                done.set_result(None)
+
+        with self._lock:
+            if not self.is_alive():
+                raise self._error or EngineDeadError("the engine is not running; build and start a new one")
+            self._calls.add(done)
+            self._inbox.append(act)
+            self._lock.notify()
+        try:
+            done.result()
+        finally:
+            self._calls.discard(done)
+
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
@@ -266,4 +307,8 @@ class LocalEngine:
         with self._lock:
             self._error = error
             self._preparing.clear()
+            calls = list(self._calls)
+        for call in calls:
+            if not call.done():
+                call.set_exception(error)
         self._sinks.fail_all(str(error), error.code, error.param)

@@ -42,7 +42,7 @@ class Sizes:
     could measure it. int8: the same with the target's weights in int8; None if they already are. further_drafts:
     weights of all drafts but the first, whose pages they share. training: memory of online learning, whether drafts are
     resident or away; 0 without it. vocabulary_maps: tables from the target's vocabulary to the drafts', which stay
-    while drafts are away; 0 if vocabularies are the same.
+    while drafts are away; 0 if vocabularies are the same. adapters: room for LoRA adapters of the target.
     """
 
     target_weights: int
@@ -54,6 +54,7 @@ class Sizes:
     further_drafts: int = 0
     training: int = 0
     vocabulary_maps: int = 0
+    adapters: int = 0
 
     @property
     def page(self) -> int:
@@ -67,7 +68,7 @@ class Sizes:
         0 if those do not fit themselves.
         """
         copy = self.drafts_weights if limit.covers_host else 0
-        beside = self.vocabulary_maps + self.training + self.reserve
+        beside = self.adapters + self.vocabulary_maps + self.training + self.reserve
         taken = self.target_weights + self.drafts_weights + copy + beside
         return max(0, limit.bytes - taken) // self.page
 
@@ -146,6 +147,7 @@ class Ledger:
         )
         return (
             LedgerPart("target weights", sizes.target_weights),
+            *((LedgerPart("target adapters", sizes.adapters),) if sizes.adapters else ()),
             LedgerPart("target KV pages", pages * sizes.target_page),
             *(() if not sizes.draft_weights else away if expanded else resident),
             *((LedgerPart("draft vocabulary maps", sizes.vocabulary_maps),) if sizes.vocabulary_maps else ()),
@@ -242,6 +244,8 @@ def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
     sizes = ledger.sizes
     if sizes.training:
         yield "learning none", _with(ledger, sizes.without("training"))
+    if sizes.adapters:
+        yield "lora none and max_loras 0", _with(ledger, sizes.without("adapters"))
     if sizes.further_drafts:
         yield "drafts none", _with(ledger, sizes.without("further_drafts"))
     # what needs a draft goes with it

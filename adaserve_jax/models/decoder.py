@@ -21,12 +21,25 @@ from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.experts import Experts
-from adaserve_jax.models.layers import Linear, RMSNorm, capped, gated, keep_layout, rotary_angles, rotate
+from adaserve_jax.models.layers import (
+    Linear,
+    RMSNorm,
+    TokenAdapters,
+    capped,
+    gated,
+    keep_layout,
+    rotary_angles,
+    rotate,
+)
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.quantize import SCALE
 
 Params = dict[str, jax.Array]
 """Weights by dotted name, as `param_specs` lists them."""
+
+PROJECTIONS = {"qkv": 3, "out": 1, "gate_up": 2, "down": 1}
+"""The weights of a layer that adapters change, and how many projections of Hugging Face each of them is."""
+LORA_A, LORA_B = ".lora_a", ".lora_b"
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 """attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T], sinks f[H] or None) -> f[H, D, T]. q and k are rotated
@@ -46,17 +59,18 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 
 def decode(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
-    partition: Partition = WHOLE, used: jax.Array | None = None,
+    partition: Partition = WHOLE, used: jax.Array | None = None, adapters: TokenAdapters | None = None,
 ) -> jax.Array:  # fmt: skip
     """Run all layers and the final norm on tokens, i32[T]. Returns f[d, T] in the type of the products.
 
     used: bool[T], false for padding, for which no expert is read; its result has no meaning. None: all are tokens.
+    adapters: of the tokens, where params have those of `adapter_specs`; None: the model alone.
 
     Pure; call it inside `jax.jit`. Only `positions`, i32[T], and `attend` give the tokens an order. With a partition,
     params and config are those of one device, the call stands inside `jax.shard_map`, `attend` sees this device's
     heads, and the result is whole.
     """
-    return _merge(params, config, partition)(tokens, positions, attend, used)
+    return _merge(params, config, partition)(tokens, positions, attend, used, adapters)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
@@ -70,6 +84,20 @@ def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[
     quantize: "int8" adds the scales. A weight that has one is i8[out, in] and its scale f32[out].
     """
     _, state = _abstract(config, WHOLE, jnp.dtype(jnp.float32) if quantize == "int8" else None)
+    return _specs(state)
+
+
+def adapter_specs(config: ModelConfig, count: int, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Return shape and logical axis names of the matrices that hold `count` adapters of at most `rank`.
+
+    A weight that is several projections stacks their A, and its B has a block for each: f[count, P rank, in] and
+    f[count, out, P rank] for P projections. Names are those of weights with LORA_A or LORA_B behind them.
+    """
+    _, state = _abstract(config, WHOLE, None, (count, rank))
+    return {name: spec for name, spec in _specs(state).items() if name.endswith((LORA_A, LORA_B))}
+
+
+def _specs(state: Any) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     return {
         _name(path): (variable.shape, variable.get_metadata()["logical_axes"])
         for path, variable in nnx.to_flat_state(state)
@@ -110,10 +138,11 @@ class Layer(nnx.Module):
         self.down = Linear(d, inner, ("residual", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
     def __call__(
-        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend, used: jax.Array | None
-    ) -> jax.Array:
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend, used: jax.Array | None,
+        adapters: TokenAdapters | None,
+    ) -> jax.Array:  # fmt: skip
         dtype = self.qkv.dtype
-        qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
+        qkv = self.qkv(self.attn_norm(x), adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
         rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary)
         queries, keys = rotated[: self.heads], rotated[self.heads :]
         if self.config.query_scalar is not None:  # attention divides by sqrt(D)
@@ -122,11 +151,12 @@ class Layer(nnx.Module):
         queries, keys, values = keep_layout((queries.astype(dtype), keys.astype(dtype), values))
         sinks = None if self.sinks is None else self.sinks[...]
         mixed = keep_layout(attend(layer, queries, keys, values, sinks))
-        found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
+        found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1), adapters)
         x = x + (found if self.attn_post_norm is None else self.attn_post_norm(found))
         if self.experts is not None:
             return x + self.experts(self.mlp_norm(x), used)
-        found = self.partition.to_stream(self.down, gated(self.gate_up(self.mlp_norm(x)), self.config))
+        inner = gated(self.gate_up(self.mlp_norm(x), adapters), self.config)
+        found = self.partition.to_stream(self.down, inner, adapters)
         return x + (found if self.mlp_post_norm is None else self.mlp_post_norm(found))
 
     def _normed(self, queries_keys: jax.Array) -> jax.Array:
@@ -150,8 +180,9 @@ class Decoder(nnx.Module):
             self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None
-    ) -> jax.Array:
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None,
+        adapters: TokenAdapters | None = None,
+    ) -> jax.Array:  # fmt: skip
         rotary = rotary_angles(positions, self.config)
         of_windows = rotary
         if self.config.window_rope_theta is not None:
@@ -160,7 +191,8 @@ class Decoder(nnx.Module):
         if self.config.scaled_embedding:  # by a factor in the type of the weights, as the model is trained
             x = x * jnp.asarray(self.config.hidden_size**0.5, self.embed.dtype).astype(x.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotary if self.config.window_of(index) is None else of_windows, index, attend, used)
+            angles = rotary if self.config.window_of(index) is None else of_windows
+            x = layer(x, angles, index, attend, used, adapters)
         return self.norm(x).astype(self.embed.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -175,8 +207,13 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=32)
-def _abstract(config: ModelConfig, partition: Partition, int8_dtype: Any) -> tuple[Any, Any]:
-    """Return a model's structure and abstract weights; allocates nothing. int8_dtype: as for `Linear.add_scale`."""
+def _abstract(
+    config: ModelConfig, partition: Partition, int8_dtype: Any, adapters: tuple[int, int] | None = None
+) -> tuple[Any, Any]:
+    """Return a model's structure and abstract weights; allocates nothing.
+
+    int8_dtype: as for `Linear.add_scale`. adapters: how many may be loaded, and of which rank.
+    """
 
     def create() -> Decoder:
         decoder = Decoder(config, nnx.Rngs(0), jnp.float32, partition)
@@ -184,6 +221,12 @@ def _abstract(config: ModelConfig, partition: Partition, int8_dtype: Any) -> tup
             for _, module in nnx.iter_modules(decoder):
                 if isinstance(module, Linear):
                     module.add_scale(int8_dtype)
+        if adapters is not None:
+            count, rank = adapters
+            for layer in decoder.layers:
+                for name, projections in PROJECTIONS.items():
+                    if (linear := getattr(layer, name, None)) is not None:  # a layer of experts lacks two
+                        linear.add_adapters(count, projections * rank)
         return decoder
 
     return nnx.split(nnx.eval_shape(create))
@@ -191,7 +234,8 @@ def _abstract(config: ModelConfig, partition: Partition, int8_dtype: Any) -> tup
 
 def _merge(params: Params, config: ModelConfig, partition: Partition) -> Decoder:
     int8_dtype = params["norm"].dtype if "embed" + SCALE in params else None
-    graphdef, state = _abstract(config, partition, int8_dtype)
+    first = params.get("layers.0.out" + LORA_A)
+    graphdef, state = _abstract(config, partition, int8_dtype, None if first is None else first.shape[:2])
     weights = {path: variable.replace(params[_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, nnx.from_flat_state(weights))
 

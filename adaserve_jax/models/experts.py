@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from adaserve_jax.cpu_kernels.product import multiplies_groups, multiply_groups
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.layers import Linear, gated, weight_product
+from adaserve_jax.models.layers import Linear, gated, grouped_product, weight_product
 from adaserve_jax.models.partition import Partition
 
 
@@ -101,26 +100,3 @@ class GroupedLinear(Linear):
         if self.bias is None:
             return jnp.zeros((), jnp.float32)
         return self.bias[...].astype(jnp.float32).reshape(count, -1)[groups].T
-
-
-def grouped_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return weight[g] @ x[:, t] for each column t of group g, f32[out, P].
-
-    weight: [G, out, in]; x: f[in, P], group after group; sizes: i32[G]. On a CPU by the C++ kernel, since XLA
-    multiplies every column by every expert there.
-    """
-    if multiplies_groups(weight):
-        return lax.platform_dependent(weight, x, sizes, cpu=multiply_groups, default=_ragged_product)
-    return _ragged_product(weight, x, sizes)
-
-
-_CONTRACT_INPUTS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
-)
-
-
-def _ragged_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.ragged_dot_general(
-        x.T, weight.astype(x.dtype), sizes, _CONTRACT_INPUTS, precision=precision, preferred_element_type=jnp.float32
-    ).T

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from adaserve_jax.cpu_kernels.product import multiplies, multiply
+from adaserve_jax.cpu_kernels.product import multiplies, multiplies_groups, multiply, multiply_groups
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.quantize import int8_product, product
 from adaserve_jax.models.rope import plain_frequencies
+
+
+class TokenAdapters(NamedTuple):
+    """The adapters of T tokens, sorted so that each adapter's weights are read once. N: adapters that may be loaded.
+
+    adapted: bool[T], false for tokens of the model alone. order: i32[T], the tokens, adapter after adapter, those
+    without one last. place: i32[T], where each token is in that order. sizes: i32[N], tokens of each adapter.
+    """
+
+    adapted: jax.Array
+    order: jax.Array
+    place: jax.Array
+    sizes: jax.Array
+
+    @classmethod
+    def of(cls, slots: jax.Array, count: int) -> TokenAdapters:
+        """Sort tokens by their adapters' slots, i32[T]: 0 for none, else from 1 to `count`."""
+        adapted = slots > 0
+        group = jnp.where(adapted, slots - 1, count)
+        order = jnp.argsort(group, stable=True)
+        sizes = (group[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+        return cls(adapted, order, jnp.argsort(order), sizes)
 
 
 class Linear(nnx.Module):
     """weight @ x + bias, accumulated and returned in f32. weight: f[out, in]; bias: f[out], if there is one.
 
     A quantised weight is i8[out, in], and `scale` is f32[out]: row o stands for weight[o] * scale[o].
+
+    With adapters, a token of adapter n gets lora_b[n] @ (lora_a[n] @ x) too: lora_a is f[N, rank, in], lora_b
+    f[N, out, rank].
     """
 
     scale: nnx.Param | None = None
     int8_dtype: Any = None
+    lora_a: nnx.Param | None = None
+    lora_b: nnx.Param | None = None
 
     def __init__(
         self, outputs: int, inputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any, *, bias: bool = False
@@ -36,15 +63,21 @@ class Linear(nnx.Module):
         """Type that products are computed in: the weight's, or with an int8 weight `int8_dtype`."""
         return self.weight[...].dtype if self.scale is None else self.int8_dtype
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.biased(self.product(x))
+    def __call__(self, x: jax.Array, adapters: TokenAdapters | None = None) -> jax.Array:
+        return self.biased(self.product(x, adapters))
 
-    def product(self, x: jax.Array) -> jax.Array:
-        """Return weight @ x without the bias, f32[out, T]."""
+    def product(self, x: jax.Array, adapters: TokenAdapters | None = None) -> jax.Array:
+        """Return weight @ x with what the tokens' adapters add, without the bias, f32[out, T]."""
         weight, x = self.weight[...], x.astype(self.dtype)
-        if self.scale is not None:
-            return int8_product(weight, self.scale[...], x)
-        return weight_product(weight, x)
+        found = weight_product(weight, x) if self.scale is None else int8_product(weight, self.scale[...], x)
+        return found if adapters is None else found + self._adapted(x, adapters)
+
+    def _adapted(self, x: jax.Array, adapters: TokenAdapters) -> jax.Array:
+        """Return what the adapters add, f32[out, T]. A column's bits depend on its own adapter alone."""
+        assert self.lora_a is not None and self.lora_b is not None
+        hidden = grouped_product(self.lora_a[...], x[:, adapters.order], adapters.sizes).astype(x.dtype)
+        found = grouped_product(self.lora_b[...], hidden, adapters.sizes)[:, adapters.place]
+        return jnp.where(adapters.adapted, found, 0)
 
     def biased(self, product: jax.Array) -> jax.Array:
         return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]
@@ -60,12 +93,41 @@ class Linear(nnx.Module):
         self.scale = nnx.Param(jnp.ones(self.weight.shape[0], jnp.float32), logical_axes=axes[:1])
         self.int8_dtype = dtype
 
+    def add_adapters(self, count: int, rank: int) -> None:
+        """Make room for adapters whose matrices have `rank` rows and columns together."""
+        (outputs, inputs), axes = self.weight.shape, self.weight.get_metadata()["logical_axes"]
+        self.lora_a = nnx.Param(jnp.zeros((count, rank, inputs)), logical_axes=("adapter", "rank", axes[1]))
+        self.lora_b = nnx.Param(jnp.zeros((count, outputs, rank)), logical_axes=("adapter", axes[0], "rank"))
+
 
 def weight_product(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Return weight @ x, f32[out, T]: by the C++ kernel on a CPU where it is the faster one, else by XLA."""
     if multiplies(weight, x):
         return lax.platform_dependent(weight, x, cpu=multiply, default=product)
     return product(weight, x)
+
+
+def grouped_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return weight[g] @ x[:, t] for each column t of group g, f32[out, P].
+
+    weight: [G, out, in]; x: f[in, P], group after group; sizes: i32[G]. On a CPU by the C++ kernel, since XLA
+    multiplies every column by every expert there.
+    """
+    if multiplies_groups(weight):
+        return lax.platform_dependent(weight, x, sizes, cpu=multiply_groups, default=_ragged_product)
+    return _ragged_product(weight, x, sizes)
+
+
+_CONTRACT_INPUTS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+
+
+def _ragged_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.ragged_dot_general(
+        x.T, weight.astype(x.dtype), sizes, _CONTRACT_INPUTS, precision=precision, preferred_element_type=jnp.float32
+    ).T
 
 
 class RMSNorm(nnx.Module):

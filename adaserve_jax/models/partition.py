@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ExpertConfig, ModelConfig
-from adaserve_jax.models.layers import Linear
+from adaserve_jax.models.layers import Linear, TokenAdapters
 
 AXIS = "tp"
 """Name of the mesh axis."""
@@ -113,13 +113,13 @@ class Partition:
         rows = size // self.ways
         return ((shard * rows, (shard + 1) * rows),)
 
-    def to_stream(self, linear: Linear, x: jax.Array) -> jax.Array:
+    def to_stream(self, linear: Linear, x: jax.Array, adapters: TokenAdapters | None = None) -> jax.Array:
         """Apply a product whose inputs are divided, x: f[features / ways, T]. Returns f32[d, T], whole everywhere."""
         if self.ways == 1:
-            return linear(x)
+            return linear(x, adapters)
         if self.exact:
-            return _gather(linear(_gather(x, axis=0)), axis=0)
-        return linear.biased(jax.lax.psum(linear.product(x), AXIS))
+            return _gather(linear(_gather(x, axis=0), adapters), axis=0)
+        return linear.biased(jax.lax.psum(linear.product(x, adapters), AXIS))
 
     def experts_held(self, count: int) -> int:
         """Return how many of a layer's experts one device holds, whole or in part."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from adaserve_jax.constraints.constraints import edited_rows
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.lora import Matrices
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import multihost
 from adaserve_jax.runtime.capture import LogitCapture, Pending
@@ -24,6 +26,7 @@ from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compil
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.loading import (
+    adapter_bank,
     declare_all,
     find_chances,
     find_pair,
@@ -83,6 +86,8 @@ class ModelExecutor:
         """Second draw from edited logits; None with several processes, of which the others run the forward alone."""
         if resolved.config.num_processes == 1:
             self.resampler = Resampler(target, resolved.limits)
+        self.adapters = adapter_bank(target, resolved.config)
+        """Room for LoRA adapters; None where the programs know none."""
         learning = resolved.config.learning
         self.logit_capture = None if learning is None else LogitCapture(target, learning)
         self.elastic: Elastic | None = None
@@ -143,7 +148,9 @@ class ModelExecutor:
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program; the first half of `warm_up`. Raises ConfigError: the programs do not fit in memory."""
-        declared = declare_all(self.target, self.limits, self.resampler, self.logit_capture, self.local_drafter)
+        declared = declare_all(
+            self.target, self.limits, self.resampler, self.logit_capture, self.local_drafter, self.adapters
+        )
         compiled = compile_all(declared, progress)
         self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.shapes.bytes)
         self.resolved.check_memory(self._workspace)
@@ -179,14 +186,15 @@ class ModelExecutor:
         """
         started = time.perf_counter()
         bucket = self.target.buckets.pick(trees.num_nodes + plan.num_prefill_tokens, plan.num_rows)
-        max_pages = self.target.programs.max_pages
+        programs = self.target.programs
+        pack = partial(pack_verify, max_pages=programs.max_pages, adapted=programs.max_adapters > 0)
         with self.compile_counter:
-            step, after_forward, drawn_in = pack_verify(bucket, max_pages, plan, trees), None, bucket
+            step, after_forward, drawn_in = pack(bucket, plan=plan, trees=trees), None, bucket
             if edits is not None:
                 if self.resampler is None:
                     raise IntegrityError("with several processes no step can edit logits or return logprobs")
                 drawn_in = self.resampler.bucket(bucket)
-                again = step if drawn_in == bucket else pack_verify(drawn_in, max_pages, plan, trees)
+                again = step if drawn_in == bucket else pack(drawn_in, plan=plan, trees=trees)
                 after_forward = self.resampler.redraw(again, edits, plan.scored)
             if self.logit_capture is not None:
                 num_sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
@@ -266,6 +274,12 @@ class ModelExecutor:
             model.weights[draft] = params
         else:
             self.elastic.set_weights(draft, params)
+
+    def put_adapter(self, slot: int, matrices: Matrices) -> None:
+        """Replace what a slot of `adapters` holds, from the next step on. Call it between steps. Compiles nothing."""
+        assert self.adapters is not None
+        with self.compile_counter:
+            self.adapters.put(slot, matrices)
 
     def _draft_model(self, draft: int) -> DeviceModel:
         if self.local_drafter is None or not 0 <= draft < self.num_drafts:

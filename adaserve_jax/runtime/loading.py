@@ -27,6 +27,7 @@ from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.models.vocabulary_map import VocabularyMap, map_vocabulary
 from adaserve_jax.results.profile import Identity
 from adaserve_jax.results.provenance import machine_name, model_hash
+from adaserve_jax.runtime.adapters import AdapterBank, empty_adapters
 from adaserve_jax.runtime.capture import LogitCapture
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
@@ -143,14 +144,18 @@ def load_target(
 
     send_step: as for `DeviceModel`. read: called in place of `load_params`.
     """
-    partition, limits = resolved.placement.partition, resolved.limits
+    partition, limits, config = resolved.placement.partition, resolved.limits, resolved.config
     programs = ModelPrograms(
-        partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition,
-        resolved.attention,
+        partition.local(pair.target), limits.max_pages_per_request, config.deterministic, partition,
+        resolved.attention, config.lora_slots,
     )  # fmt: skip
     params = read(
-        pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=resolved.config.quantize
+        pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=config.quantize
     )
+    if config.lora_slots:
+        params |= empty_adapters(
+            pair.target, config.lora_slots, config.max_lora_rank, resolved.dtype, resolved.placement
+        )
     return DeviceModel(
         "target", pair.target, params, programs, resolved.verify_buckets, num_pages=limits.num_pages,
         page_size=limits.page_size, dtype=resolved.dtype, placement=resolved.placement, send_step=send_step,
@@ -166,16 +171,21 @@ def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
 
 def declare_all(
     target: DeviceModel, limits: Limits, resampler: Resampler | None, logit_capture: LogitCapture | None,
-    drafter: LocalDrafter | None,
+    drafter: LocalDrafter | None, adapters: AdapterBank | None,
 ) -> list[Declared]:  # fmt: skip
     """Declare every program of an engine, with those of expansion where its pools can be extended."""
     declared = declare_target(target, limits)
-    for part in (resampler, logit_capture, drafter):
+    for part in (resampler, logit_capture, drafter, adapters):
         if part is not None:
             declared += part.declare()
     if drafter is not None and limits.extension_pages:
         declared += declare_expansion(target, drafter.model, limits.extension_pages)
     return declared
+
+
+def adapter_bank(target: DeviceModel, config: EngineConfig) -> AdapterBank | None:
+    """Return the room for adapters of a loaded target; None where it has none."""
+    return AdapterBank(target, config.lora_slots, config.max_lora_rank) if config.lora_slots else None
 
 
 def load_drafter(
@@ -262,7 +272,9 @@ def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | Non
     on_first = AbstractPlacement(resolved.placement.devices[:1])
     drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_first)
     capture = None if config.learning is None else LogitCapture(target, config.learning)
-    return AbstractEngine(target, drafter, resampler, declare_all(target, resolved.limits, resampler, capture, drafter))
+    adapters = adapter_bank(target, config)
+    declared = declare_all(target, resolved.limits, resampler, capture, drafter, adapters)
+    return AbstractEngine(target, drafter, resampler, declared)
 
 
 def _abstract_params(
@@ -287,6 +299,8 @@ def identify(resolved: Resolved, target_folder: Path, draft_folder: Path | None)
         "row_edges": list(resolved.verify_buckets.row_edges),
         "search_widths": list(resolved.search_widths),
     }
+    if config.lora_slots:
+        settings |= {"lora_slots": config.lora_slots, "max_lora_rank": config.max_lora_rank}
     return Identity(
         machine=machine_name(),
         device=device_name(config.tp),

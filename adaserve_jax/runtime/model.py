@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.decoder import Params, adapter_specs, param_specs
 from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.runtime.compile import BucketSet, Declared
 from adaserve_jax.runtime.pools import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, Pools, commit, new_pools
 from adaserve_jax.runtime.programs import ModelPrograms
-from adaserve_jax.runtime.step_layout import PackedStep, step_layout
+from adaserve_jax.runtime.step_layout import PackedStep
 
 Role = Literal["target", "draft"]
 AfterForward = Callable[[Any, InFlight], tuple[Any, InFlight]]
@@ -88,7 +88,7 @@ class DeviceModel:
         declared, in_flight_by_tokens = [], {}
         for bucket in self.buckets.all():
             program = place.spmd(partial(function, bucket=bucket), inputs, (EVERYWHERE, in_flight_specs))
-            packed = place.abstract((step_layout(bucket, self.programs.max_pages).size,), jnp.int32)
+            packed = place.abstract((self.programs.layout(bucket).size,), jnp.int32)
             declared.append(Declared(self._key(pools, bucket), jax.jit(program), (self.params, pools, packed)))
             in_flight_by_tokens[bucket.tokens] = self._abstract_in_flight(bucket.tokens, in_flight_specs)
         pool_specs = inputs[1]
@@ -126,6 +126,7 @@ class DeviceModel:
         """Return the partition specs of (params, pools, packed) and of the in-flight K/V."""
         place, split = self.placement, self.programs.partition.split_axis
         axes_of = {name: axes for name, (_, axes) in param_specs(self.whole, "int8").items()}
+        axes_of |= {name: axes for name, (_, axes) in adapter_specs(self.whole, 1, 1).items()}
         params = {name: place.spec(split(axes_of[name])) for name in self.params}
         pool: Any = place.spec(POOL_HEADS)
         heads: Any = place.spec(IN_FLIGHT_HEADS)

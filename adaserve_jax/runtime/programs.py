@@ -15,12 +15,13 @@ from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
+from adaserve_jax.models.layers import TokenAdapters
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
 from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.pools import InFlight, Pools, page_slots
-from adaserve_jax.runtime.step_layout import beam_layout, sampler_of, step_layout
+from adaserve_jax.runtime.step_layout import Layout, beam_layout, sampler_of, step_layout
 from adaserve_jax.runtime.vocabulary_table import VocabularyTable
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
 from adaserve_jax.tree.sampling import DeviceSampling, draw
@@ -59,7 +60,8 @@ class ModelPrograms:
     """Programs of one model, as one device runs them.
 
     config: this device's part of the model. partition: the division over devices. canonical: sum attention in the
-    fixed order of the deterministic mode. attention: the kernel implementation.
+    fixed order of the deterministic mode. attention: the kernel implementation. max_adapters: how many the model has
+    room for; 0: it has none.
     """
 
     config: ModelConfig
@@ -67,6 +69,11 @@ class ModelPrograms:
     canonical: bool = False
     partition: Partition = WHOLE
     attention: Implementation = "xla"
+    max_adapters: int = 0
+
+    def layout(self, bucket: Bucket) -> Layout:
+        """Return the inputs of a packed forward."""
+        return step_layout(bucket, self.max_pages, adapted=self.max_adapters > 0)
 
     def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
         """Run the model over packed tokens. fields: those of `step_layout`."""
@@ -88,7 +95,13 @@ class ModelPrograms:
             return self.partition.without_copies(mixed, k.shape[0])
 
         used = fields["row"] < bucket.rows if self.config.experts else None
-        hidden = decode(params, self.config, fields["token"], fields["position"], attend, self.partition, used)
+        adapters = None
+        if self.max_adapters:
+            slots = jnp.take(fields["adapter"], fields["row"], mode="fill", fill_value=0)  # padding has no row
+            adapters = TokenAdapters.of(slots, self.max_adapters)
+        hidden = decode(
+            params, self.config, fields["token"], fields["position"], attend, self.partition, used, adapters
+        )
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
@@ -118,7 +131,7 @@ class ModelPrograms:
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket, max_depth: int
     ) -> tuple[VerifyResult, InFlight]:
         """Run one target step: forward, draw a token after each sampled position, walk the trees."""
-        fields = step_layout(bucket, self.max_pages).split(packed)
+        fields = self.layout(bucket).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket)
         scores = self.sampled_logits(params, forward, fields["sampled"])
         positions = sampled_positions(fields, bucket)
@@ -130,7 +143,7 @@ class ModelPrograms:
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket
     ) -> tuple[jax.Array, InFlight]:
         """Feed the draft the tokens that its KV lacks. Return the logits after each row's last one, f32[R, V]."""
-        fields = step_layout(bucket, self.max_pages).split(packed)
+        fields = self.layout(bucket).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket)
         root_logits = self.sampled_logits(params, forward, fields["sampled"])
         return root_logits, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)

@@ -24,7 +24,7 @@ from adaserve_jax.runtime.compile import Bucket, BucketSet, Declared
 from adaserve_jax.runtime.model import AfterForward, DeviceModel
 from adaserve_jax.runtime.pools import InFlight, page_slots
 from adaserve_jax.runtime.programs import VerifyResult, accept_drawn, sampled_positions
-from adaserve_jax.runtime.step_layout import PackedStep, edits_layout, step_layout, table_layout
+from adaserve_jax.runtime.step_layout import Layout, PackedStep, edits_layout, table_layout
 from adaserve_jax.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from adaserve_jax.tree.logit_edits import CHUNK, EditTable, Paths, Penalties, edited_logits
 from adaserve_jax.tree.sampling import draw
@@ -45,15 +45,15 @@ class Resampled(NamedTuple):
 
 def resample(
     logits: jax.Array, drawn: jax.Array, packed: jax.Array, edits: jax.Array, tables: tuple[jax.Array, ...],
-    allowed: jax.Array, *, bucket: Bucket, max_pages: int, page_size: int, max_depth: int,
+    allowed: jax.Array, *, bucket: Bucket, layout: Layout, page_size: int, max_depth: int,
 ) -> Resampled:  # fmt: skip
     """Draw from the edited logits at the positions that edits concern, and walk the trees again.
 
-    logits: f32[N, V] and drawn: i32[N], of the forward. packed, edits: by `step_layout` and `edits_layout`. tables:
+    logits: f32[N, V] and drawn: i32[N], of the forward. packed, edits: by `layout` and `edits_layout`. tables:
     tokens that penalties and biases concern, by `table_layout`, filled from the first table on. allowed: u32[N, ceil(V
     / 32)], as `edited_logits` takes it.
     """
-    fields = step_layout(bucket, max_pages).split(packed)
+    fields = layout.split(packed)
     asked = edits_layout(bucket).split(edits)
     positions = sampled_positions(fields, bucket)
     changed = asked["changed"] > 0
@@ -210,13 +210,13 @@ class Resampler:
     def declare(self) -> list[Declared]:
         """Declare the programs. They take no pools, so they serve extended pools too."""
         target, place, limits = self._target, self._target.placement, self._limits
-        max_pages = target.programs.max_pages
         declared = []
         for bucket in self.shapes.by_tokens.values():
+            layout = target.programs.layout(bucket)
             arguments = (
                 place.abstract((bucket.sampled, self._vocab_size), jnp.float32),
                 place.abstract((bucket.sampled,), jnp.int32),
-                place.abstract((step_layout(bucket, max_pages).size,), jnp.int32),
+                place.abstract((layout.size,), jnp.int32),
                 place.abstract((edits_layout(bucket).size,), jnp.int32),
                 tuple(place.abstract(shape, jnp.int32) for shape in self.shapes.tables(bucket)),
                 place.abstract(self.shapes.mask(bucket), jnp.uint32),
@@ -224,7 +224,7 @@ class Resampler:
             program = partial(
                 resample,
                 bucket=bucket,
-                max_pages=max_pages,
+                layout=layout,
                 page_size=limits.page_size,
                 max_depth=limits.max_tree_depth,
             )

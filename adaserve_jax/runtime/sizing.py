@@ -16,7 +16,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import param_specs
+from adaserve_jax.models.decoder import adapter_specs, param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE
@@ -412,6 +412,7 @@ def sizes_of(
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
             target_page=here * page_bytes(local, config.page_size, dtype, platform),
+            adapters=here * adapter_bytes(whole, config.lora_slots, config.max_lora_rank, dtype, partition),
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
             further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
             training=training,
@@ -427,6 +428,17 @@ def sizes_of(
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the bytes of one device's weights, as `load_params` places them. config: the partition's whole model."""
     return sum(_weight_sizes(config, dtype, quantize, partition).values())
+
+
+def adapter_bytes(config: ModelConfig, count: int, rank: int, dtype: jnp.dtype, partition: Partition = WHOLE) -> int:
+    """Return the bytes of one device's room for adapters. config: the partition's whole model."""
+    if not count:
+        return 0
+    total = 0
+    for shape, axes in adapter_specs(config, count, rank).values():
+        size = math.prod(shape) * dtype.itemsize
+        total += size // partition.ways if partition.split_axis(axes) is not None else size
+    return total
 
 
 def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:

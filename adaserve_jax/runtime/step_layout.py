@@ -60,14 +60,16 @@ def _row_shapes(rows: int, max_pages: int) -> list[tuple[str, tuple[int, ...]]]:
     return [("page_table", (rows, max_pages)), ("ctx_len", (rows,)), *sampling]
 
 
-def step_layout(bucket: Bucket, max_pages: int) -> Layout:
+def step_layout(bucket: Bucket, max_pages: int, *, adapted: bool = False) -> Layout:
     """Return the inputs of a packed forward: T tokens of R rows, and the N positions whose logits are computed.
 
-    Verification and the draft's catch-up both use it. `count` is tokens per row; `sampled` packed indices.
+    Verification and the draft's catch-up both use it. `count` is tokens per row; `sampled` packed indices. adapted:
+    with `adapter`, the slot of each row's adapter, 0 for none.
     """
     tokens = [(name, (bucket.tokens,)) for name in ("token", "position", "row", "parent", "emit_depth")]
     rows = _row_shapes(bucket.rows, max_pages)
-    return Layout((*tokens, ("count", (bucket.rows,)), *rows, ("sampled", (bucket.sampled,))))
+    slots = (("adapter", (bucket.rows,)),) if adapted else ()
+    return Layout((*tokens, ("count", (bucket.rows,)), *rows, ("sampled", (bucket.sampled,)), *slots))
 
 
 def edits_layout(bucket: Bucket) -> Layout:
@@ -116,9 +118,9 @@ class PackedStep:
     num_rows: int
 
 
-def _new_step(bucket: Bucket, max_pages: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _new_step(bucket: Bucket, max_pages: int, *, adapted: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return a step array of padding only, and views of its fields."""
-    packed, views = step_layout(bucket, max_pages).new()
+    packed, views = step_layout(bucket, max_pages, adapted=adapted).new()
     views["row"][:] = bucket.rows
     views["parent"][:] = -1
     views["emit_depth"][:] = PADDING
@@ -132,12 +134,17 @@ def _chains(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row, (np.arange(len(row), dtype=np.int32) - first[row]).astype(np.int32)
 
 
-def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTrees) -> PackedStep:
+def pack_verify(
+    bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTrees, *, adapted: bool = False
+) -> PackedStep:
     """Pack a verification: tree nodes of the decode rows, then the prefill chunks, each chunk a chain.
 
-    Sampled are the nodes, then the ends of prompts, then the positions that score prompts.
+    Sampled are the nodes, then the ends of prompts, then the positions that score prompts. adapted: as for
+    `step_layout`.
     """
-    packed, views = _new_step(bucket, max_pages)
+    packed, views = _new_step(bucket, max_pages, adapted=adapted)
+    if adapted and plan.adapters is not None:
+        views["adapter"][: plan.num_rows] = plan.adapters
     nodes = trees.num_nodes
     total = nodes + plan.num_prefill_tokens
     views["token"][:nodes] = trees.token

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -157,7 +157,7 @@ def rehearse_expansion(executor: MeasuredExecutor, elastic: Elastic, progress: P
     limits, buckets = executor.limits, executor.target.buckets.all()
     elastic.expand()
     for done, bucket in enumerate(buckets, 1):
-        executor.verify(*_verify_step(limits, bucket, 0, executor.target.config.vocab_size))
+        executor.verify(*_verify_step(executor, bucket, 0))
         if progress is not None:
             progress("running extended", done, len(buckets))
     elastic.move_pages(np.array([limits.num_pages]), np.array([0]))
@@ -203,7 +203,7 @@ def _programs(executor: MeasuredExecutor, timings: Timings, all_depths: bool) ->
     for bucket in executor.target.buckets.all():
 
         def verify(context: int, bucket: Bucket = bucket) -> Callable[[], object]:
-            return partial(executor.verify, *_verify_step(limits, bucket, context, executor.target.config.vocab_size))
+            return partial(executor.verify, *_verify_step(executor, bucket, context))
 
         yield _Program(verify, timings.verify, (bucket.tokens, bucket.rows))
     if drafter is not None and executor.draft_resident:
@@ -286,15 +286,19 @@ def decode_plan(
     )  # fmt: skip
 
 
-def _verify_step(limits: Limits, bucket: Bucket, context: int, vocabulary: int) -> tuple[StepPlan, DraftTrees]:
+def _verify_step(executor: MeasuredExecutor, bucket: Bucket, context: int) -> tuple[StepPlan, DraftTrees]:
     """Return a step that fills the bucket: as many tree tokens as the limits allow, then a prefill chunk. Tokens are
-    drawn below `vocabulary`."""
+    drawn from the vocabulary, and rows take turns with all adapters that have room."""
+    limits, vocabulary = executor.limits, executor.target.config.vocab_size
     rows = min(bucket.rows, bucket.tokens)
+    adapters = np.arange(1, rows + 1, dtype=np.int32) % (executor.resolved.config.lora_slots + 1)
     if bucket.tokens <= limits.max_tree_tokens:
-        return decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows), vocabulary)
+        plan = decode_plan(limits, rows, context)
+        return replace(plan, adapters=adapters), _stars(_split(bucket.tokens, rows), vocabulary)
     nodes = limits.max_tree_tokens - 1 if rows > 1 else 0
     plan = decode_plan(limits, rows, context, prefill=bucket.tokens - nodes, vocabulary=vocabulary)
-    return plan, _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32), vocabulary)
+    trees = _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32), vocabulary)
+    return replace(plan, adapters=adapters), trees
 
 
 def _stars(counts: np.ndarray, vocabulary: int) -> DraftTrees:

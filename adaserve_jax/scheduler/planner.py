@@ -302,6 +302,7 @@ class Planner:
         sampled = int(np.count_nonzero(final)) + (0 if scored is None else scored.num_positions)
         most = min(self._limits.max_tree_tokens - sampled, self._limits.max_tokens - len(prefill_tokens))
         speculating = from_text or (draft is not None and draft.depth > 0)
+        adapters = table.adapter[slots]
         return StepPlan(
             step=step,
             slots=slots.astype(np.int32),
@@ -316,6 +317,7 @@ class Planner:
             draft=draft,
             tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
             scored=scored,
+            adapters=adapters if adapters.any() else None,
         )
 
 

@@ -160,6 +160,10 @@ class Scheduler:
         """Length of the queue in O(1); `stats` copies everything."""
         return len(self.batch.queue)
 
+    def adapters_in_use(self) -> set[int]:
+        """Return the slots of the adapters that running and waiting sequences go through."""
+        return {state.sequence.adapter for state in self._states.values()}
+
     @property
     def draft_resident(self) -> bool:
         """False from an expansion into the draft's memory until the draft is back."""

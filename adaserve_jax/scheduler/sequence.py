@@ -250,6 +250,8 @@ class SlotTable:
         self.has_stop_ids = np.zeros(size, bool)
         self.draft = np.zeros(size, np.int32)
         """Index of the draft model that speculates for the sequence."""
+        self.adapter = np.zeros(size, np.int32)
+        """Slot of the adapter that the sequence's tokens go through; 0: none."""
         self.number = np.zeros(size, np.int64)
         self._max_context = limits.max_context
         self._free = list(range(size - 1, -1, -1))
@@ -277,6 +279,7 @@ class SlotTable:
             self._before_answer.add(slot)
         self.has_stop_ids[slot] = bool(sequence.stop_token_ids)
         self.draft[slot] = sequence.draft
+        self.adapter[slot] = sequence.adapter
         self.number[slot] = state.number
         self.states[slot] = state
         self._move_in(state)

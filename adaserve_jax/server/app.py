@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.server import errors, routes_generate, routes_info, start_page
+from adaserve_jax.server import errors, routes_adapters, routes_generate, routes_info, start_page
 from adaserve_jax.server.dashboard import routes as dashboard
 from adaserve_jax.server.dashboard.live import DashboardMonitor
 from adaserve_jax.server.dashboard.routes import BasicAuthMiddleware
@@ -65,6 +65,7 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     app.state.server = state
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))
+    app.include_router(routes_adapters.router(state))
     app.include_router(docs_router(app))
     app.include_router(start_page.router(settings, keyed=bool(state.keyring)))
     if monitor is not None:

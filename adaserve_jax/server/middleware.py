@@ -16,8 +16,9 @@ from adaserve_jax.server.metrics import ServerMetrics
 REQUEST_ID = "x-request-id"
 OPEN_ROUTES = ("/", "/health", "/ping")
 """Routes that need no API key: they say nothing of what is served."""
-OPERATOR_ROUTES = ("/metrics", "/dashboard")
-"""Routes that show the requests of all clients; they and the paths below them need an operator's key."""
+OPERATOR_ROUTES = ("/metrics", "/dashboard", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""Routes that show the requests of all clients, or change what is served; they and the paths below them need an
+operator's key."""
 SECURITY_HEADERS = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
 """Headers of every response that does not set its own."""
 WEBSOCKET_POLICY_VIOLATION = 1008

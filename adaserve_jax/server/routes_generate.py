@@ -68,7 +68,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {
         400: "A field is wrong, missing or not implemented.",
         401: "The API key is missing or wrong.",
-        403: "The API key is not an operator's.",
+        403: "The API key is not an operator's, or the route is off.",
         404: "Another model is served.",
         413: "The body is too large.",
         429: "No room, a turn that comes too late, or an API key over a limit; see Retry-After.",
@@ -157,13 +157,15 @@ async def generate(
     formatter: makes the response's, of the model's name. asked: the body that came, where `body` was made of it.
     """
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
-    state.require_model(body.model)
-    response = formatter(state.model_name)  # before submitting: once the engine ends, the model's name is unknown
+    adapter = state.require_model(body.model)
+    response = formatter(
+        adapter or state.model_name
+    )  # before submitting: once the engine ends, the model's name is unknown
     account: Account = getattr(http.state, "account", state.keyring.anonymous)
     operation = "chat" if isinstance(body, ChatBody) else "text_completion"
     traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
     origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent)
-    generation = await begin(state, body, origin, account)
+    generation = await begin(state, body, origin, account, adapter)
     if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
         generation.deltas.unscored = generation.requests[0].sampling.thinking
     headers = with_warning(warning_headers(asked or body, http.query_params), warning)
@@ -174,8 +176,13 @@ async def generate(
     return EventStream(EventWriter(generation, response, body.stream_options or StreamOptions()), headers)
 
 
-async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account) -> Generation:
-    """Check what needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
+async def begin(
+    state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account, adapter: str = ""
+) -> Generation:
+    """Check what needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError.
+
+    adapter: name of the one that the body's model is.
+    """
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
     if isinstance(body, ChatBody):
@@ -218,6 +225,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
                 draft_tag=draft_tag,
                 max_wait_s=state.settings.max_queue_wait,
                 max_queue_s=targets.max_queue_s,
+                adapter=adapter,
             )
             for ids in encoded
         ]

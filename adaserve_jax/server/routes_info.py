@@ -42,10 +42,17 @@ def router(state: ServerState) -> APIRouter:
     return routes
 
 
-def _card(state: ServerState) -> ModelCard:
+def model_list(state: ServerState) -> ModelList:
+    """Return the served model, then its adapters in the order of loading."""
+    return ModelList(data=[_card(state, name) for name in ("", *state.info.adapters)])
+
+
+def _card(state: ServerState, adapter: str = "") -> ModelCard:
+    """Return the card of an adapter; of the model alone with ""."""
     info = state.info
     return ModelCard(
-        id=state.model_name,
+        id=adapter or state.model_name,
+        parent=state.model_name if adapter else None,
         created=state.created,
         max_model_len=info.max_context,
         draft=info.draft,
@@ -62,20 +69,19 @@ def _card(state: ServerState) -> ModelCard:
 
 def _add_models(routes: APIRouter, state: ServerState) -> None:
     @routes.get(
-        "/v1/models", tags=["models"], operation_id="list_models", summary="The served model",
+        "/v1/models", tags=["models"], operation_id="list_models", summary="The served model and its adapters",
         responses=error_responses(401, 503),
     )  # fmt: skip
     async def models() -> ModelList:
         state.require_ready()
-        return ModelList(data=[_card(state)])
+        return model_list(state)
 
     @routes.get(
         "/v1/models/{model:path}", tags=["models"], operation_id="get_model", summary="One model by name",
         responses=error_responses(401, 404, 503),
     )  # fmt: skip
     async def model_by_name(model: str) -> ModelCard:
-        state.require_model(model)
-        return _card(state)
+        return _card(state, state.require_model(model))
 
 
 def _add_tokens(routes: APIRouter, state: ServerState) -> None:

@@ -94,7 +94,7 @@ class ResponseFormat(RequestModel):
 class GenerationBody(ConstraintFields):
     """Fields that completions and chat share."""
 
-    model: str | None = Field(None, description="The served model's name; left out: the one that is served.")
+    model: str | None = Field(None, description="The served model's name, or an adapter's; left out: the served model.")
     max_tokens: TokenLimit | None = Field(None, description="Most tokens to generate.")
     max_completion_tokens: TokenLimit | None = Field(None, description="The newer name of max_tokens; it wins.")
     truncate_prompt_tokens: int | None = Field(
@@ -205,7 +205,7 @@ class OtherFields(RequestModel):
     repetition_detection: Any = unsupported("null", why="use the penalties")
     prompt_embeds: Any = unsupported("null", why="a prompt is text or tokens")
     vllm_xargs: Any = unsupported("{}", {}, why="there are no extensions")
-    lora_path: Any = unsupported("null", "", why="no adapters are served")
+    lora_path: Any = unsupported("null", "", why="model names an adapter")
     session_params: Any = unsupported("null", why="every request stands alone")
     guided_whitespace_pattern: Any = unsupported("null", why="JSON has at most one space after a comma or colon")
     guided_decoding_backend: Any = ignored("there is one")
@@ -392,6 +392,18 @@ class TokenizeBody(RequestModel):
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
     tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, description="With messages, as for chat.")
     return_token_strs: bool | None = Field(None, description="Tell what each token spells.")
+
+
+class LoadAdapterBody(RequestModel):
+    lora_name: ValidText = Field(description="The name that model may then be.")
+    lora_path: ValidText = Field(
+        description="Folder of the adapter in PEFT's format: a path in the server's lora_folder, or relative to it."
+    )
+    load_inplace: bool | None = Field(None, description="Take the place of an adapter that has the name.")
+
+
+class UnloadAdapterBody(RequestModel):
+    lora_name: ValidText = Field(description="Name of a loaded adapter.")
 
 
 class DetokenizeBody(RequestModel):
@@ -666,6 +678,7 @@ class SloTargets(ResponseModel):
 
 class ModelCard(ResponseModel):
     id: str = Field(description="The name that model may be.")
+    parent: str | None = Field(default=None, description="The model that an adapter changes; null: no adapter.")
     object: Literal["model"] = Field(default="model", description="What this is.")
     created: int = Field(description="Unix time of the server's start, seconds.")
     owned_by: Literal["adaserve"] = Field(default="adaserve", description="Always adaserve.")
@@ -678,7 +691,7 @@ class ModelCard(ResponseModel):
 
 class ModelList(ResponseModel):
     object: Literal["list"] = Field(default="list", description="What this is.")
-    data: list[ModelCard] = Field(description="One model.")
+    data: list[ModelCard] = Field(description="The model, then its adapters.")
 
 
 class Health(ResponseModel):

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from ipaddress import ip_address
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
@@ -61,6 +61,9 @@ def run(
     in_process: run the engine in a thread of this process, which cannot be started again. reread: reads the settings
     again on SIGHUP, for new API keys.
     """
+    served = settings.served_model_name or PurePath(engine_config.target).name
+    if served in engine_config.lora_folders:
+        raise ConfigError(f"lora must have other names than the served model, got {served!r}; rename the adapter")
     bar = WarmUpBar(Console(stderr=True))
     with contextlib.ExitStack() as on_exit:
         if in_process:

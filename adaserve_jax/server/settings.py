@@ -191,6 +191,10 @@ class ServerSettings(HttpSettings):
     served_model_name: str | None = setting(
         None, "the model's name in the API; none: the target folder's name", Panel.ADDRESS
     )
+    lora_folder: PathText | None = setting(
+        None, "folder of adapters: those in it may be loaded while the server runs, by POST /v1/load_lora_adapter; "
+        "none: no client can load or unload one", Panel.MODELS,
+    )  # fmt: skip
     max_inflight: int = setting(
         1024, "most choices queued or running at once; more are refused with 429", Panel.LIMITS, ge=1
     )

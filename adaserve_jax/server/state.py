@@ -186,16 +186,18 @@ class ServerState:
         assert self._tokenizer is not None
         return self._tokenizer.decode(token_ids)
 
-    def require_model(self, name: str | None) -> None:
-        """Raise 503 when nothing is served, 404 when `name` is another model."""
+    def require_model(self, name: str | None) -> str:
+        """Return the adapter that `name` is, "" for the model alone. Raises 503 when nothing is served, 404 when it is
+        another model."""
         self.require_ready()
-        if name is not None and name != self.model_name:
-            raise ApiError(
-                404,
-                f"model {name!r} is not served here; this server has {self.model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
+        if name is None or name == self.model_name:
+            return ""
+        if name in self.info.adapters:
+            return name
+        served = ", ".join(repr(each) for each in (self.model_name, *self.info.adapters))
+        raise ApiError(
+            404, f"model {name!r} is not served here; this server has {served}", code="model_not_found", param="model"
+        )
 
     def admit(self, account: Account, choices: int, max_tokens: int, slo: SLO, priority: int) -> Reservation:
         """Reserve room for choices of at most so many tokens each.

@@ -13,6 +13,8 @@ import adaserve_jax
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import LLM
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.lora import read_adapter
 from adaserve_jax.server.config_file import read_config
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO, SamplingParams
@@ -84,6 +86,18 @@ def test_an_engine_that_runs_changes_to_the_policy_of_the_file(demo_engine, tmp_
     finally:
         llm.set_policy("adaserve")
     assert len(out.token_ids) == 12
+
+
+def test_the_adapter_of_the_howto_is_one_of_the_embedded_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(HOWTO / "serve-lora-adapters.md", "python")
+    exec(compile(code, "howto", "exec"), {})
+    (serve,) = [words for words in commands(HOWTO / "serve-lora-adapters.md", "adaserve") if words[0] == "serve"]
+    name, _, folder = serve[serve.index("--lora") + 1].partition("=")
+    config = EngineConfig(lora=(f"{name}={folder}",))
+    target = ModelConfig.from_folder(resolve_folder(config.target, "target"))
+    matrices = read_adapter(config.lora_folders["sql"], target, config.max_lora_rank)
+    assert matrices["layers.0.qkv.lora_b"].any() and not matrices["layers.0.down.lora_b"].any()
 
 
 def test_the_classes_of_the_howto_are_a_configuration(tmp_path):

@@ -21,13 +21,14 @@ from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.grow import GrownShape, grow
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
+from adaserve_jax.runtime.sizing import adapter_bytes, page_bytes, weight_bytes
 from tests.conftest import optimised
 from tests.engines import NARROW
+from tests.models.adapters import write_adapter
 from tests.models.checkpoints import MIXTRAL, write_checkpoint
 from tests.models.quantized_checkpoints import write_quantized
 from tests.models.torch_checkpoints import VOCABULARY, write_family
-from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
+from tests.runtime.packed_model import RANK, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 CASES = {
     "biases": ("biases", False, "none", (1, 4)), "biases_exact": ("biases", True, "none", (2,)),
@@ -42,10 +43,18 @@ CASES = {
     "oss": ("oss", False, "none", (1, 2, 4)), "oss_exact": ("oss", True, "none", (4,)),
     "oss_int8": ("oss", False, "int8", (1, 2)), "mxfp4": ("mxfp4", False, "none", (1, 2, 4)),
     "gptq": ("gptq", False, "none", (1, 2)), "gptq_int8": ("gptq", False, "int8", (1, 2)),
+    "adapted": ("norms", False, "none", (1, 4)), "adapted_exact": ("norms", True, "none", (4,)),
+    "adapted_int8": ("norms", False, "int8", (1, 4)), "adapted_phi": ("phi", False, "none", (1, 2)),
+    "adapted_phi_exact": ("phi", True, "none", (2,)), "adapted_oss": ("oss", False, "none", (1, 4)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
-QUICK = ("norms", "experts")
+ADAPTED = {
+    "norms": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "phi": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}  # fmt: skip
+"""Modules that the adapters of cases whose names begin so change, by checkpoint."""
+QUICK = ("norms", "experts", "adapted")
 """The cases of which one run sees chunks, trees, shares and copies."""
 OPTIMISED = ("norms", "converted", "demo_exact", "grown_exact")
 """Those whose programs are read, and whose bits are compared."""
@@ -55,11 +64,12 @@ ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "pre
 
 
 def logits_of(model: DeviceModel) -> np.ndarray:
-    """Two chunks of a prompt, then a tree."""
+    """Two chunks of a prompt, then a tree; where there are adapters, through the second of two."""
+    adapter = model.programs.max_adapters
     sequence = np.random.default_rng(1).integers(2, VOCABULARY, 130).tolist()
-    parts = [run(model, plan_of(0, sequence[:90]), trees([], []))[:90]]
-    parts.append(run(model, plan_of(90, sequence[90:]), trees([], []))[:40])
-    parts.append(run(model, plan_of(130, []), trees(TREE_TOKENS, TREE_PARENTS))[: len(TREE_TOKENS)])
+    parts = [run(model, plan_of(0, sequence[:90], adapter), trees([], []))[:90]]
+    parts.append(run(model, plan_of(90, sequence[90:], adapter), trees([], []))[:40])
+    parts.append(run(model, plan_of(130, [], adapter), trees(TREE_TOKENS, TREE_PARENTS))[: len(TREE_TOKENS)])
     return np.concatenate(parts)
 
 
@@ -75,8 +85,9 @@ def ledger_bytes(model: DeviceModel, quantize: str) -> dict[str, int]:
     """What the ledger says of one device."""
     partition, dtype = model.programs.partition, model.pools.k.dtype
     page = page_bytes(model.programs.config, model.pools.page_size, dtype, "cpu")
+    adapters = adapter_bytes(model.whole, model.programs.max_adapters, RANK, dtype, partition)
     return {
-        "weights": weight_bytes(model.whole, dtype, quantize, partition),
+        "weights": weight_bytes(model.whole, dtype, quantize, partition) + adapters,
         "pools": model.pools.num_pages * page,
     }
 
@@ -141,12 +152,22 @@ def main(folder: Path, *, quick: bool) -> None:
         ))  # fmt: skip
         converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
         convert(checkpoints["norms"], folder / "converted")
+    adapters = {
+        name: tuple(
+            write_adapter(folder / f"{name}_adapter{seed}", checkpoints[name], seed=seed, modules=modules)
+            for seed in (1, 2)
+        )
+        for name, modules in ADAPTED.items()
+        if name in checkpoints
+    }
     logits, held, ledger, hlo = {}, {}, {}, {}
     for case in QUICK if quick else CASES:
         name, canonical, quantize, numbers = CASES[case]
         for ways in numbers:
             with optimised() if case in OPTIMISED else contextlib.nullcontext():
-                model = build(checkpoints[name], canonical, ways, quantize)
+                model = build(
+                    checkpoints[name], canonical, ways, quantize, adapters[name] if case.startswith("adapted") else ()
+                )
             key = f"{case}-{ways}"
             logits[key] = logits_of(model)
             held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}

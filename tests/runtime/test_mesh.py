@@ -86,6 +86,11 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("mxfp4", 4),
         ("gptq", 2),
         ("gptq_int8", 2),
+        ("adapted_exact", 4),
+        ("adapted_int8", 4),
+        ("adapted_phi", 2),
+        ("adapted_phi_exact", 2),
+        ("adapted_oss", 4),
     ],
 )
 @pytest.mark.slow
@@ -94,7 +99,7 @@ def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str
     check_logits(whole, case, ways)
 
 
-@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4)])
+@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4), ("adapted", 4)])
 def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
     check_logits(mesh, case, ways)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, check_request
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
@@ -148,6 +149,7 @@ class ScriptedEngine:
         self.dead = True
         self.steps = 0
         self.finished: dict[str, int] = {}
+        self.adapters = AdapterTable(config.lora_slots)
 
     @property
     def info(self) -> EngineInfo:
@@ -155,7 +157,8 @@ class ScriptedEngine:
             raise EngineDeadError("not started")
         return EngineInfo(
             self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
-            defaults=self.defaults, drafts=self.config.draft_names,
+            defaults=self.defaults, drafts=self.config.draft_names, adapters=self.adapters.names,
+            lora_slots=self.adapters.slots,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -166,6 +169,8 @@ class ScriptedEngine:
             raise CheckpointError("expected model.safetensors in missing, found nothing")
         if self.config.target == "hang":
             time.sleep(60)
+        for name, folder in self.config.lora_folders.items():
+            self._put_adapter(name, folder, replace=False)
         self.dead = False
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -189,6 +194,23 @@ class ScriptedEngine:
             self.aborted += [request_id] * bool(gone)
             for choice in gone:
                 self.end(choice, "", [], "abort")
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine died")
+        with self.lock:
+            self._put_adapter(name, folder, replace=replace)
+
+    def _put_adapter(self, name: str, folder: str, *, replace: bool) -> None:
+        if not (Path(folder) / "adapter_config.json").exists():
+            raise CheckpointError(f"{folder}/adapter_config.json is missing")
+        self.adapters.bind(name, self.adapters.free_slot(name, (), replace=replace))
+
+    def unload_adapter(self, name: str) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine died")
+        with self.lock:
+            self.adapters.remove(name)
 
     def stats(self) -> EngineStats:
         steps = StepStats(steps=self.steps, running=len(self.active), pages_used=3, pages_total=12, prompt_tokens=7)

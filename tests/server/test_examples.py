@@ -62,10 +62,17 @@ def curl_commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def keyed(serve_engine):
-    engine = ScriptedEngine(EngineConfig(target="models/scripted", drafts=("code=models/code",)))
+def keyed(serve_engine, tmp_path_factory):
+    adapters = tmp_path_factory.mktemp("adapters")
+    for name in ("sql", "support"):
+        (adapters / name).mkdir()
+        (adapters / name / "adapter_config.json").write_text("{}")
+    lora = (f"sql={adapters / 'sql'}",)
+    engine = ScriptedEngine(
+        EngineConfig(target="models/scripted", drafts=("code=models/code",), lora=lora, max_loras=4)
+    )
     engine.start()
-    settings = ServerSettings(api_key="secret", served_model_name="demo")
+    settings = ServerSettings(api_key="secret", served_model_name="demo", lora_folder=str(adapters))
     with serve_engine(engine, ByteTokenizer(), settings) as made:
         yield made
     engine.close()
@@ -73,7 +80,8 @@ def keyed(serve_engine):
 
 @pytest.mark.parametrize("command", curl_commands(), ids=lambda command: re.sub(r"\W+", " ", command)[-50:])
 def test_the_curl_commands_of_the_documents(keyed, command):
-    """Against a server with the embedded pair's name, a draft called code, and a key, which every command may carry."""
+    """Against a server with the embedded pair's name, a draft called code, an adapter called sql, and a key, which
+    every command may carry."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     wrapped = 'curl() { command curl -sS --fail-with-body -H "Authorization: Bearer secret" "$@"; }\n'

@@ -1,0 +1,104 @@
+"""A model with LoRA adapters gives PEFT's logits through the packed programs, in chunks of a prompt and in trees, and
+the model's own bits where a row has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaserve_jax.runtime.model import DeviceModel
+from tests.documents import rows, section
+from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
+from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
+
+TOLERANCE = 1e-4
+PROMPT, CHUNK = 150, 90
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+CASES = {
+    "llama_biases-blocks": DENSE, "qwen2-blocks": DENSE, "qwen3_window-canonical": ["q_proj", "down_proj"],
+    "mistral-blocks": DENSE, "gemma2-blocks": DENSE, "gemma3-canonical": DENSE, "phi4_mini-blocks": FUSED,
+    "phi3-canonical": FUSED, "mixtral-blocks": ATTENTION, "qwen3_moe-blocks": ATTENTION,
+    "gpt_oss-canonical": ATTENTION,
+}  # fmt: skip
+"""Family and order of attention's sums, and modules that the adapter changes: all that can be."""
+QUICK = {"llama_biases-blocks", "qwen3_window-canonical", "phi4_mini-blocks", "gemma3-canonical", "gpt_oss-canonical"}
+PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+
+
+def with_adapter(folder: Path, base: Path, modules: list[str], *, seed: int, rank: int = 4) -> Any:
+    """The model with a random adapter, as PEFT makes it of the checkpoint; the adapter is saved to the folder."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=modules, init_lora_weights=False)
+        model = get_peft_model(torch_model(base), settings).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(model: DeviceModel, sequence: list[int], adapter: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of a prompt in two chunks, and of the nodes of a tree behind it."""
+    chunks = [
+        run(model, plan_of(start, chunk, adapter), trees([], []))[: len(chunk)]
+        for start, chunk in ((0, sequence[:CHUNK]), (CHUNK, sequence[CHUNK:]))
+    ]
+    tree = run(model, plan_of(len(sequence), [], adapter), trees(TREE_TOKENS, TREE_PARENTS))[: len(TREE_TOKENS)]
+    return np.concatenate(chunks), tree
+
+
+def expected_of(theirs: Any, sequence: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same of PEFT's model, each path of the tree as a text of its own."""
+    nodes = []
+    for node in range(len(TREE_TOKENS)):
+        path, at = [], node
+        while at >= 0:
+            path.append(TREE_TOKENS[at])
+            at = TREE_PARENTS[at]
+        nodes.append(torch_logits(theirs, sequence + path[::-1])[-1])
+    return torch_logits(theirs, sequence), np.array(nodes)
+
+
+def test_the_table_of_families_says_what_can_be_adapted() -> None:
+    said = {row.names[0]: row.cells[2] for row in rows(section("models.md", "## Families"))}
+    modules: dict[str, list[list[str]]] = {}
+    for case, adapted in CASES.items():
+        modules.setdefault(f"{FAMILIES[case.split('-')[0]][0]}ForCausalLM", []).append(adapted)
+    assert said == {name: "attention" if ATTENTION in each else "all" for name, each in modules.items()}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", PARAMS)
+def test_prompts_and_trees_equal_peft(case: str, tmp_path: Path) -> None:
+    name, attention = case.split("-")
+    base = write_family(tmp_path / "base", name)
+    theirs = [with_adapter(tmp_path / str(seed), base, CASES[case], seed=seed, rank=2 + 2 * seed) for seed in (1, 2)]
+    assert json.loads((tmp_path / "1" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    model = build(base, attention == "canonical", adapters=(tmp_path / "1", tmp_path / "2"))
+    alone = build(base, attention == "canonical")
+    sequence = np.random.default_rng(1).integers(2, VOCABULARY, PROMPT).tolist()
+    plain = logits_of(alone, sequence, 0)
+    for ours, without in zip(logits_of(model, sequence, 0), plain, strict=True):
+        np.testing.assert_array_equal(ours, without)
+    errors = []
+    for slot, peft in enumerate(theirs, 1):
+        for ours, expected, without in zip(
+            logits_of(model, sequence, slot), expected_of(peft, sequence), plain, strict=True
+        ):
+            assert np.abs(expected - without).max() > 0.5, "the adapter changes what the model says"
+            errors.append(np.abs(ours - expected).max())
+    print(f"max abs logit difference, {case}: {max(errors):.1e}")
+    model.close()
+    alone.close()
+    assert max(errors) < TOLERANCE
