@@ -330,6 +330,7 @@ class EngineCore:
                 slo_class=request.slo_class,
                 cache_salt=request.cache_salt,
                 keeps_text=request.learn,
+                tenant=request.tenant,
                 draft=draft,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             )

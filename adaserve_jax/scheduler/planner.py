@@ -188,13 +188,15 @@ class Planner:
         return None if prefill else self._measure(decode, now)[0]
 
     def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
-        """Return the slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
+        """Return the slots of the decode rows, i64[num_decode], and the prefill rows in their order."""
         running, slots, table = self._batch.running, self._batch.slots, self._batch.table
         decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
         if np.count_nonzero(decodes) == len(slots):
             return slots.copy(), []
         prefill = [running[row] for row in (~decodes).nonzero()[0]]
-        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
+        prefill.sort(key=lambda state: state.rank)
+        shares = self._batch.shares
+        return slots[decodes], prefill if shares is None else shares.in_order(prefill)
 
     def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
         """Return a function that says whether one more sequence may start; None if the controller admits everything.
