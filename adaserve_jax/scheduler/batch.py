@@ -194,9 +194,13 @@ class Batch:
         while (state := self.queue.peek(now)) is not None:
             shared = self._pages_to_start(state)
             if shared is None:
+                if self._preempt_for_share(state):
+                    continue
                 return
-            asked = self.running and not state.preemptions and not self.queue.promotes_oldest
+            asked = self.running and not self.queue.is_promoted(state)
             if asked and may_start is not None and not may_start(state):
+                if self._preempt_for_share(state):
+                    continue
                 state = self.queue.peek_untargeted()
                 shared = None if state is None else self._pages_to_start(state)
                 if state is None or shared is None:
@@ -229,6 +233,19 @@ class Batch:
         if worst.sequence.priority <= state.sequence.priority:
             return False
         self.preempt(worst)
+        return True
+
+    def _preempt_for_share(self, state: SequenceState) -> bool:
+        """Preempt the running sequence of the flow that is furthest ahead, if that is ahead of the flow of `state`."""
+        if self.shares is None or self.queue.is_late(state):
+            return False
+        first = min(self.running, key=lambda running: running.rank, default=None)
+        ahead = [
+            other for other in self.running if other is not first and self.shares.yields(other.flow, state.flow)
+        ]
+        if not ahead:
+            return False
+        self.preempt(max(ahead, key=self.shares.excess))
         return True
 
     def _start(self, state: SequenceState, shared: np.ndarray) -> None:

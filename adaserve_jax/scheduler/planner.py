@@ -209,13 +209,14 @@ class Planner:
         if type(self._controller).sustains is Controller.sustains:
             return None
         rates: list[float] = []
-        others = -1
+        others = preemptions = -1
 
         def may_start(state: SequenceState) -> bool:
-            nonlocal rates, others
+            nonlocal rates, others, preemptions
             if state.is_untargeted:
                 return True
-            if others < 0:
+            if others < 0 or preemptions != self._batch.preemptions:
+                preemptions = self._batch.preemptions
                 decode, prefill = self._rows()
                 needed = self._measure(decode, now)[0].need_rate(now)
                 starting = [self._start_rate(running, now) for running in prefill]
