@@ -18,6 +18,9 @@ from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
 
+OVER_SHARE = 2
+"""Running sequences of a flow over those of another, from which on the one is preempted for the other. Shares scatter, and
+a sequence that is preempted is computed again, so that the exchange of one for one would cost more than it evens out."""
 _NO_PAGES = np.zeros(0, np.int32)
 
 
@@ -191,15 +194,16 @@ class Batch:
         `may_start` is not asked while nothing runs, nor for preempted sequences, nor for the one that has waited
         longest when its turn has come. If it refuses, the first sequence without a TPOT target goes instead.
         """
-        while (state := self.queue.peek(now)) is not None:
+        preempted: list[SequenceState] = []
+        while (state := self.queue.peek(now)) is not None and state not in preempted:
             shared = self._pages_to_start(state)
             if shared is None:
-                if self._preempt_for_share(state):
+                if self._preempt_for_share(state, preempted):
                     continue
                 return
             asked = self.running and not self.queue.is_promoted(state)
             if asked and may_start is not None and not may_start(state):
-                if self._preempt_for_share(state):
+                if self._preempt_for_share(state, preempted):
                     continue
                 state = self.queue.peek_untargeted()
                 shared = None if state is None else self._pages_to_start(state)
@@ -235,17 +239,20 @@ class Batch:
         self.preempt(worst)
         return True
 
-    def _preempt_for_share(self, state: SequenceState) -> bool:
-        """Preempt the running sequence of the flow that is furthest ahead, if that is ahead of the flow of `state`."""
-        if self.shares is None or self.queue.is_late(state):
+    def _preempt_for_share(self, state: SequenceState, preempted: list[SequenceState]) -> bool:
+        """Preempt the newest sequence of the flow that runs most, if that is OVER_SHARE times what the flow of `state`
+        would have, for a sequence that is not late.
+
+        The sequence is added to `preempted`. That of the lowest rank is left alone, so that some sequence always ends.
+        """
+        if self.shares is None or not self.running or self.queue.is_late(state):
             return False
-        first = min(self.running, key=lambda running: running.rank, default=None)
-        ahead = [
-            other for other in self.running if other is not first and self.shares.yields(other.flow, state.flow)
-        ]
-        if not ahead:
+        running = np.bincount(self.table.flow[self.slots], minlength=state.flow + 1)
+        most = int(running.argmax())
+        if running[most] < OVER_SHARE * (running[state.flow] + 1):
             return False
-        self.preempt(max(ahead, key=self.shares.excess))
+        preempted.append(max((other for other in self.running if other.flow == most), key=lambda other: other.rank))
+        self.preempt(preempted[-1])
         return True
 
     def _start(self, state: SequenceState, shared: np.ndarray) -> None:

@@ -18,8 +18,6 @@ from adaserve_jax.types import Sequence
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 """Virtual tokens of a prompt token and of an output token. Source: VTC, w_p and w_q."""
 
-LEAD = 4000.0
-
 
 class TenantShares:
     """Virtual token counters of all flows, by index of the flow, and the number of open sequences of each."""
@@ -84,18 +82,6 @@ class TenantShares:
             if name not in best or self._claim(head) < self._claim(best[name]):
                 best[name] = head
         return min(best.values(), key=self._turn, default=None)
-
-    def lead(self, flow: int) -> float:
-        """Return the virtual tokens by which a flow is ahead of the least served active flow of its class."""
-        name = self._classes[flow]
-        active = [other for other, of in enumerate(self._classes) if of == name and self._open[other]]
-        return float(self.counters[flow] - self.counters[active].min())
-
-    def yields(self, flow: int, other: int) -> bool:
-        return self.lead(flow) > self.lead(other) + LEAD
-
-    def excess(self, state):
-        return self.lead(state.flow), state.rank
 
     def in_order(self, states: list[SequenceState]) -> list[SequenceState]:
         """Return sequences, given by rank, with the places of each class in the order of its flows' counters."""
