@@ -18,9 +18,6 @@ from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
 
-OVER_SHARE = 2
-"""Running sequences of a flow over those of another, from which on the one is preempted for the other. Shares scatter, and
-a sequence that is preempted is computed again, so that the exchange of one for one would cost more than it evens out."""
 _NO_PAGES = np.zeros(0, np.int32)
 
 
@@ -194,17 +191,12 @@ class Batch:
         `may_start` is not asked while nothing runs, nor for preempted sequences, nor for the one that has waited
         longest when its turn has come. If it refuses, the first sequence without a TPOT target goes instead.
         """
-        preempted: list[SequenceState] = []
-        while (state := self.queue.peek(now)) is not None and state not in preempted:
+        while (state := self.queue.peek(now)) is not None:
             shared = self._pages_to_start(state)
             if shared is None:
-                if self._preempt_for_share(state, preempted):
-                    continue
                 return
-            asked = self.running and not self.queue.is_promoted(state)
+            asked = self.running and not state.preemptions and not self.queue.promotes_oldest
             if asked and may_start is not None and not may_start(state):
-                if self._preempt_for_share(state, preempted):
-                    continue
                 state = self.queue.peek_untargeted()
                 shared = None if state is None else self._pages_to_start(state)
                 if state is None or shared is None:
@@ -237,22 +229,6 @@ class Batch:
         if worst.sequence.priority <= state.sequence.priority:
             return False
         self.preempt(worst)
-        return True
-
-    def _preempt_for_share(self, state: SequenceState, preempted: list[SequenceState]) -> bool:
-        """Preempt the newest sequence of the flow that runs most, if that is OVER_SHARE times what the flow of `state`
-        would have, for a sequence that is not late.
-
-        The sequence is added to `preempted`. That of the lowest rank is left alone, so that some sequence always ends.
-        """
-        if self.shares is None or not self.running or self.queue.is_late(state):
-            return False
-        running = np.bincount(self.table.flow[self.slots], minlength=state.flow + 1)
-        most = int(running.argmax())
-        if running[most] < OVER_SHARE * (running[state.flow] + 1):
-            return False
-        preempted.append(max((other for other in self.running if other.flow == most), key=lambda other: other.rank))
-        self.preempt(preempted[-1])
         return True
 
     def _start(self, state: SequenceState, shared: np.ndarray) -> None:

@@ -54,6 +54,11 @@ class TenantShares:
         self._open[flow] += 1
         return flow
 
+    @property
+    def num_active(self) -> int:
+        """Number of flows with open sequences."""
+        return int(np.count_nonzero(self._open))
+
     def close(self, flow: int) -> None:
         """Count the end of a sequence."""
         self._open[flow] -= 1

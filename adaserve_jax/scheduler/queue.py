@@ -154,10 +154,7 @@ class WaitingQueue:
 
     def put_back(self, state: SequenceState) -> None:
         """Return a preempted sequence to the front."""
-        if self._shares is None:
-            insort(self._preempted, state, key=_rank)
-        else:
-            self._on_time.add(state)
+        insort(self._preempted, state, key=_rank)
         self._untargeted += state.is_untargeted
 
     def peek(self, now: float) -> SequenceState | None:
@@ -187,10 +184,6 @@ class WaitingQueue:
     def promotes_oldest(self) -> bool:
         """True if the next admission goes to the sequence that has waited longest."""
         return self._ordering in RELEGATING and self.admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
-
-    def is_promoted(self, state: SequenceState) -> bool:
-        """Return whether a sequence starts without a question: it was preempted, or has waited longest."""
-        return self.promotes_oldest or (self._shares is None and state.preemptions > 0)
 
     def take(self, state: SequenceState, now: float) -> None:
         """Remove a sequence that starts and, unless it was preempted, count an admission."""
