@@ -54,11 +54,6 @@ class TenantShares:
         self._open[flow] += 1
         return flow
 
-    @property
-    def num_active(self) -> int:
-        """Number of flows with open sequences."""
-        return int(np.count_nonzero(self._open))
-
     def close(self, flow: int) -> None:
         """Count the end of a sequence."""
         self._open[flow] -= 1
@@ -88,13 +83,9 @@ class TenantShares:
                 best[name] = head
         return min(best.values(), key=self._turn, default=None)
 
-    def in_order(self, states: list[SequenceState]) -> list[SequenceState]:
-        """Return sequences, given by rank, with the places of each class in the order of its flows' counters."""
-        by_class: dict[str, list[SequenceState]] = {}
-        for state in states:
-            by_class.setdefault(state.sequence.slo_class, []).append(state)
-        orders = {name: iter(sorted(members, key=self._claim)) for name, members in by_class.items()}
-        return [next(orders[state.sequence.slo_class]) for state in states]
+    def over_share(self, running: np.ndarray) -> np.ndarray:
+        """Return bool[F], flows that run more than an equal part of all. running: i64[n], flow of each that runs."""
+        return np.bincount(running, minlength=len(self.counters)) * np.count_nonzero(self._open) > len(running)
 
     def _claim(self, state: SequenceState) -> tuple[float, tuple[float, int]]:
         return float(self.counters[state.flow]), state.rank

@@ -188,15 +188,13 @@ class Planner:
         return None if prefill else self._measure(decode, now)[0]
 
     def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
-        """Return the slots of the decode rows, i64[num_decode], and the prefill rows in their order."""
+        """Return the slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
         running, slots, table = self._batch.running, self._batch.slots, self._batch.table
         decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
         if np.count_nonzero(decodes) == len(slots):
             return slots.copy(), []
         prefill = [running[row] for row in (~decodes).nonzero()[0]]
-        prefill.sort(key=lambda state: state.rank)
-        shares = self._batch.shares
-        return slots[decodes], prefill if shares is None else shares.in_order(prefill)
+        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
 
     def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
         """Return a function that says whether one more sequence may start; None if the controller admits everything.
@@ -243,8 +241,7 @@ class Planner:
         """
         if self._batch.shares is None:
             return []
-        own = sum(flow == state.flow for flow, _ in running)
-        if own * self._batch.shares.num_active <= len(running):
+        if not self._batch.shares.over_share(np.array([flow for flow, _ in running], np.int64))[state.flow]:
             return []
         return [rate if 0 < rate < math.inf else 0.0 for flow, rate in running if flow != state.flow]
 
