@@ -46,9 +46,13 @@ def tenants_trace(rate_rps: float, flood: float, duration_s: float, seed: int = 
             prompt, output = np.array([PROMPT_TOKENS, OUTPUT_TOKENS]) * np.exp(LOG_SD * rng.standard_normal(2))
             requests.append(
                 TraceRequest(
-                    float(due_s), max(1, round(prompt)), max(2, round(output)), SLO(tpot_ms=TPOT_MS, ttft_ms=TTFT_MS),
-                    "chat", f"tenant-{tenant}",
-                )  # fmt: skip
+                    float(due_s),
+                    max(1, round(prompt)),
+                    max(2, round(output)),
+                    SLO(tpot_ms=TPOT_MS, ttft_ms=TTFT_MS),
+                    "chat",
+                    f"tenant-{tenant}",
+                )
             )
     requests.sort(key=lambda request: request.due_s)
     return Trace(f"tenants {rate_rps:g}/s, flood {flood:g}", "0" * 64, tuple(requests))
