@@ -97,8 +97,8 @@ class EngineConfig(Settings):
         "or refuse (an error that names the least feasible target)", Panel.POLICY,
     )  # fmt: skip
     fair_tenants: bool = setting(
-        False, "serve the tenants (API keys) of a class equally many tokens while they wait, so that one that floods the "
-        "server delays itself and no others", Panel.POLICY,
+        False, "serve the tenants (API keys) of a class equally many tokens while they wait, so that one that floods "
+        "the server delays itself and no others", Panel.POLICY,
     )  # fmt: skip
     elastic: Elastic = setting(
         "auto", "whether the draft gives its memory to KV pages while speculation does not pay and pages are short: "

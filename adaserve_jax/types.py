@@ -98,8 +98,8 @@ class Sequence:
     tpot_slo_s is then that of the answer alone. e2e_slo_s: deadline of the last token, in seconds from the arrival.
     priority: lower is sooner. arrival_s: on the engine's clock. stop_token_ids: with the model's EOS ids unless
     `ignore_eos`. cache_salt: sequences share cached KV pages only within one salt. draft: index of the draft model
-    that speculates for it. keeps_text: its text may be kept to draft from, for sequences of the same salt. tenant: account
-    that the request belongs to; shares are kept fair among tenants where the configuration says so.
+    that speculates for it. keeps_text: its text may be kept to draft from, for sequences of the same salt. tenant:
+    account that the request belongs to; shares are kept fair among tenants where the configuration says so.
     """
 
     sequence_id: str

@@ -76,8 +76,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence", "slot",
-        "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
+        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence",
+        "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)

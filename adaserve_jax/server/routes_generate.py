@@ -195,7 +195,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     try:
         info, tokenizer = state.info, state.tokenizer
         most = min(sampling.max_tokens, info.max_context)
-        reservation = state.admit(account, count, most, targets.slo, targets.priority)
+        reservation = state.admit(account, count, most, targets.slo, targets.priority, targets.max_queue_s)
         if isinstance(body, ChatBody):
             encoded = [await encode_chat(tokenizer, body.messages, tool_format(state), offered_tools(body), chat)]
         else:

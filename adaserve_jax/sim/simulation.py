@@ -110,7 +110,8 @@ class SimulationPlan:
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
     keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
-    beside them, 0: the draft stays. elastic, fair_tenants: as the engine's options. elastic_rule: when draft and pages change places.
+    beside them, 0: the draft stays.
+    elastic, fair_tenants: as the engine's options. elastic_rule: when draft and pages change places.
     """
 
     policies: tuple[str, ...]
