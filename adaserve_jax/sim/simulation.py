@@ -196,7 +196,14 @@ class _Simulation:
     def run(self) -> Simulated:
         baseline_s = self._machine.baseline_s
         arrivals = (
-            Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, asked.slo.tpot_s(baseline_s), asked.slo.ttft_s)
+            Assigned(
+                asked.slo_class,
+                asked.prompt_tokens,
+                asked.due_s,
+                asked.slo.tpot_s(baseline_s),
+                asked.slo.ttft_s,
+                e2e_slo_s=asked.slo.e2e_s,
+            )
             for asked in self._trace.requests
         )
 
@@ -251,7 +258,7 @@ class _Simulation:
             arrival_s=known.arrival_s,
             tpot_slo_s=known.tpot_slo_s,
             ttft_slo_s=known.ttft_slo_s,
-            e2e_slo_s=self._trace.requests[number].slo.e2e_s,
+            e2e_slo_s=known.e2e_slo_s,
             slo_class=known.slo_class,
             tenant=self._trace.requests[number].tenant,
         )
