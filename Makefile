@@ -89,7 +89,7 @@ format: $(STAMP).test ## format the code and mend what ruff can mend
 bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
 	@$(BIN)/python -m benchmarks.engine.host_step $(ARGS)
 
-bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, both modes (some minutes)
+bench-exactness: $(STAMP).serve ## same seed, same text: every policy, draft source and load, both modes (about 25 minutes)
 	@$(BIN)/python -m benchmarks.engine.exactness $(ARGS)
 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
