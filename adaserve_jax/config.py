@@ -99,6 +99,10 @@ class EngineConfig(Settings):
         "best_effort", "a target below what one request alone would get: best_effort (serve the request, and say so) "
         "or refuse (an error that names the least feasible target)", Panel.POLICY,
     )  # fmt: skip
+    fair_tenants: bool = setting(
+        False, "serve the tenants (API keys) of a class equally many tokens while they wait, so that one that floods "
+        "the server delays itself and no others", Panel.POLICY,
+    )  # fmt: skip
     elastic: Elastic = setting(
         "auto", "whether the draft gives its memory to KV pages while speculation does not pay and pages are short: "
         "on, off, or auto (on where the policy does so and the pool does not hold every request at its longest)",

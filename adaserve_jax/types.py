@@ -99,7 +99,8 @@ class Sequence:
     priority: lower is sooner. arrival_s: on the engine's clock. stop_token_ids: with the model's EOS ids unless
     `ignore_eos`. cache_salt: sequences share cached KV pages only within one salt. draft: index of the draft model
     that speculates for it. adapter: slot of the adapter that its tokens go through; 0: none. keeps_text: its text may
-    be kept to draft from, for sequences of the same salt.
+    be kept to draft from, for sequences of the same salt. tenant: account that the request belongs to; shares are kept
+    fair among tenants where the configuration says so.
     """
 
     sequence_id: str
@@ -119,6 +120,7 @@ class Sequence:
     thinking_tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     keeps_text: bool = True
+    tenant: str = ""
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> Pa
         arrival_s=now,
         tpot_slo_s=tpot_s if own_tpot_s is None else own_tpot_s,
         ttft_slo_s=ttft_s if own_ttft_s is None else own_ttft_s,
+        e2e_slo_s=_seconds(fields.get("slo_e2e_ms")),
     )
     choices = min(_prompts(fields) * _count(fields.get("n")), MAX_CHOICES)
     return ParsedRequest(assigned, choices, fields.get("stream") is True)

@@ -30,7 +30,8 @@ class GenerateRequest:
         request_id: unique among the requests in flight.
         cache_salt: cached KV is shared only with requests of the same salt.
         learn: whether drafts may learn from the text, and it may be kept to draft from.
-        tenant: account that the request belongs to; learning is balanced between tenants.
+        tenant: account that the request belongs to; learning is balanced between tenants, and service if
+            `EngineConfig.fair_tenants` says so.
         draft_tag: name of the draft to use; "": the engine chooses.
         adapter: name of the adapter of the target; "": the model alone.
         max_wait_s: a choice that has not begun after so long ends with the error "overloaded"; 0: it waits.

@@ -335,6 +335,7 @@ class EngineCore:
                 slo_class=request.slo_class,
                 cache_salt=self._adapters.salted(adapter, request.cache_salt),
                 keeps_text=request.learn,
+                tenant=request.tenant,
                 draft=draft,
                 adapter=adapter.slot,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,

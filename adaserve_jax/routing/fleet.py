@@ -23,6 +23,7 @@ class Assigned:
     ttft_slo_s: float | None
     received: int = 0
     first_token_s: float | None = None
+    e2e_slo_s: float | None = None
 
 
 FREE = -1
@@ -34,7 +35,8 @@ class Fleet:
 
     Columns, [R, K]: kind, i64, index of the request's class in `kinds`, or FREE; prompt, received, i64, tokens;
     arrival_s, f64; tpot_s, f64, inf without a target; ttft_s, f64, nan without one; first_s, f64, inf before the first
-    token. open_counts: i64[R], requests. changed: replicas that changed since a policy last cleared it.
+    token; deadline_s, f64, inf without one.
+    open_counts: i64[R], requests. changed: replicas that changed since a policy last cleared it.
     """
 
     def __init__(self, replicas: int, places: int = 64):
@@ -42,7 +44,9 @@ class Fleet:
         self.open_counts = np.zeros(replicas, np.int64)
         self.kind = np.full((replicas, places), FREE, np.int64)
         self.prompt, self.received = (np.zeros((replicas, places), np.int64) for _ in range(2))
-        self.arrival_s, self.tpot_s, self.ttft_s, self.first_s = (np.zeros((replicas, places)) for _ in range(4))
+        self.arrival_s, self.tpot_s, self.ttft_s, self.first_s, self.deadline_s = (
+            np.zeros((replicas, places)) for _ in range(5)
+        )
         self.changed = set(range(replicas))
         self._kind_of: dict[str, int] = {}
         self._open: list[dict[int, Assigned]] = [{} for _ in range(replicas)]
@@ -84,6 +88,7 @@ class Fleet:
         self.tpot_s[at] = np.inf if known.tpot_slo_s is None else known.tpot_slo_s
         self.ttft_s[at] = np.nan if known.ttft_slo_s is None else known.ttft_slo_s
         self.first_s[at] = np.inf if known.first_token_s is None else known.first_token_s
+        self.deadline_s[at] = np.inf if known.e2e_slo_s is None else known.arrival_s + known.e2e_slo_s
         self.open_counts[replica] += 1
         self.changed.add(replica)
         return place
@@ -115,7 +120,7 @@ class Fleet:
     def _grow(self) -> None:
         """Double the places of each replica."""
         replicas, places = self.kind.shape
-        for name in ("kind", "prompt", "received", "arrival_s", "tpot_s", "ttft_s", "first_s"):
+        for name in ("kind", "prompt", "received", "arrival_s", "tpot_s", "ttft_s", "first_s", "deadline_s"):
             column = getattr(self, name)
             more = np.full((replicas, places), FREE if name == "kind" else 0, column.dtype)
             setattr(self, name, np.concatenate([column, more], axis=1))

@@ -20,7 +20,7 @@ from adaserve_jax.routing.fleet import FREE, Assigned, Fleet
 from adaserve_jax.scheduler.acceptance import PRIOR_FIRST
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.queue import PATIENCE_S
-from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_rate
+from adaserve_jax.scheduler.slo import HORIZON_TOKENS, deadline_rate, need_rate
 from adaserve_jax.types import Limits
 
 PRIOR_OUTPUT_TOKENS = 256.0
@@ -129,7 +129,8 @@ class SloAware(RoutingPolicy):
     it looks at, drawn anew for each request (seeded, so that simulations repeat); 0: all.
 
     The time of a step (an edge's packed tokens, a depth) follows from the cost table. In that time a request on pace
-    needs a number of tokens (`need_rate`), hence a number of nodes beside the root of a chain whose every token is
+    needs a number of tokens (`need_rate`, and PRIOR_OUTPUT_TOKENS by its deadline),
+    hence a number of nodes beside the root of a chain whose every token is
     accepted with probability PRIOR_FIRST; a prompt not yet computed needs its share until its TTFT target. The cheapest
     requests go first. The step that keeps the most on pace represents the replica.
 
@@ -189,6 +190,8 @@ class SloAware(RoutingPolicy):
         received, first_s = fleet.received[rows], fleet.first_s[rows]
         decode_s = np.where(np.isfinite(first_s), now - first_s, 0.0)
         rates = need_rate(decode_s, fleet.tpot_s[rows], np.maximum(received - 1, 0), HORIZON_TOKENS)
+        tokens_left = np.maximum(PRIOR_OUTPUT_TOKENS - received, 1)
+        rates = np.maximum(rates, deadline_rate(now, fleet.deadline_s[rows], tokens_left))
         width = len(self._rates) + 1
         place = np.searchsorted(self._rates, rates) + np.arange(len(rows))[:, None] * width
         counts = np.bincount(place[taken], minlength=len(rows) * width).reshape(len(rows), width)

@@ -13,6 +13,7 @@ import numpy as np
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
+from adaserve_jax.scheduler.fairness import TenantShares
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
@@ -114,18 +115,20 @@ class Batch:
 
     def __init__(
         self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False,
-        holds_draft: bool = True,
+        holds_draft: bool = True, fair_tenants: bool = False,
     ):  # fmt: skip
         """Set up an empty batch.
 
         gives_up: drop the TPOT target of a sequence that missed its TTFT target. prefix_cache: keep pages of sequences
-        that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too.
+        that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too. fair_tenants: keep the
+        shares of the tenants of a class fair.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
         self.prefixes = Prefixes(self.pool, self.table, holds_draft=holds_draft) if prefix_cache else None
-        self.queue = WaitingQueue(ordering)
+        self.shares = TenantShares() if fair_tenants else None
+        self.queue = WaitingQueue(ordering, self.shares)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[SequenceState] = []
         self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`; the rest is unused
@@ -198,7 +201,7 @@ class Batch:
                 shared = None if state is None else self._pages_to_start(state)
                 if state is None or shared is None:
                     return
-            self.queue.take(state)
+            self.queue.take(state, now)
             self._start(state, shared)
 
     def _pages_to_start(self, state: SequenceState) -> np.ndarray | None:

@@ -134,6 +134,8 @@ def apply_outcome(
     table.read_marks(slots, token_ids, kept, now)
     stats.prompt_tokens += int(table.prompt_len[started].sum())
     stats.generation_tokens += int(kept.sum())
+    if batch.shares is not None:
+        batch.shares.charge(table.flow[slots], kept)
     numbers = table.number[slots]
     ended = {
         row: finish(batch, running[row], reason, token_ids[row, : kept[row]].tolist(), stats)
@@ -150,6 +152,8 @@ def finish(
         batch.release(state)
     else:
         batch.queue.remove(state)
+    if batch.shares is not None:
+        batch.shares.close(state.flow)
     stats.finished[reason] = stats.finished.get(reason, 0) + 1
     return SequenceUpdate(state.sequence.sequence_id, tuple(token_ids), reason, state.metrics())
 

@@ -208,6 +208,7 @@ class Planner:
             return None
         rates: list[float] = []
         others = -1
+        by_flow: list[tuple[int, float]] = []
 
         def may_start(state: SequenceState) -> bool:
             nonlocal rates, others
@@ -218,17 +219,31 @@ class Planner:
                 needed = self._measure(decode, now)[0].need_rate(now)
                 starting = [self._start_rate(running, now) for running in prefill]
                 known = [*needed.tolist(), *starting]
+                flows = self._batch.table.flow[np.concatenate([decode, [s.slot for s in prefill]]).astype(int)]
+                by_flow.extend(zip(flows.tolist(), known, strict=True))
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
             rate = 0.0 if self._batch.queue.is_late(state) else self._pace_rate(state, state.tpot_slo_s, now)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            can_draft = self._draft.can_draft
-            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
+            can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
+            asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
+            if not self._controller.sustains(*asked, self._prefill_per_step, can_draft=can_draft):
                 return False
+            by_flow.append((state.flow, rate))
             rates, others = more, beside
             return True
 
         return may_start
+
+    def _reserve(self, state: SequenceState, running: list[tuple[int, float]]) -> list[float]:
+        """Return the rates, of running sequences by flow, for which a start leaves room: none where shares are not kept
+        fair or the sequence's flow runs no more than its share; otherwise as much again as the other flows need.
+        """
+        if self._batch.shares is None:
+            return []
+        if not self._batch.shares.over_share(np.array([flow for flow, _ in running], np.int64))[state.flow]:
+            return []
+        return [rate if 0 < rate < math.inf else 0.0 for flow, rate in running if flow != state.flow]
 
     def _start_rate(self, state: SequenceState, now: float) -> float:
         """Return the rate that a running sequence needs whose prompt is not computed; 0 if its target was or will be

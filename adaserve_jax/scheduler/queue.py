@@ -11,8 +11,11 @@ as better ones arrive.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Literal
 
+from adaserve_jax.scheduler.fairness import TenantShares
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.types import Sequence
 
@@ -80,14 +83,58 @@ def _rank(state: SequenceState) -> tuple[float, int]:
     return state.rank
 
 
+class _Lines:
+    """New sequences that wait, by rank, in one line for each flow."""
+
+    def __init__(self, shares: TenantShares | None):
+        self._shares = shares
+        self._of: dict[int, list[SequenceState]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return chain.from_iterable(self._of.values())
+
+    def __contains__(self, state: SequenceState) -> bool:
+        line = self._of.get(state.flow, [])
+        index = bisect_left(line, state.rank, key=_rank)
+        return index < len(line) and line[index] is state
+
+    def add(self, state: SequenceState) -> None:
+        insort(self._of.setdefault(state.flow, []), state, key=_rank)
+
+    def remove(self, state: SequenceState) -> None:
+        line = self._of[state.flow]
+        del line[bisect_left(line, state.rank, key=_rank)]
+        if not line:
+            del self._of[state.flow]
+
+    def first(self, eligible: Callable[[SequenceState], bool] | None = None) -> SequenceState | None:
+        """Return the sequence to serve first, of all or of the eligible ones; None without any."""
+        if eligible is None:
+            heads = [line[0] for line in self._of.values()]
+        else:
+            firsts = (next(filter(eligible, line), None) for line in self._of.values())
+            heads = [head for head in firsts if head is not None]
+        if self._shares is None:
+            return heads[0] if heads else None
+        return self._shares.next_of(heads)
+
+    def heads(self) -> list[SequenceState]:
+        """Return the first sequence of each line."""
+        return [line[0] for line in self._of.values()]
+
+
 class WaitingQueue:
     """Sequences that hold no slot: new ones and preempted ones."""
 
-    def __init__(self, ordering: Ordering):
+    def __init__(self, ordering: Ordering, shares: TenantShares | None = None):
+        """Set up an empty queue. shares: order the new sequences by the shares of their tenants too."""
         self._ordering: Ordering = ordering
+        self._shares = shares
         self._preempted: list[SequenceState] = []
-        self._on_time: list[SequenceState] = []
-        self._late: list[SequenceState] = []
+        self._on_time, self._late = _Lines(shares), _Lines(shares)
         self.admissions = 0
         """Sequences that were taken for the first time."""
         self._untargeted = 0
@@ -102,7 +149,7 @@ class WaitingQueue:
 
     def add(self, state: SequenceState) -> None:
         """Queue a new sequence."""
-        insort(self._on_time, state, key=_rank)
+        self._on_time.add(state)
         self._untargeted += state.is_untargeted
 
     def put_back(self, state: SequenceState) -> None:
@@ -113,63 +160,71 @@ class WaitingQueue:
     def peek(self, now: float) -> SequenceState | None:
         """Return the sequence to admit next without removing it; None if the queue is empty."""
         if self._ordering == "priority":
-            firsts = [waiting[0] for waiting in (self._preempted, self._on_time) if waiting]
+            firsts = [*self._preempted[:1], *filter(None, [self._on_time.first()])]
             return min(firsts, key=_rank, default=None)
         if self._preempted:
             return self._preempted[0]
         if self._ordering in RELEGATING:
             self._demote_late(now)
-            if self.promotes_oldest and (self._on_time or self._late):
-                return min(self._on_time + self._late, key=lambda state: (state.sequence.arrival_s, state.number))
-        for waiting in (self._on_time, self._late):
-            if waiting:
-                return waiting[0]
-        return None
+            if self.promotes_oldest and self.num_new:
+                return min((*self._on_time, *self._late), key=lambda state: (state.sequence.arrival_s, state.number))
+        return self._on_time.first() or self._late.first()
 
     def peek_untargeted(self) -> SequenceState | None:
         """Return the first new sequence without a TPOT target; it is next when the one from `peek` may not start."""
         if not self._untargeted:
             return None
-        waiting = (*self._on_time, *self._late)
-        return next((state for state in waiting if state.is_untargeted), None)
+        return self._on_time.first(_is_untargeted) or self._late.first(_is_untargeted)
 
     def is_late(self, state: SequenceState) -> bool:
         """Return whether the last `peek` found that a waiting sequence will miss its targets."""
-        index = bisect_left(self._late, state.rank, key=_rank)
-        return index < len(self._late) and self._late[index] is state
+        return state in self._late
 
     @property
     def promotes_oldest(self) -> bool:
         """True if the next admission goes to the sequence that has waited longest."""
         return self._ordering in RELEGATING and self.admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
 
-    def take(self, state: SequenceState) -> None:
-        """Remove the sequence that `peek` returned and count an admission."""
-        self.admissions += state not in self._preempted
+    def take(self, state: SequenceState, now: float) -> None:
+        """Remove a sequence that starts and, unless it was preempted, count an admission."""
+        is_new = not state.preemptions
         self.remove(state)
+        self.admissions += is_new
+        if is_new and self._shares is not None:
+            self._shares.start(state, now)
 
     def remove(self, state: SequenceState) -> None:
         """Remove a waiting sequence. Raises ValueError if it does not wait."""
-        for waiting in (self._preempted, self._on_time, self._late):
-            index = bisect_left(waiting, state.rank, key=_rank)
-            if index < len(waiting) and waiting[index] is state:
-                del waiting[index]
-                self._untargeted -= state.is_untargeted
-                return
-        raise ValueError(f"request {state.sequence.sequence_id!r} does not wait")
+        for line in (self._on_time, self._late):
+            if state in line:
+                line.remove(state)
+                break
+        else:
+            index = bisect_left(self._preempted, state.rank, key=_rank)
+            if self._preempted[index : index + 1] != [state]:
+                raise ValueError(f"request {state.sequence.sequence_id!r} does not wait")
+            del self._preempted[index]
+        self._untargeted -= state.is_untargeted
 
     def most_urgent_wait(self, now: float) -> float:
         """Return the wait ratio of the first sequence that is on time; 0 if there is none."""
-        return wait_ratio(self._on_time[0], now) if self._on_time else 0.0
+        first = self._on_time.first()
+        return 0.0 if first is None else wait_ratio(first, now)
 
     def _demote_late(self, now: float) -> None:
         if self._ordering == "deadline":
-            while self._on_time and _is_late(self._on_time[0], now):
-                insort(self._late, self._on_time.pop(0), key=_rank)
+            while late := [head for head in self._on_time.heads() if _is_late(head, now)]:
+                for state in late:
+                    self._on_time.remove(state)
+                    self._late.add(state)
             return
         for state in [state for state in self._on_time if _is_late(state, now)]:
             self._on_time.remove(state)
-            insort(self._late, state, key=_rank)
+            self._late.add(state)
+
+
+def _is_untargeted(state: SequenceState) -> bool:
+    return state.is_untargeted
 
 
 def _is_late(state: SequenceState, now: float) -> bool:

@@ -105,7 +105,7 @@ class Scheduler:
         remote = config.drafter is not None
         self.batch = Batch(
             limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
-            holds_draft=not remote,
+            holds_draft=not remote, fair_tenants=config.fair_tenants,
         )  # fmt: skip
         """Running sequences, their slots and pages, and the queue. While a step is in flight, the scheduler alone
         changes it."""
@@ -202,6 +202,7 @@ class Scheduler:
             asked=sequence,
             feasible=verdict.feasible,
             patience_s=patience_s,
+            flow=0 if self.batch.shares is None else self.batch.shares.open(sequence),
         )
         self._added += 1
         self._states[name] = state

@@ -76,8 +76,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence", "slot",
-        "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
+        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence",
+        "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -91,7 +91,7 @@ class SequenceState:
 
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
-        feasible: bool | None = None, patience_s: float | None = None,
+        feasible: bool | None = None, patience_s: float | None = None, flow: int = 0,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
@@ -99,8 +99,10 @@ class SequenceState:
         output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
+        flow: index of what its tenant sends in its class, where shares are kept fair.
         """
         self.sequence = sequence
+        self.flow = flow
         self._asked = sequence if asked is None else asked
         self._feasible = feasible
         self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
@@ -253,6 +255,7 @@ class SlotTable:
         self.adapter = np.zeros(size, np.int32)
         """Slot of the adapter that the sequence's tokens go through; 0: none."""
         self.number = np.zeros(size, np.int64)
+        self.flow = np.zeros(size, np.int64)
         self._max_context = limits.max_context
         self._free = list(range(size - 1, -1, -1))
 
@@ -281,6 +284,7 @@ class SlotTable:
         self.draft[slot] = sequence.draft
         self.adapter[slot] = sequence.adapter
         self.number[slot] = state.number
+        self.flow[slot] = state.flow
         self.states[slot] = state
         self._move_in(state)
         self.num_pages[slot] = len(pages)

@@ -180,8 +180,11 @@ class QueueAdmission:
             heapq.heapreplace(ends, ends[0] + self.first_token_s + token_s * self.expected_tokens(most - 1))
         return ends[0]
 
-    def check(self, wait_s: float, ttft_slo_s: float | None) -> None:
-        """Raise OverloadedError when a request would wait much longer than `max_wait_s` or its TTFT target allow.
+    def check(
+        self, wait_s: float, ttft_slo_s: float | None, e2e_slo_s: float | None = None, max_queue_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """Raise OverloadedError when a request would wait much longer than `max_wait_s`, its TTFT target or its own
+        longest wait (`max_queue_s`; 0: none) allow, or so long that not even its first token would keep its deadline.
 
         A target shorter than the time from slot to first token does not count: an empty server would miss it too.
         """
@@ -192,6 +195,10 @@ class QueueAdmission:
             allowed_s = max(TTFT_SHARE * ttft_slo_s - self.first_token_s, 0.0)
             if allowed_s < limit_s:
                 limit_s, name = allowed_s, "its TTFT target allows"
+        if e2e_slo_s is not None and self.first_token_s <= e2e_slo_s < limit_s + self.first_token_s:
+            limit_s, name = e2e_slo_s - self.first_token_s, "its deadline allows"
+        if max_queue_s and REFUSE_AT * max_queue_s < limit_s:
+            limit_s, name = REFUSE_AT * max_queue_s, "its max_queue_ms allows"
         if wait_s > limit_s:
             raise OverloadedError(
                 f"the request would wait {wait_s:.3g} s for its turn, longer than the {limit_s:.3g} s that {name}; "

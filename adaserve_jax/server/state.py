@@ -199,14 +199,16 @@ class ServerState:
             404, f"model {name!r} is not served here; this server has {served}", code="model_not_found", param="model"
         )
 
-    def admit(self, account: Account, choices: int, max_tokens: int, slo: SLO, priority: int) -> Reservation:
+    def admit(
+        self, account: Account, choices: int, max_tokens: int, slo: SLO, priority: int, max_queue_s: float = 0.0
+    ) -> Reservation:  # fmt: skip
         """Reserve room for choices of at most so many tokens each.
 
         Raises RateLimited, OverloadedError (their turn comes too late), QueueFullError.
         """
         account.require_room(choices)
         due_s = self.info.due_s(time.monotonic(), priority, slo.ttft_s)
-        self.admission.check(self._wait_s(due_s, max_tokens, choices), slo.ttft_s)
+        self.admission.check(self._wait_s(due_s, max_tokens, choices), slo.ttft_s, slo.e2e_s, max_queue_s)
         return self.slots.reserve(account, choices, due_s, max_tokens)
 
     def retry_after_s(self) -> float | None:

@@ -110,7 +110,8 @@ class SimulationPlan:
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
     keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
-    beside them, 0: the draft stays. elastic: as the engine's option. elastic_rule: when draft and pages change places.
+    beside them, 0: the draft stays.
+    elastic, fair_tenants: as the engine's options. elastic_rule: when draft and pages change places.
     """
 
     policies: tuple[str, ...]
@@ -128,6 +129,7 @@ class SimulationPlan:
     elastic: Elastic = "auto"
     elastic_rule: ElasticRule = field(default_factory=ElasticRule)
     keep_records: bool = True
+    fair_tenants: bool = False
 
     def limits(self, machine: Machine) -> Limits:
         """Pages of one replica."""
@@ -194,7 +196,14 @@ class _Simulation:
     def run(self) -> Simulated:
         baseline_s = self._machine.baseline_s
         arrivals = (
-            Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, asked.slo.tpot_s(baseline_s), asked.slo.ttft_s)
+            Assigned(
+                asked.slo_class,
+                asked.prompt_tokens,
+                asked.due_s,
+                asked.slo.tpot_s(baseline_s),
+                asked.slo.ttft_s,
+                e2e_slo_s=asked.slo.e2e_s,
+            )
             for asked in self._trace.requests
         )
 
@@ -219,7 +228,7 @@ class _Simulation:
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
             max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],
-            eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
+            eq9_c2=self._machine.offsets[1], elastic=plan.elastic, fair_tenants=plan.fair_tenants,
             prefix_cache=False,  # prompts are all zeros: nothing is known of what they share
         )  # fmt: skip
         scheduler = Scheduler(config, self._limits, self._samples, elastic_rule=plan.elastic_rule)
@@ -249,8 +258,9 @@ class _Simulation:
             arrival_s=known.arrival_s,
             tpot_slo_s=known.tpot_slo_s,
             ttft_slo_s=known.ttft_slo_s,
-            e2e_slo_s=self._trace.requests[number].slo.e2e_s,
+            e2e_slo_s=known.e2e_slo_s,
             slo_class=known.slo_class,
+            tenant=self._trace.requests[number].tenant,
         )
 
     def _ended(

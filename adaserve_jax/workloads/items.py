@@ -97,10 +97,12 @@ def derived_hash(sha256: str, note: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Lengths and target of a request, without a text. due_s: seconds since the start of the trace."""
+    """Lengths and target of a request, without a text. due_s: seconds since the start of the trace. tenant: who
+    sends it."""
 
     due_s: float
     prompt_tokens: int
     output_tokens: int
     slo: SLO
     slo_class: str
+    tenant: str = ""

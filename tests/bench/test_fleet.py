@@ -116,6 +116,14 @@ class Both:
         self.slow.ended(request)
 
 
+@pytest.mark.parametrize(("e2e_slo_s", "off_pace"), [(None, 0), (1e6, 0), (10.001, 1)])
+def test_a_deadline_that_no_step_can_keep_puts_its_request_off_pace(e2e_slo_s: float | None, off_pace: int) -> None:
+    """256 tokens are expected, in 1 ms: no step of the machine brings 256,000 tokens per second."""
+    fleet = Fleet.of([[Assigned("chat", 10, 0.0, None, None, received=1, first_token_s=9.0, e2e_slo_s=e2e_slo_s)]])
+    found, _ = SloAware(COSTS, LIMITS).off_pace(fleet, np.zeros(1, np.int64), 10.0)
+    assert found.tolist() == [off_pace]
+
+
 @pytest.mark.parametrize(("name", "oracle"), [("least-loaded", oracles.LeastLoaded), ("slo-aware", oracles.SloAware)])
 def test_a_simulation_routes_as_with_the_oracle(name: str, oracle) -> None:  # type: ignore[no-untyped-def]
     trace = fluctuating_trace(seed=7, rate_rps=12.0, ttft_slo_s=4.0)

@@ -33,6 +33,12 @@ def test_what_a_router_reads_of_a_request(body, tpot_s, ttft_s, slo_class, token
     assert (found.slo_class, found.prompt_tokens, wanted.choices, found.arrival_s) == (slo_class, tokens, choices, 7.0)
 
 
+def test_a_router_reads_the_deadline_of_a_request():
+    body = json.dumps({"prompt": "x", "slo_e2e_ms": 4000}).encode()
+    wanted = parse_request("/v1/completions", body, CLASSES, 7.0)
+    assert wanted is not None and wanted.per_choice()[0].e2e_slo_s == 4.0
+
+
 def test_messages_count_their_contents():
     messages = [
         {"role": "user", "content": "12345678"},

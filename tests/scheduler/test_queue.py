@@ -22,7 +22,7 @@ def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="
 def drain(queue, now=0.0):
     names = []
     while (state := queue.peek(now)) is not None:
-        queue.take(state)
+        queue.take(state, now)
         names.append(state.number)
     return names
 
@@ -65,7 +65,7 @@ def test_a_late_request_is_admitted_while_hopeful_ones_keep_coming():
         now = 10.0 + step
         queue.add(state_of(100 + step, arrival_s=now, ttft_slo_s=1.0))
         admitted.append(queue.peek(now))
-        queue.take(admitted[-1])
+        queue.take(admitted[-1], now)
     assert [admitted.index(state) for state in late] == [PROMOTION_PERIOD * (i + 1) - 1 for i in range(3)]
 
 
@@ -76,7 +76,7 @@ def test_low_priority_is_overtaken_for_a_bounded_time():
     for step in range(1000):
         queue.add(state_of(1 + step, arrival_s=float(step), ordering="arrival"))
         state = queue.peek(float(step))
-        queue.take(state)
+        queue.take(state, float(step))
         if state.number == 0:
             break
         overtaken += 1

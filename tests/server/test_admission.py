@@ -267,3 +267,16 @@ def test_a_full_server_says_429_and_when_to_come_again(start_server) -> None:
         assert engine.submitted[-1].max_wait_s == 2.0
         held.release()
         assert server.post(prompt="x", slo_ttft_ms=1).status_code == 200
+
+
+def test_a_wait_past_the_deadline_or_far_beyond_the_longest_wait_is_refused() -> None:
+    """The first token takes 0.1 s: a deadline of 1 s leaves 0.9 s to wait. A longest wait of 0.4 s counts twice."""
+    admission = known(max_wait_s=10.0)
+    admission.learn(RequestMetrics(0.0, first_scheduled_s=1.0, first_token_s=1.1, last_token_s=2.0), stopped=False)
+    admission.check(0.89, None, 1.0)
+    with pytest.raises(OverloadedError, match=r"longer than the 0\.9 s that its deadline allows"):
+        admission.check(0.91, None, 1.0)
+    admission.check(0.79, None, 1.0, 0.4)
+    with pytest.raises(OverloadedError, match=r"longer than the 0\.8 s that its max_queue_ms allows"):
+        admission.check(0.81, None, 1.0, 0.4)
+    admission.check(5.0, None, 0.05)  # a deadline that the empty server would miss too does not count
