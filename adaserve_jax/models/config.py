@@ -15,6 +15,7 @@ from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
+from adaserve_jax.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from adaserve_jax.types import SamplingParams
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -496,6 +497,7 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> GenerationDefaults:
@@ -504,8 +506,9 @@ class GenerationDefaults:
         if not path.exists():
             return cls()
         given = Settings(read_json(path), path)
+        penalty = _number(given, "repetition_penalty", MAX_REPETITION_PENALTY, least=MIN_REPETITION_PENALTY)
         if given.get("do_sample") is False:
-            return cls(temperature=0.0)
+            return cls(temperature=0.0, repetition_penalty=penalty)
         top_k = given.get("top_k")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
             raise given.wrong("top_k", top_k, "an integer")
@@ -514,6 +517,7 @@ class GenerationDefaults:
             top_p=_number(given, "top_p", 1.0),
             top_k=None if top_k is None else max(0, top_k),
             min_p=_number(given, "min_p", 1.0),
+            repetition_penalty=penalty,
         )
 
     def given(self) -> dict[str, Any]:
@@ -525,12 +529,12 @@ class GenerationDefaults:
         return SamplingParams(**self.given())
 
 
-def _number(given: Settings, name: str, most: float) -> float | None:
+def _number(given: Settings, name: str, most: float, least: float = 0.0) -> float | None:
     value = given.get(name)
     if value is None:
         return None
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
-        raise given.wrong(name, value, f"a number from 0 to {most:g}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+        raise given.wrong(name, value, f"a number from {least:g} to {most:g}")
     return float(value)
 
 

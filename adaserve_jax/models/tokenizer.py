@@ -18,6 +18,7 @@ from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelE
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt, TemplateProcesses
 
 _FILES = ("tokenizer.json", "tokenizer.model")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -53,7 +54,9 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint folder. Raises CheckpointError: it is missing or unreadable."""
         folder = Path(folder)
         if not any((folder / name).is_file() for name in _FILES):
-            raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found neither")
+            only = [name for name in _PROCESSOR_FILES if (folder / name).is_file()]
+            instead = f"only the processor of {only[0]}, which reads images or audio, not text" if only else "neither"
+            raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found {instead}")
         # Without PyTorch, transformers logs the advice to install it; nothing here needs it.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:

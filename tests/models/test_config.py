@@ -322,6 +322,7 @@ def test_host_side_modules_import_no_jax() -> None:
         ('{"eos_token_id": 3}', GenerationDefaults()),
         ('{"top_k": -1, "min_p": 0.1}', GenerationDefaults(top_k=0, min_p=0.1)),
         ('{"do_sample": false, "temperature": 0.6}', GenerationDefaults(temperature=0.0)),
+        ('{"do_sample": false, "repetition_penalty": 1.1}', GenerationDefaults(0.0, repetition_penalty=1.1)),
     ],
 )
 def test_values_are_read(tmp_path: Path, text: str, expected: GenerationDefaults) -> None:
@@ -334,10 +335,16 @@ def test_without_a_file_requests_keep_their_own_defaults(tmp_path: Path) -> None
     assert GenerationDefaults(0.6, top_k=20).sampling_params() == SamplingParams(temperature=0.6, top_k=20)
 
 
-@pytest.mark.parametrize("text", ['{"temperature": "warm"}', '{"top_p": 1.5}', '{"top_k": 2.5}'])
-def test_malformed_values_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"temperature": "warm"}', "temperature"), ('{"top_p": 1.5}', "top_p"), ('{"top_k": 2.5}', "top_k"),
+        ('{"repetition_penalty": 0}', "repetition_penalty"),
+    ],
+)  # fmt: skip
+def test_malformed_values_are_named(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: (temperature|top_p|top_k) must be"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {named} must be"):
         GenerationDefaults.from_folder(tmp_path)
 
 

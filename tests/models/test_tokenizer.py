@@ -74,6 +74,14 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
     assert caught.value.code == "no_chat_template"
 
 
+def test_a_folder_with_a_processor_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"found only the processor of preprocessor_config\.json, which reads images"
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"expected a tokenizer in tokenizer\.json or tokenizer\.model, found nei"
