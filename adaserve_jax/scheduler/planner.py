@@ -20,7 +20,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
-from adaserve_jax.scheduler.queue import wait_ratio
+from adaserve_jax.scheduler.queue import PATIENCE_S, wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import deadline_rate, need_rate
@@ -48,6 +48,10 @@ often just above it as below. In simulation this much raises attainment and good
 """
 DEADLINE_RESERVE = 0.05
 """Share of the time to a deadline that pacing keeps in reserve: a sequence paced exactly ends a step too late."""
+PROMPT_SHARE = 0.9
+"""Share of its patience within which a prompt counts as in time: its last step still has to run."""
+PROMPTS_AHEAD = 64
+"""Waiting prompts that are looked at. More are hardly computed within their targets."""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
@@ -159,6 +163,7 @@ class Planner:
             suffix_f=None if suffix is None else suffix.f,
             due_s=pace.due_s(now) if self._draft.remote or self._controller.reads_due else None,
             tpot_slo_s=pace.tpot_slo_s,
+            prompt_rates=self._prompt_rates(prefill, now),
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)
@@ -181,6 +186,17 @@ class Planner:
             suffix = None
         plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=suffix is not None)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, suffix)
+
+    def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray | None:
+        """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait."""
+        prompts = [state for state in prefill if not state.num_output]
+        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD)
+        if not prompts:
+            return None
+        patience_s = np.array([PATIENCE_S if state.patience_s is None else state.patience_s for state in prompts])
+        left_s = np.array([state.sequence.arrival_s for state in prompts]) + PROMPT_SHARE * patience_s - now
+        tokens = np.cumsum([state.pending for state in prompts])
+        return np.sort(np.divide(tokens, left_s, out=np.full(len(prompts), np.inf), where=left_s > 0))
 
     def pace(self, now: float) -> Pace | None:
         """Return the pace of the running sequences; None while any of their prompts is not computed."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 from adaserve_jax.scheduler.fairness import TenantShares
@@ -205,6 +205,10 @@ class WaitingQueue:
                 raise ValueError(f"request {state.sequence.sequence_id!r} does not wait")
             del self._preempted[index]
         self._untargeted -= state.is_untargeted
+
+    def first_on_time(self, most: int) -> list[SequenceState]:
+        """Return up to `most` new sequences that are on time, in the order of admission within each flow."""
+        return list(islice(self._on_time, most))
 
     def most_urgent_wait(self, now: float) -> float:
         """Return the wait ratio of the first sequence that is on time; 0 if there is none."""

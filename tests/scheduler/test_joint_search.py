@@ -7,11 +7,12 @@ import pytest
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
+from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits
-from tests.scheduler.harness import limits_of
+from tests.scheduler.harness import Run, limits_of, request_of
 
 OBJECTIVE = Objective()
 
@@ -72,7 +73,8 @@ class Oracle:
         gain = sum(best[: int(each)]) + (best[int(each)] * (each % 1) if int(each) < len(best) else 0.0)
         weight = OBJECTIVE.prefill_weight(self.load.wait_ratio)
         emitted = self.rows + drafting * gain
-        return on_pace + (OBJECTIVE.emit * emitted + weight * chunk) * self.cost.baseline_s / step_s
+        in_time = sum(rate <= chunk / step_s for rate in self.load.prompt_rates)
+        return on_pace + in_time + (OBJECTIVE.emit * emitted + weight * chunk) * self.cost.baseline_s / step_s
 
 
 def random_machine(rng: np.random.Generator, limits: Limits) -> CostTable:
@@ -91,6 +93,9 @@ def random_load(rng: np.random.Generator, rows: int) -> Load:
         num_prefill=int(prefill > 0),
         prefill_tokens=prefill,
         wait_ratio=float(rng.uniform(0, 1.2)),
+        prompt_rates=np.sort(
+            rng.choice([50.0, 500.0, 2000.0, np.inf], int(rng.integers(0, 4))) * rng.uniform(0.8, 1.2)
+        ),
     )
 
 
@@ -118,3 +123,15 @@ def test_many_edges_cost_little_of_the_best():
     lost = [1 - found / best for found, best in (found_and_best(seed, limits) for seed in range(10))]
     assert np.mean(lost) < 0.01
     assert np.count_nonzero(np.array(lost) > 0.02) <= 1
+
+
+def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot: the first prompt runs and the others wait behind it. One without a target has 10 s."""
+    loads, decide = [], CorrectedController.decide
+    monkeypatch.setattr(CorrectedController, "decide", lambda self, load: loads.append(load) or decide(self, load))
+    run = Run.of(limits_of(max_requests=1), policy="adaserve")
+    run.add(request_of("first", prompt=200, ttft_slo_s=1.0))
+    run.add(request_of("second", prompt=100, ttft_slo_s=2.0))
+    run.add(request_of("third", prompt=60))
+    run.step()
+    assert loads[0].prompt_rates == pytest.approx([360 / 9, 300 / 1.8, 200 / 0.9])

@@ -63,7 +63,9 @@ class Load:
     loaded, or no draft service is available. suffix_f: f64[num_decode, C], f of the nodes that text already seen
     proposes for each row, best first, 0 for absent ones; None: no nodes. due_s, tpot_slo_s: f64[num_decode], seconds
     until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target. due_s is
-    None unless the controller has `reads_due` or the draft is a service; tpot_slo_s is None if not known.
+    None unless the controller has `reads_due` or the draft is a service; tpot_slo_s is None if not known. prompt_rates:
+    f64[P] in increasing order, for each prompt that is not computed the prompt tokens per second that keep its TTFT
+    target, with the prompts before it served first; inf if hopeless; None if not known.
     """
 
     need_rate: np.ndarray
@@ -77,6 +79,7 @@ class Load:
     suffix_f: np.ndarray | None = None
     due_s: np.ndarray | None = None
     tpot_slo_s: np.ndarray | None = None
+    prompt_rates: np.ndarray | None = None
 
     @classmethod
     def of_one(cls) -> Load:

@@ -1,8 +1,9 @@
 """Joint controller of `adaserve`: depth, width, verify budget and prefill chunk of a step, chosen by predicted value.
 
-It maximises sequences on pace + a * emitted tokens per second + b * prefilled tokens per second (docs/equations.md,
-joint objective). Token edges are searched coarsely for every shape of the draft, then finely around the best. Before
-drafting only average f are known, so the budget is chosen again after drafting, from the real ones.
+It maximises sequences on pace, prompts in time for their TTFT targets among them, + a * emitted tokens per second
++ b * prefilled tokens per second (docs/equations.md, joint objective). Token edges are searched coarsely for every
+shape of the draft, then finely around the best. Before drafting only average f are known, so the budget is chosen again
+after drafting, from the real ones.
 """
 
 from __future__ import annotations
@@ -330,6 +331,8 @@ class JointController(Controller):
         emitted = rows + gain
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
+        if load.prompt_rates is not None:  # a prompt in time is worth a row on pace
+            rate += np.searchsorted(load.prompt_rates, chunk / step_s[:, :, None], "right")
         return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
 
     def _reach_now(self) -> Reach:
