@@ -111,6 +111,7 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
 		--title "Policies on a grown 110M target, on a CPU"; done
 	@$(BIN)/python scripts/reference_docs.py
+	@$(BIN)/python -m scripts.checks_table
 	@$(BIN)/python scripts/policies_table.py
 	@$(BIN)/python scripts/grafana_dashboard.py
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import adaserve_jax
-from scripts import reference_docs
+from scripts import checks_table, reference_docs
 from tests.conftest import LONGEST, OPTIMISED, ROOT
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
@@ -173,6 +173,11 @@ def test_imports_go_downward():
     environment = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_of_models_shows_what_the_tests_check() -> None:
+    page = checks_table.PAGE.read_text()
+    assert page == checks_table.updated(page), "run: python -m scripts.checks_table"
 
 
 @pytest.mark.parametrize("script", ["readme_table.py", "results_table.py", "policies_table.py"])

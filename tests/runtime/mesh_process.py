@@ -49,6 +49,13 @@ CASES = {
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
+WRITTEN = {
+    "norms": "qwen3_window", "experts": "mixtral", "biases": "llama_biases", "narrow": "qwen3_moe_mixed",
+    "oss": "gpt_oss", "gemma": "gemma3", "phi": "phi4_mini",
+}  # fmt: skip
+"""Families of checkpoints that transformers writes."""
+QUANTIZED = {"mxfp4": ("gpt_oss", "mxfp4"), "gptq": ("llama", "gptq")}
+"""Family and recipe of checkpoints whose quantised twins are taken."""
 ADAPTED = {
     "norms": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "phi": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -126,26 +133,19 @@ def write_texts(folder: Path, ways: list[int]) -> None:
 
 def main(folder: Path, *, quick: bool) -> None:
     checkpoints = {
-        "norms": write_family(folder / "norms", "qwen3_window", shards=True),
-        "experts": write_family(folder / "experts", "mixtral", shards=True),
+        name: write_family(folder / name, family, shards=name in QUICK)
+        for name, family in WRITTEN.items()
+        if not quick or name in QUICK
     }
     if not quick:
+        checkpoints |= {name: write_quantized(folder / name, *which)[0] for name, which in QUANTIZED.items()}
         checkpoints |= {
-            "biases": write_family(folder / "biases", "llama_biases"),
             "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
             "demo": resolve_folder("demo", "target"), "converted": folder / "converted",
-        }  # fmt: skip
-        checkpoints |= {
-            "narrow": write_family(folder / "narrow", "qwen3_moe_mixed"),
-            "oss": write_family(folder / "oss", "gpt_oss"),
-            "gemma": write_family(folder / "gemma", "gemma3"),
-            "phi": write_family(folder / "phi", "phi4_mini"),
-            "mxfp4": write_quantized(folder / "mxfp4", "gpt_oss", "mxfp4")[0],
-            "gptq": write_quantized(folder / "gptq", "llama", "gptq")[0],
             # Neurons that two devices cannot share, so that each has whole experts.
             "three": write_checkpoint(folder / "three", **MIXTRAL, vocab_size=VOCABULARY, intermediate_size=51),
             "grown": folder / "grown",
-        }
+        }  # fmt: skip
         demo = ModelConfig.from_folder(checkpoints["demo"])
         grow(checkpoints["demo"], checkpoints["grown"], GrownShape(
             demo.num_layers, demo.hidden_size, demo.num_heads, demo.num_kv_heads, demo.intermediate_size, 4, 2

@@ -1,0 +1,60 @@
+"""Writes the table of docs/models.md that says what the tests check of each family, from the cases of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.models.quantized_checkpoints import FORMATS
+from tests.models.torch_checkpoints import FAMILIES
+from tests.runtime import mesh_process, test_adapters
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- checks -->", "<!-- /checks -->"
+HEAD = """| `architectures` | checkpoints | formats | `--tp` | `--tp`, int8 | `--tp`, formats | LoRA | `--tp`, LoRA |
+|---|---|---|---|---|---|---|---|"""
+
+
+def checks_table() -> str:
+    """Return the table, a row for each class of transformers."""
+    return "\n".join([HEAD, *(_row(name) for name in dict.fromkeys(name for name, _ in FAMILIES.values()))])
+
+
+def updated(page: str) -> str:
+    """Return the page with its table made anew."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{checks_table()}\n\n{END}{rest.split(END)[1]}"
+
+
+def _row(name: str) -> str:
+    def of_class(family: str) -> bool:
+        return FAMILIES[family][0] == name
+
+    formats = [each for each, recipe in FORMATS.items() if any(map(of_class, recipe.families))]
+    divided = {case: (made, quantize) for case, (made, _, quantize, _) in mesh_process.CASES.items()}
+    plain = {made: family for made, family in mesh_process.WRITTEN.items() if of_class(family)}
+    twins = [made for made, (family, _) in mesh_process.QUANTIZED.items() if of_class(family)]
+    adapted = [case for case in test_adapters.CASES if of_class(case.split("-")[0])]
+    cells = [
+        f"`{name}ForCausalLM`",
+        str(sum(map(of_class, FAMILIES))),
+        ", ".join(f"`{each}`" for each in formats),
+        _yes(made in plain for made, quantize in divided.values() if quantize == "none"),
+        _yes(made in plain for made, quantize in divided.values() if quantize == "int8"),
+        ", ".join(f"`{made}`" for made in twins),
+        _yes(adapted),
+        _yes(made in plain for case, (made, _) in divided.items() if case.startswith("adapted")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _yes(checked: Iterable[object]) -> str:
+    return "yes" if any(checked) else ""
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
