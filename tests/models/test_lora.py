@@ -108,7 +108,7 @@ def test_settings_that_are_no_numbers_are_refused(base: Path, tmp_path: Path, sa
 
 A_TENSOR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 ODD_TENSORS = {
-    "model.embed_tokens.lora_embedding_A": "lora_embedding_A is not supported",
+    "model.embed_tokens.lora_embedding_A": r"is not supported; expected .*MODULE\.lora_A\.weight and lora_B\.weight",
     "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "lora_magnitude_vector is not supported",
     "model.layers.0.self_attn.q_proj.base_layer.bias": "base_layer.bias is not supported",
     "model.layers.2.self_attn.q_proj.lora_A.weight": "the model has no such layer",
@@ -148,22 +148,24 @@ def test_missing_halves_layers_and_files_are_refused(base: Path, tmp_path: Path)
     weights = adapter / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({name: each for name, each in tensors.items() if name != A_TENSOR}, weights)
-    with pytest.raises(CheckpointError, match=f"{A_TENSOR} is missing"):
+    with pytest.raises(CheckpointError, match=f"{A_TENSOR} is missing; save the adapter again"):
         read(base, adapter)
     save_file({name: each for name, each in tensors.items() if ".layers.1." not in name}, weights)
-    with pytest.raises(CheckpointError, match=r"nothing for model\.layers\.1"):
+    with pytest.raises(CheckpointError, match=r"has nothing for model\.layers\.1\..*; save the adapter again"):
         read(base, adapter)
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"layers_to_transform": [0]}))
     assert not change(read(base, adapter), "layers.1.qkv").any()
     save_file({}, weights)
-    with pytest.raises(CheckpointError, match="holds no tensor"):
+    with pytest.raises(CheckpointError, match="holds no tensor; expected at least one adapted module"):
         read(base, adapter)
     weights.write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         read(base, adapter)
     weights.unlink()
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter_model\.safetensors is missing; expected an adapter that PEFT saved"
+    ):
         read(base, adapter)
     config.unlink()
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
@@ -175,5 +177,5 @@ def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> N
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors[A_TENSOR][0, 3] = np.nan
     save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="must be finite"):
+    with pytest.raises(CheckpointError, match="must be finite, got a value that is not"):
         read(base, adapter)

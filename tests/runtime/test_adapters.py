@@ -71,7 +71,8 @@ def expected_of(theirs: Any, sequence: list[int]) -> tuple[np.ndarray, np.ndarra
 
 
 def test_the_table_of_families_says_what_can_be_adapted() -> None:
-    said = {row.names[0]: row.cells[2] for row in rows(section("models.md", "## Families"))}
+    _, *families = rows(section("models.md", "## Families"))
+    said = {row.names[0]: row.cells[2] for row in families}
     modules: dict[str, list[list[str]]] = {}
     for case, adapted in CASES.items():
         modules.setdefault(f"{FAMILIES[case.split('-')[0]][0]}ForCausalLM", []).append(adapted)

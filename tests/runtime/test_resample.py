@@ -18,7 +18,7 @@ from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.pools import NO_PAGE, InFlight
 from adaserve_jax.runtime.programs import VerifyResult, outcome_sizes
 from adaserve_jax.runtime.resample import Resampler, prompt_logprobs, step_logprobs, unpack_report
-from adaserve_jax.runtime.step_layout import pack_verify
+from adaserve_jax.runtime.step_layout import pack_verify, step_layout
 from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.types import (
     DraftTrees,
@@ -66,7 +66,8 @@ class Row:
 def target() -> Any:
     """What a `Resampler` needs of the target: no weights."""
     stub = SimpleNamespace(
-        role="target", config=SimpleNamespace(vocab_size=VOCAB), programs=SimpleNamespace(max_pages=MAX_PAGES),
+        role="target", config=SimpleNamespace(vocab_size=VOCAB),
+        programs=SimpleNamespace(layout=lambda bucket: step_layout(bucket, MAX_PAGES)),
         buckets=BucketSet((TOKENS,), (ROWS,), SAMPLED), placement=Placement.on_one(),
     )  # fmt: skip
     stub.compiled = compile_all(Resampler(stub, LIMITS).declare())

@@ -28,7 +28,7 @@ class Recorder:
         self.target: Any = SimpleNamespace(
             buckets=BucketSet(LIMITS.token_edges, (1, 8), 64), config=SimpleNamespace(vocab_size=VOCABULARY)
         )
-        config = SimpleNamespace(deterministic=False)
+        config = SimpleNamespace(deterministic=False, lora_slots=0)
         self.resolved: Any = SimpleNamespace(config=config, attention="cpu", limits=LIMITS)
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> Any:

@@ -63,9 +63,9 @@ class Watched:
         self.ranks: dict[str, tuple] = {}
         self.admit, queue.take = queue.take, self.take
 
-    def take(self, state: SequenceState) -> None:
+    def take(self, state: SequenceState, now: float) -> None:
         """Note an admission, in place of the queue's own method."""
-        self.admit(state)
+        self.admit(state, now)
         self.ranks.setdefault(state.sequence.sequence_id, state.rank)
         seen = self.seen.get(state.sequence.sequence_id)
         if seen is not None and seen.admitted_step is None:
