@@ -111,7 +111,7 @@ def grouped_product(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Ar
     """Return weight[g] @ x[:, t] for each column t of group g, f32[out, P].
 
     weight: [G, out, in]; x: f[in, P], group after group; sizes: i32[G]. On a CPU by the C++ kernel, since XLA
-    multiplies every column by every expert there.
+    multiplies every column by every group's weight there.
     """
     if multiplies_groups(weight):
         return lax.platform_dependent(weight, x, sizes, cpu=multiply_groups, default=_ragged_product)

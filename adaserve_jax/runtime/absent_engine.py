@@ -338,9 +338,10 @@ def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
-def kernels_of_slices(text: str) -> int:
-    """Return the Mosaic kernels of a GPU program, of its optimised HLO, that XLA gives a part of an array in place."""
-    computations = re.findall(r"^%dynamic-slice-fusion[^\n]*\{$.*?^\}", text, re.MULTILINE | re.DOTALL)
+def kernels_of_slices(hlo: str) -> int:
+    """Return how many Mosaic kernels of a GPU program are given a slice of an array by its address, in its optimised
+    HLO."""
+    computations = re.findall(r"^%dynamic-slice-fusion[^\n]*\{$.*?^\}", hlo, re.MULTILINE | re.DOTALL)
     return sum('custom_call_target="mosaic_gpu' in each for each in computations)
 
 

@@ -78,9 +78,9 @@ def find_pair(config: EngineConfig) -> ModelPair:
         folder = resolve_folder(path, "draft")
         draft = ModelConfig.from_folder(folder).for_context(config.max_context)
         first = first or draft
-        for each in (each for each in fields(ModelConfig) if each.compare):  # drafts share programs and pages
+        for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
-            if got != expected:
+            if each.compare and got != expected:
                 raise ConfigError(
                     f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
                     f"{got!r}; give drafts of one architecture and size"

@@ -121,12 +121,8 @@ def resolve(
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
-    config, sizes = _choose_weights(
-        config,
-        target,
-        memory,
-        sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes),
-    )
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
+    config, sizes = _choose_weights(config, target, memory, sizes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     speculates = draft is not None or config.drafter is not None

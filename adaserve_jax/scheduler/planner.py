@@ -163,7 +163,7 @@ class Planner:
             suffix_f=None if suffix is None else suffix.f,
             due_s=pace.due_s(now) if self._draft.remote or self._controller.reads_due else None,
             tpot_slo_s=pace.tpot_slo_s,
-            prompt_rates=self._prompt_rates(prefill, now),
+            prompt_rates=self._prompt_rates(prefill, now) if self._controller.reads_prompts else None,
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)

@@ -158,9 +158,8 @@ async def generate(
     """
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
     adapter = state.require_model(body.model)
-    response = formatter(
-        adapter or state.model_name
-    )  # before submitting: once the engine ends, the model's name is unknown
+    name = adapter or state.model_name  # before submitting: once the engine ends, the model's name is unknown
+    response = formatter(name)
     account: Account = getattr(http.state, "account", state.keyring.anonymous)
     operation = "chat" if isinstance(body, ChatBody) else "text_completion"
     traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]

@@ -22,6 +22,7 @@ from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import decode, logits
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.runtime.loading import device_name
 from adaserve_jax.tree.sampling import gumbel_noise
 from adaserve_jax.workloads.workload import load_workload
 
@@ -131,6 +132,7 @@ def main() -> None:
     report = {
         "commit": commit,
         "machine": machine_name(),
+        "device": device_name(1),
         "prompts": options.prompts,
         "tokens_each": options.tokens,
         "results": [asdict(result) for result in results],

@@ -32,12 +32,17 @@ def largest_error(model: DeviceModel, theirs: Any) -> float:
 
 def tree_error(model: DeviceModel, theirs: Any, context: list[int]) -> float:
     """Largest difference of any node to its own path, decoded plainly after the context."""
-    scores = run(model, plan_of(len(context), []), trees(TREE_TOKENS, TREE_PARENTS))
-    errors = []
+    scores = run(model, plan_of(len(context), []), trees(TREE_TOKENS, TREE_PARENTS))[: len(TREE_TOKENS)]
+    return np.abs(scores - tree_logits(theirs, context)).max()
+
+
+def tree_logits(theirs: Any, context: list[int]) -> np.ndarray:
+    """f32[nodes, V]: what transformers gives after each node of the tree, its path a text of its own."""
+    nodes = []
     for node in range(len(TREE_TOKENS)):
         path, at = [], node
         while at >= 0:
             path.append(TREE_TOKENS[at])
             at = TREE_PARENTS[at]
-        errors.append(np.abs(scores[node] - torch_logits(theirs, context + path[::-1])[-1]).max())
-    return max(errors)
+        nodes.append(torch_logits(theirs, context + path[::-1])[-1])
+    return np.array(nodes)

@@ -13,6 +13,7 @@ import pytest
 from adaserve_jax.runtime.model import DeviceModel
 from tests.documents import rows, section
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
+from tests.runtime.against_transformers import tree_logits
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 TOLERANCE = 1e-4
@@ -58,18 +59,6 @@ def logits_of(model: DeviceModel, sequence: list[int], adapter: int) -> tuple[np
     return np.concatenate(chunks), tree
 
 
-def expected_of(theirs: Any, sequence: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The same of PEFT's model, each path of the tree as a text of its own."""
-    nodes = []
-    for node in range(len(TREE_TOKENS)):
-        path, at = [], node
-        while at >= 0:
-            path.append(TREE_TOKENS[at])
-            at = TREE_PARENTS[at]
-        nodes.append(torch_logits(theirs, sequence + path[::-1])[-1])
-    return torch_logits(theirs, sequence), np.array(nodes)
-
-
 def test_the_table_of_families_says_what_can_be_adapted() -> None:
     _, *families = rows(section("models.md", "## Families"))
     said = {row.names[0]: row.cells[2] for row in families}
@@ -95,7 +84,10 @@ def test_prompts_and_trees_equal_peft(case: str, tmp_path: Path) -> None:
     errors = []
     for slot, peft in enumerate(theirs, 1):
         for ours, expected, without in zip(
-            logits_of(model, sequence, slot), expected_of(peft, sequence), plain, strict=True
+            logits_of(model, sequence, slot),
+            (torch_logits(peft, sequence), tree_logits(peft, sequence)),
+            plain,
+            strict=True,
         ):
             assert np.abs(expected - without).max() > 0.5, "the adapter changes what the model says"
             errors.append(np.abs(ours - expected).max())

@@ -7,6 +7,7 @@ import pytest
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
+from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
 from adaserve_jax.scheduler.cost_model import CostTable
@@ -135,3 +136,12 @@ def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatc
     run.add(request_of("third", prompt=60))
     run.step()
     assert loads[0].prompt_rates == pytest.approx([360 / 9, 300 / 1.8, 200 / 0.9])
+
+
+def test_policies_that_read_no_prompt_rates_are_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, decide = [], FixedController.decide
+    monkeypatch.setattr(FixedController, "decide", lambda self, load: loads.append(load) or decide(self, load))
+    run = Run.of(limits_of(), policy="spec:4")
+    run.add(request_of("prompt", prompt=200, ttft_slo_s=1.0))
+    run.step()
+    assert [load.prompt_rates for load in loads] == [None]

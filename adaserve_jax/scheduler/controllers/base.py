@@ -65,7 +65,7 @@ class Load:
     until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target. due_s is
     None unless the controller has `reads_due` or the draft is a service; tpot_slo_s is None if not known. prompt_rates:
     f64[P] in increasing order, for each prompt that is not computed the prompt tokens per second that keep its TTFT
-    target, with the prompts before it served first; inf if hopeless; None if not known.
+    target, with the prompts before it served first; inf if hopeless; None unless the controller has `reads_prompts`.
     """
 
     need_rate: np.ndarray
@@ -174,10 +174,12 @@ class Controller(Protocol):
     """Choice of depth, width, budget and prefill tokens for each step.
 
     Explicit subclasses that learn nothing, have no arms and admit everything inherit `learn`, `arms`, `sustains` and
-    `fastest_alone`. reads_due: `decide` reads `Load.due_s`; plans compute it for such controllers only.
+    `fastest_alone`. reads_due, reads_prompts: `decide` reads `Load.due_s`, `Load.prompt_rates`; plans compute these for
+    such controllers only.
     """
 
     reads_due: ClassVar[bool] = False
+    reads_prompts: ClassVar[bool] = False
 
     def decide(self, load: Load) -> Decision:
         """Return the decision for the next step."""

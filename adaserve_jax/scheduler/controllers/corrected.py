@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -159,6 +160,8 @@ class _Playing:
 
 class CorrectedController(Controller):
     """Bandit over shapes around the one that the corrected tables propose, for each size of batch."""
+
+    reads_prompts: ClassVar[bool] = True
 
     def __init__(
         self, joint: JointController, limits: Limits, switch: SwitchTable, seed: int, *, plain_step_s: float

@@ -1,9 +1,9 @@
 """Joint controller of `adaserve`: depth, width, verify budget and prefill chunk of a step, chosen by predicted value.
 
-It maximises sequences on pace, prompts in time for their TTFT targets among them, + a * emitted tokens per second
-+ b * prefilled tokens per second (docs/equations.md, joint objective). Token edges are searched coarsely for every
-shape of the draft, then finely around the best. Before drafting only average f are known, so the budget is chosen again
-after drafting, from the real ones.
+It maximises sequences on pace + prompts in time for their TTFT targets + a * emitted tokens per second + b * prefilled
+tokens per second (docs/equations.md, joint objective). Token edges are searched coarsely for every shape of the draft,
+then finely around the best. Before drafting only average f are known, so the budget is chosen again after drafting,
+from the real ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -216,6 +217,8 @@ class Weighed:
 
 class JointController(Controller):
     """Controller that picks the option of highest predicted value; its only state are the tables that it reads."""
+
+    reads_prompts: ClassVar[bool] = True
 
     def __init__(
         self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective,
