@@ -20,7 +20,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
-from adaserve_jax.scheduler.queue import PATIENCE_S, wait_ratio
+from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import deadline_rate, need_rate
@@ -52,6 +52,12 @@ PROMPT_SHARE = 0.9
 """Share of its patience within which a prompt counts as in time: its last step still has to run."""
 PROMPTS_AHEAD = 64
 """Waiting prompts that are looked at. More are hardly computed within their targets."""
+DUE_SHARE = 0.6
+"""Share of the budget that keeping all sequences on pace may take when one more with a TTFT target asks to start."""
+PATIENT_SHARE = 0.2
+"""The same when the one that asks has no TTFT target: waiting costs it nothing, and its prompt would make the steps
+long in which a burst of others must keep their pace.
+"""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
@@ -188,15 +194,19 @@ class Planner:
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, suffix)
 
     def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray | None:
-        """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait."""
+        """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait.
+
+        A prompt without a target has no rate, but those behind it wait for its tokens.
+        """
         prompts = [state for state in prefill if not state.num_output]
         prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD)
-        if not prompts:
-            return None
-        patience_s = np.array([PATIENCE_S if state.patience_s is None else state.patience_s for state in prompts])
-        left_s = np.array([state.sequence.arrival_s for state in prompts]) + PROMPT_SHARE * patience_s - now
         tokens = np.cumsum([state.pending for state in prompts])
-        return np.sort(np.divide(tokens, left_s, out=np.full(len(prompts), np.inf), where=left_s > 0))
+        rates: list[float] = []
+        for state, ahead in zip(prompts, tokens.tolist(), strict=True):
+            if state.patience_s is not None:
+                left_s = state.sequence.arrival_s + PROMPT_SHARE * state.patience_s - now
+                rates.append(ahead / left_s if left_s > 0 else math.inf)
+        return np.sort(rates) if rates else None
 
     def pace(self, now: float) -> Pace | None:
         """Return the pace of the running sequences; None while any of their prompts is not computed."""
@@ -243,7 +253,8 @@ class Planner:
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            if not self._controller.sustains(*asked, self._prefill_per_step, can_draft=can_draft):
+            share = PATIENT_SHARE if state.patience_s is None else DUE_SHARE
+            if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))
             rates, others = more, beside

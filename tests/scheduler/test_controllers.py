@@ -144,15 +144,16 @@ def test_what_can_be_sustained():
     """10 ms steps up to 16 tokens, then 10 ms more for each; 0.7 expected of the first node, 8 rows at most."""
     controller = joint(limits_of(), token_s=0.01, knee=16)
     plain = np.full(8, 80.0)  # one token per 12.5 ms: roots suffice
-    assert controller.sustains(plain[:4], 0, 0)
+    assert controller.sustains(plain[:4], 0, 0, 0.6)
     brisk = np.full(2, 140.0)
-    assert controller.sustains(brisk, 0, 0)
-    assert not controller.sustains(np.full(8, 140.0), 0, 0), "8 x 2 nodes and roots do not fit a share of 16"
-    assert not controller.sustains(plain[:4], 8, 0), "twelve rows need more than 0.6 of 16"
-    assert not controller.sustains(brisk, 0, 14), "prefill takes the room"
-    assert controller.sustains(np.full(8, 1e6), 0, 0), "what nobody could meet keeps nobody waiting"
-    assert not controller.sustains(np.array([*np.full(8, 140.0), 1e6]), 0, 0)
-    assert FixedController(limits_of(), 4).sustains(np.full(8, 1e6), 0, 0)
+    assert controller.sustains(brisk, 0, 0, 0.6)
+    assert not controller.sustains(np.full(8, 140.0), 0, 0, 0.6), "8 x 2 nodes and roots do not fit a share of 16"
+    assert not controller.sustains(plain[:4], 8, 0, 0.6), "twelve rows need more than 0.6 of 16"
+    assert not controller.sustains(plain[:4], 0, 0, 0.2), "four rows need more than 0.2 of 16"
+    assert not controller.sustains(brisk, 0, 14, 0.6), "prefill takes the room"
+    assert controller.sustains(np.full(8, 1e6), 0, 0, 0.6), "what nobody could meet keeps nobody waiting"
+    assert not controller.sustains(np.array([*np.full(8, 140.0), 1e6]), 0, 0, 0.6)
+    assert FixedController(limits_of(), 4).sustains(np.full(8, 1e6), 0, 0, 0.6)
 
 
 def test_long_lag_is_weighed_over_the_steps_that_it_serves():

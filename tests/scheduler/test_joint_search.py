@@ -127,15 +127,27 @@ def test_many_edges_cost_little_of_the_best():
 
 
 def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slot: the first prompt runs and the others wait behind it. One without a target has 10 s."""
+    """One slot: the first prompt runs and the others wait behind it. One without a target asks for nothing."""
     loads, decide = [], CorrectedController.decide
     monkeypatch.setattr(CorrectedController, "decide", lambda self, load: loads.append(load) or decide(self, load))
     run = Run.of(limits_of(max_requests=1), policy="adaserve")
     run.add(request_of("first", prompt=200, ttft_slo_s=1.0))
-    run.add(request_of("second", prompt=100, ttft_slo_s=2.0))
-    run.add(request_of("third", prompt=60))
+    run.add(request_of("second", prompt=60, ttft_slo_s=2.0))
+    run.add(request_of("third", prompt=100))
     run.step()
-    assert loads[0].prompt_rates == pytest.approx([360 / 9, 300 / 1.8, 200 / 0.9])
+    assert loads[0].prompt_rates == pytest.approx([260 / 1.8, 200 / 0.9])
+
+
+def test_requests_without_a_ttft_target_start_while_little_of_the_budget_is_taken() -> None:
+    """With one, all sixteen start at once: the pace of all takes a third of the budget."""
+    started = {}
+    for ttft_slo_s in (None, 4.0):
+        run = Run.of(limits_of(max_requests=16), policy="adaserve")
+        for number in range(16):
+            run.add(request_of(f"r{number}", tpot_slo_s=0.05, ttft_slo_s=ttft_slo_s))
+        run.step()
+        started[ttft_slo_s] = len(run.scheduler.batch.running)
+    assert 1 <= started[None] < started[4.0] == 16
 
 
 def test_policies_that_read_no_prompt_rates_are_given_none(monkeypatch: pytest.MonkeyPatch) -> None:

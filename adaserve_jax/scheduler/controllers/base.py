@@ -185,8 +185,10 @@ class Controller(Protocol):
         """Return the decision for the next step."""
         ...
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
-        """Return whether steps could keep all these sequences on pace at once.
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, share: float, *, can_draft: bool = True
+    ) -> bool:  # fmt: skip
+        """Return whether steps could keep all these sequences on pace at once, with a share of the budget.
 
         need_rate: f64[R], tokens per second, finite. others: rows beside them that need no pace. prefill_tokens: prompt
         tokens of a step meanwhile.

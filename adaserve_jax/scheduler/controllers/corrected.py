@@ -205,8 +205,10 @@ class CorrectedController(Controller):
         self._playing = _Playing(bucket, pick, best)
         return pick.decision
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
-        return self._joint.sustains(need_rate, others, prefill_tokens, can_draft=can_draft)
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, share: float, *, can_draft: bool = True
+    ) -> bool:  # fmt: skip
+        return self._joint.sustains(need_rate, others, prefill_tokens, share, can_draft=can_draft)
 
     def fastest_alone(self, alone: SoloSpeed) -> float:
         return self._joint.fastest_alone(alone)

@@ -33,8 +33,6 @@ MIN_CHUNK = 16
 """Fewest prefill tokens of a step while prompts wait: prefill always progresses."""
 CATCHUP_STEPS = 32
 """Steps over which the cost of a long catch-up is spread."""
-PACE_MARGIN = 0.6
-"""Share of the budget that keeping all sequences on pace may take when one more asks to start."""
 COARSE_EDGES = 12
 """Token edges that are tried with every shape; those between are tried with the best shapes only."""
 TEXT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -274,7 +272,9 @@ class JointController(Controller):
         speculates = depth > 0 or load.suffix_f is not None
         return Decision(depth, int(self.shapes.width[shape]), most if speculates else rows, prefill, feed_draft)
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, share: float, *, can_draft: bool = True
+    ) -> bool:  # fmt: skip
         """Return whether every sequence can be on pace, by the tables of `decide`, if all draft at the best shape and
         edge.
 
@@ -289,7 +289,7 @@ class JointController(Controller):
             return True
         rows = len(need_rate) + others
         step_s = self._step_s(rows)[shapes]
-        budget = PACE_MARGIN * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
+        budget = share * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
         nodes = reach.nodes_for(feasible, step_s, shapes).sum(axis=2)
         return bool((nodes <= budget - rows).any())
 
