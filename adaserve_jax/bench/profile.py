@@ -141,7 +141,7 @@ def run_trial(
     most = config.max_requests
     levels = sorted({1, -(-most // 4), most})
     tokenizer = Tokenizer.from_folder(executor.target_folder)
-    requests = _requests(tokenizer, config, seed)
+    requests = _requests(tokenizer, config, seconds, seed)
     predicted, acceptance, served = [], None, ServedTimes()
     for done, policy in enumerate(policies, 1):
         as_tried = replace(config, policy=policy, infeasible_slo="best_effort", prefix_cache=False)
@@ -192,9 +192,9 @@ def _serve(
     return ended
 
 
-def _requests(tokenizer: Tokenizer, config: EngineConfig, seed: int) -> Iterator[GenerateRequest]:
+def _requests(tokenizer: Tokenizer, config: EngineConfig, ttft_s: float, seed: int) -> Iterator[GenerateRequest]:
     """Yield requests without end: prompts of the packaged workload, joined to lengths drawn evenly in their
-    logarithm."""
+    logarithm. ttft_s: target of every first token; without one they would wait where the others' pace is tight."""
     rng = np.random.default_rng(seed)
     items = [encode_item(tokenizer, item) for item in load_workload(None).items]
     room = min(config.max_context, config.num_pages * config.page_size)
@@ -210,7 +210,7 @@ def _requests(tokenizer: Tokenizer, config: EngineConfig, seed: int) -> Iterator
             max_tokens=int(rng.integers(1, most + 1)), temperature=float(rng.choice([0.0, 1.0])), seed=number,
             ignore_eos=True,
         )  # fmt: skip
-        slo = SLO(relative=RELATIVE_TARGETS[rng.integers(len(RELATIVE_TARGETS))])
+        slo = SLO(relative=RELATIVE_TARGETS[rng.integers(len(RELATIVE_TARGETS))], ttft_ms=1e3 * ttft_s)
         yield GenerateRequest(f"trial-{number}", ids[:length], sampling, slo)
         number += 1
 

@@ -55,8 +55,8 @@ PROMPTS_AHEAD = 64
 DUE_SHARE = 0.6
 """Share of the budget that keeping all sequences on pace may take when one more with a TTFT target asks to start."""
 PATIENT_SHARE = 0.2
-"""The same when the one that asks has no TTFT target: waiting costs it nothing, and its prompt would make the steps
-long in which a burst of others must keep their pace.
+"""The same when the one that asks has no TTFT target, while others have a pace: waiting costs it nothing, and its
+prompt would make the steps long in which a burst of others must keep theirs.
 """
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
@@ -253,7 +253,7 @@ class Planner:
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            share = PATIENT_SHARE if state.patience_s is None else DUE_SHARE
+            share = PATIENT_SHARE if state.patience_s is None and rates else DUE_SHARE
             if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))

@@ -59,7 +59,7 @@ def test_every_plan_keeps_the_limits(policy):
 def test_adaserve_fills_the_bucket_it_pays_for():
     run = Run.of(limits_of(), policy="adaserve", knee=32)
     for index in range(5):
-        run.scheduler.add(request_of(f"q{index}", tokens=50, tpot_slo_s=0.01))
+        run.scheduler.add(request_of(f"q{index}", tokens=50, tpot_slo_s=0.01, ttft_slo_s=10.0))
     sizes = set()
     for _ in range(15):
         plan, trees = run.step()
@@ -112,7 +112,7 @@ def test_need_is_read_after_drafting():
     for delay_s in (0.0, 0.25):
         run = Run.of(limits_of(token_edges=(5,), max_tree_tokens=5), policy="adaserve")
         run.scheduler.add(request_of("loose", prompt=1, tokens=100))
-        run.scheduler.add(request_of("tight", prompt=1, tokens=100, tpot_slo_s=0.018))
+        run.scheduler.add(request_of("tight", prompt=1, tokens=100, tpot_slo_s=0.018, ttft_slo_s=10.0))
         run.step()
         plan = run.scheduler.plan(run.clock.now())
         chain = np.tile(np.log([0.9, 0.8, 0.7, 0.6]).astype(np.float32), (2, 1))
