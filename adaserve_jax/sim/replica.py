@@ -114,6 +114,8 @@ class Replica:
         self._on_end = on_end
         self._on_step = on_step
         self._in_flight: VerifiedStep | None = None
+        self._left: dict[str, int] = {}
+        """Tokens to the end of the open requests that stop by themselves."""
 
     @property
     def has_work(self) -> bool:
@@ -132,7 +134,10 @@ class Replica:
     def is_stepping(self) -> bool:
         return self._in_flight is not None
 
-    def add(self, request: Sequence, known: Assigned) -> None:
+    def add(self, request: Sequence, known: Assigned, ends_after: int | None = None) -> None:
+        """Add a request. ends_after: tokens after which it stops by itself, which the scheduler is not told."""
+        if ends_after is not None:
+            self._left[request.sequence_id] = ends_after
         self._open[request.sequence_id] = (known, self._added)
         if self._fleet is not None:
             if self._added == len(self._place):
@@ -154,7 +159,7 @@ class Replica:
         assert self._in_flight is not None, "a step is ended after it was begun"
         step, self._in_flight = self._in_flight, None
         result = end_step(
-            self._scheduler, self._executor, self.clock.now, step,
+            self._scheduler, self._executor, self.clock.now, step, self._stop_check if self._left else None,
             observe=lambda result: self._take_in(result.updates, result.ended_s),
         )  # fmt: skip
         if self._on_step is not None:
@@ -166,6 +171,13 @@ class Replica:
             update = self._scheduler.abort(sequence_id)
             if update is not None:
                 self._end(update, "unfinished")
+
+    def _stop_check(self, sequence_id: str, new: list[int]) -> int | None:
+        left = self._left.get(sequence_id)
+        if left is None:
+            return None
+        self._left[sequence_id] = left - len(new)
+        return left if left <= len(new) else None
 
     def _take_in(self, updates: StepUpdates, now: float) -> None:
         """Pass the updates of a commit on to token times, fleet and `on_end`."""
@@ -180,6 +192,7 @@ class Replica:
         metrics = update.metrics
         assert metrics is not None
         known, sequence = self._open.pop(update.sequence_id)
+        self._left.pop(update.sequence_id, None)
         known.first_token_s, known.received = metrics.first_token_s, metrics.output_tokens
         if self._fleet is not None:
             self._fleet.end(self.index, int(self._place[sequence]))

@@ -34,6 +34,7 @@ from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Limits, SamplingParams, Sequence
+from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 
 ADDED = (
@@ -208,7 +209,9 @@ class _Simulation:
         )
 
         def deliver(number: int, known: Assigned, replica: Replica) -> None:
-            replica.add(self._request(number, known), known)
+            request = self._trace.requests[number]
+            ends_after = request.output_tokens if request.max_tokens > request.output_tokens else None
+            replica.add(self._request(number, known), known, ends_after)
 
         drain_s = self._plan.drain_s
         wall_s = run_cluster(self._replicas, self._router, self._fleet, arrivals, deliver, drain_s=drain_s)
@@ -253,7 +256,7 @@ class _Simulation:
         return Sequence(
             sequence_id=f"{self._policy}-{number}",
             prompt_ids=np.zeros(known.prompt_tokens, np.int32),
-            sampling=_sampling(self._trace.requests[number].output_tokens),
+            sampling=_sampling(_most_tokens(self._trace.requests[number])),
             seed=int(self._seeds[number]),
             arrival_s=known.arrival_s,
             tpot_slo_s=known.tpot_slo_s,
@@ -287,7 +290,7 @@ class _Simulation:
 
 def _check_lengths(limits: Limits, trace: Trace) -> None:
     check_prompt(max(r.prompt_tokens for r in trace.requests), limits.max_context)
-    longest = max(r.prompt_tokens + r.output_tokens for r in trace.requests)
+    longest = max(r.prompt_tokens + _most_tokens(r) for r in trace.requests)
     needed = -(-min(longest, limits.max_context) // limits.page_size)
     if limits.num_pages < needed:
         raise ConfigError(
@@ -296,6 +299,10 @@ def _check_lengths(limits: Limits, trace: Trace) -> None:
         )
 
 
+def _most_tokens(request: TraceRequest) -> int:
+    return max(request.output_tokens, request.max_tokens)
+
+
 @cache
-def _sampling(output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

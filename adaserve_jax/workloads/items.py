@@ -98,7 +98,7 @@ def derived_hash(sha256: str, note: str) -> str:
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """Lengths and target of a request, without a text. due_s: seconds since the start of the trace. tenant: who
-    sends it."""
+    sends it. max_tokens: the limit that it sends. At most output_tokens, it tells a simulated scheduler the length."""
 
     due_s: float
     prompt_tokens: int
@@ -106,3 +106,4 @@ class TraceRequest:
     slo: SLO
     slo_class: str
     tenant: str = ""
+    max_tokens: int = 0

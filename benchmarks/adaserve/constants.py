@@ -37,7 +37,7 @@ POINTS = (
     "joint/rate/3.611", "joint/rate/4.722", "joint/mix/0.1", "joint/mix/0.5", "joint/scale/0.8", "joint/fluctuating/3",
     "tpot/rate/4.722", "tpot/fluctuating/3",
 )  # fmt: skip
-"""targets/sweep/value: light and heavy load, few and many urgent requests, tight targets, bursts, and no TTFT target."""
+"""targets/sweep/value: light and heavy load, few and many urgent requests, tight targets, bursts, no TTFT target."""
 SAFE_POINTS = 0.5
 
 

@@ -15,11 +15,13 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.estimates import Estimates
 from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows, read_rows
+from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.sim.machines import load_machine, packaged_machines
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.traces import load_trace
 from tests.report.made import folder, point
 
@@ -162,6 +164,22 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Pat
     trace = load_trace(write_trace(tmp_path, count=12))
     runs = [simulate("adaserve", SimulationPlan((), seed=seed), MACHINE, trace).records for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("policy", ["ar", "adaserve"])
+def test_a_request_stops_before_its_limit_and_no_scheduler_is_told_when(tmp_path: Path, policy: str) -> None:
+    trace = load_trace(write_trace(tmp_path, count=12))
+
+    def run(*output_tokens: int) -> dict[str, RequestRecord]:
+        asked = zip(trace.requests, output_tokens, strict=True)
+        slo = SLO(tpot_ms=100.0, e2e_ms=10_000.0)
+        stopping = trace.derived("", [replace(r, output_tokens=n, max_tokens=200, slo=slo) for r, n in asked])
+        return {r.request_id: r for r in simulate(policy, SimulationPlan((policy,)), MACHINE, stopping).records}
+
+    short, long = run(*range(20, 32)), run(*range(40, 52))
+    assert [(r.status, r.output_tokens) for r in short.values()] == [("finished", 20 + n) for n in range(12)]
+    first = short[f"{policy}-0"].token_offsets_s
+    assert first == long[f"{policy}-0"].token_offsets_s[: len(first)]
 
 
 def test_what_the_drain_cuts_off_is_unfinished(tmp_path: Path) -> None:
