@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import POLICIES
 from adaserve_jax.sim.machines import Machine
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.reshaping import at_rate, with_mix, with_requests
-from adaserve_jax.workloads.traces import DURATION_S, Trace, fluctuating_trace, load_trace
+from adaserve_jax.workloads.traces import DURATION_S, OUTPUT_TOKENS, Trace, fluctuating_trace, load_trace
 
 OURS, PAPER = "adaserve", "adaserve-paper"
 OURS_GROUP, AUTHORS_GROUP, BASELINE_GROUP, TUNED_GROUP = "ours", "authors", "baseline", "tuned"
@@ -31,10 +34,19 @@ TARGETS = {"tpot": None, "joint": TTFT_SLO_S}
 FLUCTUATING_RATES = (2.4, 3.0, 3.6)
 QUICK_RATES, QUICK_REQUESTS = (3.0, 8.0), 40
 """Of the generated traces without a folder: rates, and about how many requests each has."""
+DEADLINES_S = (8.0, 12.0, 16.0, 24.0, 32.0)
+DEADLINE_RATE = 3.611
+"""The trace of the rate sweep whose requests get deadlines."""
+LENGTH_SD, LIMIT_TOKENS = 0.6, 1024
+"""Of the lengths drawn for them: deviation of the logarithm around OUTPUT_TOKENS / 2, and the limit that is sent."""
+OVERLOADED_RATES = (2.0, 2.5, 3.0, 3.5)
+OVERLOAD_FROM_S, OVERLOAD_S = 90.0, 60.0
 MIXED_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests",
           "mix": "share of urgent requests, drawn anew", "scale": "SLO scale of the urgent",
-          "fluctuating": "mean requests per second, fluctuating"}  # fmt: skip
+          "fluctuating": "mean requests per second, fluctuating",
+          "deadline": "seconds to the last token of requests that are not urgent",
+          "overload": "requests per second, doubled for 60 s"}  # fmt: skip
 _PATTERNS = {
     "rate": r"rate_rps[\d.]+_ol\d+",
     "urgent": r"urgent_prop([\d.]+)",
@@ -138,7 +150,35 @@ def _points(folder: Path, targets: str, seed: int) -> list[Point]:
     for rate in FLUCTUATING_RATES:
         trace = fluctuating_trace(seed=seed, rate_rps=rate, like=like, ttft_slo_s=ttft_slo_s)
         found.append(Point("fluctuating", rate, targets, trace))
+    if like is not None:
+        found += [Point("overload", rate, targets, _overloaded(at_rate(like, rate))) for rate in OVERLOADED_RATES]
+    hopeful = next((p.trace for p in found if (p.sweep, p.value) == ("rate", DEADLINE_RATE)), None)
+    if hopeful is not None:
+        found += [Point("deadline", s, targets, _with_deadlines(hopeful, s, seed)) for s in DEADLINES_S]
     return sorted(found, key=lambda point: (list(SWEEPS).index(point.sweep), point.value))
+
+
+def _overloaded(trace: Trace) -> Trace:
+    """Return the trace with the requests of 2 x OVERLOAD_S seconds, from OVERLOAD_FROM_S on, in half the time."""
+    end_s = OVERLOAD_FROM_S + 2 * OVERLOAD_S
+
+    def sooner(due_s: float) -> float:
+        return due_s - (min(due_s, end_s) - OVERLOAD_FROM_S) / 2 if due_s > OVERLOAD_FROM_S else due_s
+
+    requests = (replace(request, due_s=sooner(request.due_s)) for request in trace.requests)
+    return trace.derived(f"doubled for {OVERLOAD_S:g} s", requests)
+
+
+def _with_deadlines(trace: Trace, deadline_s: float, seed: int) -> Trace:
+    """Return the trace with lengths drawn anew, which no scheduler is told, and with deadlines in place of the TPOT
+    targets of requests that are not urgent."""
+    rng = np.random.default_rng(seed)
+    drawn = np.exp(rng.normal(np.log(OUTPUT_TOKENS / 2), LENGTH_SD, len(trace.requests)))
+    requests = []
+    for request, tokens in zip(trace.requests, np.clip(drawn, 8, LIMIT_TOKENS).astype(int).tolist(), strict=True):
+        slo = request.slo if request.slo_class == _URGENT else SLO(ttft_ms=request.slo.ttft_ms, e2e_ms=1e3 * deadline_s)
+        requests.append(replace(request, output_tokens=tokens, max_tokens=LIMIT_TOKENS, slo=slo))
+    return trace.derived(f"deadlines {deadline_s:g} s seed {seed}", requests)
 
 
 def _mixed(trace: Trace, urgent_share: float, seed: int) -> Trace:
