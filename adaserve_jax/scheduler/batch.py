@@ -189,7 +189,7 @@ class Batch:
         """Start waiting sequences, in order, while slots and pages last and `may_start` agrees.
 
         `may_start` is not asked while nothing runs, nor for preempted sequences, nor for the one that has waited
-        longest when its turn has come. If it refuses, the first sequence without a TPOT target goes instead.
+        longest when its turn has come. If it refuses, one of those goes instead that `WaitingQueue.instead_of` names.
         """
         while (state := self.queue.peek(now)) is not None:
             shared = self._pages_to_start(state)
@@ -197,7 +197,7 @@ class Batch:
                 return
             asked = self.running and not state.preemptions and not self.queue.promotes_oldest
             if asked and may_start is not None and not may_start(state):
-                state = self.queue.peek_untargeted()
+                state = next(filter(may_start, self.queue.instead_of(state)), None)
                 shared = None if state is None else self._pages_to_start(state)
                 if state is None or shared is None:
                     return

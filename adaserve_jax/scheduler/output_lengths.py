@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
-PACED, TYPICAL = 0.8, 0.5
-"""Shares of the texts of a kind that end within the length that a running text is paced for, and within the length by
-which a deadline counts as out of reach.
+TYPICAL = 0.5
+"""Share of the texts of a kind that end within the length that is planned for. The plan is corrected as a text grows;
+with a larger share more would be reserved than texts come to need, and others would not start.
 """
 LOWER, UPPER = 0.1, 0.9
 """Shares that JITServe bounds a length by; the upper is its paper's."""
@@ -65,7 +65,7 @@ class OutputLengths:
         self._classes.setdefault(slo_class, EndedLengths()).add(output_tokens)
         self._all.add(output_tokens)
 
-    def left(self, slo_class: str, prompt_tokens: int, written: int, most: int, share: float = PACED) -> int:
+    def left(self, slo_class: str, prompt_tokens: int, written: int, most: int, share: float = TYPICAL) -> int:
         """Return the tokens within which `share` of such outputs end, from 1 to `most`, the tokens to its length limit.
 
         written: tokens that it has.

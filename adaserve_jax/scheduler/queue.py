@@ -170,11 +170,21 @@ class WaitingQueue:
                 return min((*self._on_time, *self._late), key=lambda state: (state.sequence.arrival_s, state.number))
         return self._on_time.first() or self._late.first()
 
-    def peek_untargeted(self) -> SequenceState | None:
-        """Return the first new sequence without a TPOT target; it is next when the one from `peek` may not start."""
-        if not self._untargeted:
-            return None
-        return self._on_time.first(_is_untargeted) or self._late.first(_is_untargeted)
+    def instead_of(self, refused: SequenceState) -> Iterator[SequenceState]:
+        """Yield the new sequences that may go when the one from `peek` may not start.
+
+        They are the first one whose targets bound its wait, if those of `refused` do not, and the first one without a
+        TPOT target.
+        """
+        wanted: list[Callable[[SequenceState], bool]] = []
+        if refused.patience_s is None:
+            wanted.append(lambda state: state.patience_s is not None)
+        if self._untargeted:
+            wanted.append(lambda state: state.is_untargeted)
+        for eligible in wanted:
+            state = self._on_time.first(eligible) or self._late.first(eligible)
+            if state is not None:
+                yield state
 
     def is_late(self, state: SequenceState) -> bool:
         """Return whether the last `peek` found that a waiting sequence will miss its targets."""
@@ -225,10 +235,6 @@ class WaitingQueue:
         for state in [state for state in self._on_time if _is_late(state, now)]:
             self._on_time.remove(state)
             self._late.add(state)
-
-
-def _is_untargeted(state: SequenceState) -> bool:
-    return state.is_untargeted
 
 
 def _is_late(state: SequenceState, now: float) -> bool:

@@ -30,7 +30,7 @@ from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.output_lengths import TYPICAL, UPPER, OutputLengths
+from adaserve_jax.scheduler.output_lengths import UPPER, OutputLengths
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
 from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
@@ -212,7 +212,7 @@ class Scheduler:
         """Return the seconds from arrival within which the first token must come for TTFT target and deadline."""
         if sequence.e2e_slo_s is None:
             return sequence.ttft_slo_s
-        tokens = self._lengths.left(sequence.slo_class, len(sequence.prompt_ids), 0, most, TYPICAL)
+        tokens = self._lengths.left(sequence.slo_class, len(sequence.prompt_ids), 0, most)
         latest_s = max(sequence.e2e_slo_s - tokens * self._feasibility.least_tpot_s(), LEAST_PATIENCE_S)
         return latest_s if sequence.ttft_slo_s is None else min(latest_s, sequence.ttft_slo_s)
 

@@ -180,3 +180,17 @@ def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None
     batch.admit(0.0, lambda state: bool(asked.append(state)))
     assert batch.running == [first, second]
     assert asked == [new]
+
+
+@pytest.mark.parametrize("targets", [{"ttft_slo_s": 1.0}, {"e2e_slo_s": 2.0}])
+def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(targets: dict[str, float]) -> None:
+    """The head of the queue has no TTFT target and a pace too fast to join the one that runs; the other came later."""
+    run = Run.of(limits_of(), policy="adaserve")
+    run.scheduler.add(request_of("runs", tokens=40, tpot_slo_s=0.013))
+    run.step()
+    run.scheduler.add(request_of("waits", arrival_s=0.0, priority=-1, tpot_slo_s=0.013))
+    run.scheduler.add(request_of("due", arrival_s=run.clock.now(), tpot_slo_s=0.1, **targets))
+    while run.scheduler.has_work:
+        run.step()
+    started = {name: run.last[name].metrics.first_scheduled_s for name in ("waits", "due")}
+    assert started["due"] < started["waits"]

@@ -85,7 +85,7 @@ def replay(plain, running, plan, trees, candidates, outcome, now, stop_check):
 
 @pytest.mark.parametrize(
     ("policy", "num_pages", "stops"),
-    [("ar", 24, True), ("spec:3", 24, False), ("spec:3", 256, True), ("adaserve", 24, True), ("adaserve", 256, False)],
+    [("ar", 16, True), ("spec:3", 16, False), ("spec:3", 256, True), ("adaserve", 16, True), ("adaserve", 256, False)],
 )
 def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
     """Chunked prompts, stop tokens and strings, ends by length, aborts in flight, drafts that fail, preemption."""
@@ -137,7 +137,7 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
         scheduler.check_integrity()
     assert ended == set(states)
     assert aborted > 0
-    if num_pages == 24:
+    if num_pages == 16:
         assert scheduler.stats.preemptions > 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve_jax.scheduler.output_lengths import COLD_TOKENS, ENOUGH, MEMORY, PACED, TYPICAL, OutputLengths
+from adaserve_jax.scheduler.output_lengths import COLD_TOKENS, ENOUGH, MEMORY, TYPICAL, UPPER, OutputLengths
 
 ended = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([3, 900]), st.integers(1, 400)), max_size=120)
 
@@ -36,7 +36,7 @@ def brute_left(
 
 @given(
     ended, st.sampled_from("abc"), st.sampled_from([3, 900]), st.integers(0, 300), st.integers(1, 500),
-    st.sampled_from([PACED, TYPICAL]),
+    st.sampled_from([TYPICAL, UPPER]),
 )  # fmt: skip
 def test_a_text_is_planned_like_the_longer_ones_of_its_kind(told, slo_class, prompt, written, most, share) -> None:
     lengths = OutputLengths()

@@ -17,7 +17,7 @@ from tests.scheduler.harness import VOCAB, Run, expected_text, limits_of, random
 )
 def test_every_position_of_a_prompt_is_scored_once(policy: str, max_tree_tokens: int) -> None:
     """With few pages, so that many are preempted, and prompts that all begin alike, so that pages are found again."""
-    limits = limits_of(max_tree_tokens=max_tree_tokens, num_pages=48)
+    limits = limits_of(max_tree_tokens=max_tree_tokens, num_pages=32)
     run = Run.of(limits, policy=policy, prefix_cache=True)
     text = np.random.default_rng(0).integers(0, VOCAB, 90).astype(np.int32)
     load = [
