@@ -172,12 +172,12 @@ class Replica:
             if update is not None:
                 self._end(update, "unfinished")
 
-    def _stop_check(self, sequence_id: str, new: list[int]) -> int | None:
+    def _stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         left = self._left.get(sequence_id)
         if left is None:
             return None
-        self._left[sequence_id] = left - len(new)
-        return left if left <= len(new) else None
+        self._left[sequence_id] = left - len(token_ids)
+        return left if left <= len(token_ids) else None
 
     def _take_in(self, updates: StepUpdates, now: float) -> None:
         """Pass the updates of a commit on to token times, fleet and `on_end`."""
