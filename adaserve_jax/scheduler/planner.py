@@ -53,10 +53,12 @@ PROMPT_SHARE = 0.9
 PROMPTS_AHEAD = 64
 """Waiting prompts that are looked at. More are hardly computed within their targets."""
 DUE_SHARE = 0.6
-"""Share of the budget that keeping all sequences on pace may take when one more with a TTFT target asks to start."""
+"""Share of the budget that keeping all sequences on pace may take when one more that can meet its TTFT target asks to
+start.
+"""
 PATIENT_SHARE = 0.2
-"""The same when the one that asks has no TTFT target, while others have a pace: waiting costs it nothing, and its
-prompt would make the steps long in which a burst of others must keep theirs.
+"""The same, while others have a pace, when the one that asks has no TTFT target or can no longer meet it: waiting costs
+it nothing, and its prompt would make the steps long in which others must keep their pace.
 """
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
@@ -253,7 +255,8 @@ class Planner:
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            share = PATIENT_SHARE if state.patience_s is None and rates else DUE_SHARE
+            may_wait = state.patience_s is None or self._batch.queue.is_late(state)
+            share = PATIENT_SHARE if may_wait and rates else DUE_SHARE
             if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))

@@ -36,8 +36,12 @@ PROMPT_TOKEN_S = 0.008
 """alpha of `hybrid` ordering: seconds by which a token of the prompt puts a sequence back. Source: Niyama's 8 ms."""
 OUTPUT_WEIGHT = 8.0
 """Weight of an output token beside a prompt token in the goodput of `goodput` ordering. Source: JITServe's code."""
-LATE_SHARE = 0.75
-"""Share of its `patience_s` after which a waiting sequence counts as late: its prompt still has to be computed."""
+LATE_PROMPTS = 6.0
+"""Times that its prompt takes alone within which a waiting sequence counts as late: the prompt still has to be computed,
+beside others. It gives up long prompts first, which cost the most.
+"""
+LEAST_LATE_SHARE = 0.5
+"""Share of its `patience_s` within which no sequence counts as late."""
 
 
 def order_key(
@@ -226,16 +230,15 @@ class WaitingQueue:
         return 0.0 if first is None else wait_ratio(first, now)
 
     def _demote_late(self, now: float) -> None:
-        if self._ordering == "deadline":
-            while late := [head for head in self._on_time.heads() if _is_late(head, now)]:
-                for state in late:
-                    self._on_time.remove(state)
-                    self._late.add(state)
-            return
-        for state in [state for state in self._on_time if _is_late(state, now)]:
-            self._on_time.remove(state)
-            self._late.add(state)
+        while late := [head for head in self._on_time.heads() if _is_late(head, now)]:
+            for state in late:
+                self._on_time.remove(state)
+                self._late.add(state)
 
 
 def _is_late(state: SequenceState, now: float) -> bool:
-    return state.patience_s is not None and now > state.sequence.arrival_s + LATE_SHARE * state.patience_s
+    """Return whether a waiting sequence will hardly have its first token in time."""
+    if state.patience_s is None:
+        return False
+    late_s = max(state.patience_s - LATE_PROMPTS * state.prompt_s, LEAST_LATE_SHARE * state.patience_s)
+    return now > state.sequence.arrival_s + late_s

@@ -76,8 +76,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "rank", "sequence",
-        "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
+        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "prompt_s", "rank",
+        "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -91,7 +91,7 @@ class SequenceState:
 
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
-        feasible: bool | None = None, patience_s: float | None = None, flow: int = 0,
+        feasible: bool | None = None, patience_s: float | None = None, prompt_s: float = 0.0, flow: int = 0,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
@@ -99,7 +99,7 @@ class SequenceState:
         output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
-        flow: index of what its tenant sends in its class, where shares are kept fair.
+        prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares are kept fair.
         """
         self.sequence = sequence
         self.flow = flow
@@ -107,6 +107,7 @@ class SequenceState:
         self._feasible = feasible
         self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
         """Seconds from arrival within which the first token must come for the targets; None without any that says."""
+        self.prompt_s = prompt_s
         self.rank = (order_key, number)
         """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT

@@ -95,13 +95,14 @@ def test_remove_and_wait_ratio():
     assert wait_ratio(second, 2.0) == pytest.approx(0.5)
 
 
-def waiting(number, ordering, *, prompt, output=1.0, arrival_s=0.0, ttft_slo_s=4.0):
+def waiting(number, ordering, *, prompt, output=1.0, arrival_s=0.0, ttft_slo_s=4.0, prompt_s=0.0):
     request = Sequence(
         f"r{number}", np.ones(prompt, np.int32), SamplingParams(), seed=0, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s
     )
     return SequenceState(
-        request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number
-    )
+        request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number,
+        prompt_s=prompt_s,
+    )  # fmt: skip
 
 
 def test_hybrid_ordering_is_between_the_earliest_deadline_and_the_shortest_prompt():
@@ -121,12 +122,14 @@ def test_goodput_ordering_prefers_what_earns_most_per_step():
     assert drain(queue, 1.0) == [1, 2, 0]
 
 
-@pytest.mark.parametrize("ordering", ["hybrid", "goodput"])
+@pytest.mark.parametrize("ordering", ["deadline", "hybrid", "goodput"])
 def test_those_in_danger_are_relegated_wherever_they_stand_in_the_order(ordering):
-    """After three quarters of its target a request counts as late, also behind one that is not."""
-    queue = WaitingQueue(ordering)
-    queue.add(waiting(0, ordering, prompt=10, ttft_slo_s=None))
-    queue.add(waiting(1, ordering, prompt=400, ttft_slo_s=4.0, arrival_s=1.0))
-    queue.add(waiting(2, ordering, prompt=900, ttft_slo_s=None, arrival_s=3.0))
-    assert queue.peek(4.01) is not None and queue.is_late(queue.peek(4.01)) is False
-    assert drain(queue, 4.01)[-1] == 1
+    """A request counts as late when six times its prompt no longer fit, at the earliest after half of its target; the
+    longer prompt is given up first."""
+    for prompt_s, late_s in ((0.0, 4.0), (0.1, 3.4), (0.2, 2.8), (0.5, 2.0)):
+        for now, is_last in ((1.0 + late_s - 0.01, False), (1.0 + late_s + 0.01, True)):
+            queue = WaitingQueue(ordering)
+            queue.add(waiting(0, ordering, prompt=10, ttft_slo_s=None))
+            queue.add(waiting(1, ordering, prompt=400, arrival_s=1.0, prompt_s=prompt_s))
+            queue.add(waiting(2, ordering, prompt=900, arrival_s=3.0, ttft_slo_s=None))
+            assert (drain(queue, now)[-1] == 1) is is_last
