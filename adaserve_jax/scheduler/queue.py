@@ -37,8 +37,8 @@ PROMPT_TOKEN_S = 0.008
 OUTPUT_WEIGHT = 8.0
 """Weight of an output token beside a prompt token in the goodput of `goodput` ordering. Source: JITServe's code."""
 LATE_PROMPTS = 6.0
-"""Times that its prompt takes alone within which a waiting sequence counts as late: the prompt still has to be computed,
-beside others. It gives up long prompts first, which cost the most.
+"""Times that its prompt takes alone within which a waiting sequence counts as late: the prompt still has to be
+computed, beside others. It gives up long prompts first, which cost the most.
 """
 LEAST_LATE_SHARE = 0.5
 """Share of its `patience_s` within which no sequence counts as late."""

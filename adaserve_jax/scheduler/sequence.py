@@ -99,7 +99,8 @@ class SequenceState:
         output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
-        prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares are kept fair.
+        prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares
+        are kept fair.
         """
         self.sequence = sequence
         self.flow = flow
