@@ -222,6 +222,41 @@ _SETTINGS = (
 
 
 Activation = Literal["silu", "gelu_tanh"]
+_HEAD_SUFFIX = "Eagle3"
+_HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+"""Architectures of the layer of EAGLE-3 heads."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What makes one layer an EAGLE-3 head: it reads the target's features beside its own embedding.
+
+    target_hidden_size: features of one of the target's layers; three layers are read. draft_vocab_size: rows of the
+    head's own logits. layers: the target's layers whose outputs are read, from 0, as the checkpoint names them; None:
+    those of `layers_of`.
+    """
+
+    target_hidden_size: int
+    draft_vocab_size: int
+    layers: tuple[int, int, int] | None = None
+
+    @property
+    def feature_size(self) -> int:
+        """Features of a position, all layers together."""
+        return 3 * self.target_hidden_size
+
+    def layers_of(self, target_layers: int) -> tuple[int, int, int]:
+        """Return the layers to read of a target with so many; without names, those of the published heads.
+
+        Raises UnsupportedModelError: the target has too few layers.
+        """
+        layers = self.layers or (1, target_layers // 2 - 1, target_layers - 4)
+        if not all(0 <= layer < target_layers for layer in layers):
+            raise UnsupportedModelError(
+                f"an EAGLE-3 head reads layers {', '.join(map(str, layers))} of its target, which has {target_layers}; "
+                "use a head of this target, or set eagle_aux_hidden_state_layer_ids in its config.json"
+            )
+        return layers
 
 
 @dataclass(frozen=True)
@@ -257,8 +292,9 @@ class ModelConfig:
     by sqrt(hidden_size). query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap,
     logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
     the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
-    checkpoints hold queries, keys and values as one tensor, and gate and up. weight_format: of a quantised
-    checkpoint; it does not tell models apart.
+    checkpoints hold queries, keys and values as one tensor, and gate and up. eagle3: of an EAGLE-3 head, which drafts
+    for a target of its vocabulary; None: a model of its own. weight_format: of a quantised checkpoint; it does not tell
+    models apart.
     """
 
     vocab_size: int
@@ -291,6 +327,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     fused_tensors: bool = False
     sinks: bool = False
+    eagle3: Eagle3Config | None = None
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
     @property
@@ -328,15 +365,19 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> ModelConfig:
+    def from_folder(cls, folder: str | Path, *, may_be_head: bool = False) -> ModelConfig:
         """Read config.json, and the EOS ids of generation_config.json if there is one.
 
+        may_be_head: read an EAGLE-3 head too, which is no model of its own.
         Raises CheckpointError: a file or key is missing or malformed. UnsupportedModelError: the decoder does not
         implement a setting.
         """
         path = Path(folder) / "config.json"
         given = read_json(path)
-        family = _family(given, path)
+        is_head = _is_head(given)
+        if is_head and not may_be_head:
+            raise UnsupportedModelError(f"{path}: this is an EAGLE-3 head, which is no model without its target")
+        family = _family(given, path, is_head=is_head)
         values = Settings(family.defaults | given, path)
         _refuse_unsupported(values, family)
         heads = values.integer("num_attention_heads")
@@ -374,7 +415,7 @@ class ModelConfig:
             head_dim=head_dim,
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
-            tie_embeddings=bool(values.get("tie_word_embeddings")),
+            tie_embeddings=not is_head and bool(values.get("tie_word_embeddings")),
             max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
@@ -395,13 +436,54 @@ class ModelConfig:
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             fused_tensors=family.phi,
             sinks=family.sinks,
+            eagle3=_eagle3(values) if is_head else None,
             weight_format=read_format(values),
         )
 
 
-def _family(given: dict[str, Any], path: Path) -> _Family:
+def _architecture(given: dict[str, Any]) -> Any:
     asked = given.get("architectures") or given.get("model_type")
-    name = asked[0] if isinstance(asked, list) and len(asked) == 1 else _ARCHITECTURE_OF_TYPE.get(str(asked))
+    return asked[0] if isinstance(asked, list) and len(asked) == 1 else _ARCHITECTURE_OF_TYPE.get(str(asked))
+
+
+def _is_head(given: dict[str, Any]) -> bool:
+    """Return True for the configuration of an EAGLE-3 head: SpecForge names the architecture, EAGLE the vocabulary."""
+    return str(_architecture(given)).endswith(_HEAD_SUFFIX) or "draft_vocab_size" in given
+
+
+def _eagle3(values: Settings) -> Eagle3Config:
+    if values.integer("num_hidden_layers") != 1:
+        raise values.unsupported("num_hidden_layers", "an EAGLE-3 head has one layer")
+    vocab_size = values.integer("vocab_size")
+    own = values.integer("draft_vocab_size", default=vocab_size)
+    if own > vocab_size:
+        raise values.wrong("draft_vocab_size", own, f"at most vocab_size ({vocab_size})")
+    given = values.get("eagle_config") or {}
+    reading = values.inside("eagle_config", given if isinstance(given, dict) else {})
+    if reading.get("use_aux_hidden_state") is False:
+        raise reading.unsupported("use_aux_hidden_state", "a head that reads one layer is no EAGLE-3 head")
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm"):
+        if values.get(name):
+            raise values.unsupported(name)
+    layers = reading.get("eagle_aux_hidden_state_layer_ids")
+    if layers is not None and not (
+        isinstance(layers, list) and len(layers) == 3 and all(type(layer) is int and layer >= 0 for layer in layers)
+    ):
+        raise reading.wrong("eagle_aux_hidden_state_layer_ids", layers, "three layers of the target, from 0")
+    hidden = values.integer("target_hidden_size", default=values.integer("hidden_size"))
+    return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
+
+
+def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> _Family:
+    asked = given.get("architectures") or given.get("model_type")
+    name = _architecture(given)
+    if is_head:
+        name = str(name).removesuffix(_HEAD_SUFFIX)
+        if name not in _HEAD_FAMILIES:
+            raise UnsupportedModelError(
+                f"{path}: an EAGLE-3 head of architectures {asked!r} is not supported; use one whose layer is that of "
+                f"{' or '.join(_HEAD_FAMILIES)}"
+            )
     if name in _FAMILIES:
         return _FAMILIES[name]
     needs = f", which needs {_NEEDED[name]}" if name in _NEEDED else ""

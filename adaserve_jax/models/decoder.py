@@ -40,6 +40,8 @@ Params = dict[str, jax.Array]
 PROJECTIONS = {"qkv": 3, "out": 1, "gate_up": 2, "down": 1}
 """The weights of a layer that adapters change, and how many projections of Hugging Face each of them is."""
 LORA_A, LORA_B = ".lora_a", ".lora_b"
+HEAD_ROW = "head_row"
+"""Weight of an EAGLE-3 head that is no number to compute with: the row of each token in its logits, -1 for none."""
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 """attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T], sinks f[H] or None) -> f[H, D, T]. q and k are rotated
@@ -74,8 +76,33 @@ def decode(
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
-    """Return the scores over the vocabulary, f32[S, V], of columns f[d, S] of `decode`'s result."""
+    """Return the scores over the vocabulary, f32[S, V], of columns f[d, S] of `decode`'s result or `decode_head`'s.
+
+    Tokens that a head never proposes have -inf.
+    """
     return _merge(params, config, partition).logits(hidden)
+
+
+def reduce_features(params: Params, config: ModelConfig, features: jax.Array) -> jax.Array:
+    """Return an EAGLE-3 head's first feature of each position, f32[d, T], from the target's, f[F, T].
+
+    F: `Eagle3Config.feature_size`, the outputs of three of the target's layers one below another.
+    """
+    return _merge(params, config, WHOLE).fc(features)
+
+
+def decode_head(
+    params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, features: jax.Array, attend: Attend
+) -> jax.Array:
+    """Run an EAGLE-3 head on tokens, i32[T], and the feature of the position before each, f[d, T].
+
+    That feature is the target's (`reduce_features`), or the head's own where the head is a position further on. Returns
+    its own features, f32[d, T]: `logits` takes them, and so does the next position.
+
+    positions: i32[T], of the features. The published heads count so, and position 0 has no feature before it: its token
+    is not fed.
+    """
+    return _merge(params, config, WHOLE).head_layer(tokens, positions, features, attend)
 
 
 def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -120,8 +147,10 @@ class Layer(nnx.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
         self.attn_norm = RMSNorm(d, config, dtype)
+        self.feature_norm = None if config.eagle3 is None else RMSNorm(d, config, dtype)
+        inputs = d if config.eagle3 is None else 2 * d
         self.qkv = Linear(
-            config.q_size + 2 * config.kv_size, d, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
+            config.q_size + 2 * config.kv_size, inputs, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
         )  # fmt: skip
         self.q_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
@@ -139,10 +168,16 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend, used: jax.Array | None,
-        adapters: TokenAdapters | None,
+        adapters: TokenAdapters | None, embedded: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
+        """Return the stream behind the layer, f32[d, T]. embedded: of the tokens of an EAGLE-3 head, whose stream is
+        features."""
         dtype = self.qkv.dtype
-        qkv = self.qkv(self.attn_norm(x), adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
+        if self.feature_norm is None or embedded is None:
+            normed = self.attn_norm(x)
+        else:
+            normed = jnp.concatenate([self.attn_norm(embedded), self.feature_norm(x)])
+        qkv = self.qkv(normed, adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
         rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary)
         queries, keys = rotated[: self.heads], rotated[self.heads :]
         if self.config.query_scalar is not None:  # attention divides by sqrt(D)
@@ -168,7 +203,11 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The whole model: tokens and positions, i32[T], to f[d, T] after the final norm."""
+    """The whole model: tokens and positions, i32[T], to f[d, T] after the final norm.
+
+    An EAGLE-3 head is one layer of it, with `fc` before and a head over its own vocabulary behind: `head_row`, i32[V],
+    is each token's row there.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition = WHOLE):
         self.config = config
@@ -176,8 +215,15 @@ class Decoder(nnx.Module):
         self.embed = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
         self.layers = nnx.List([Layer(config, layer, rngs, dtype, partition) for layer in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, dtype)
+        rows = config.vocab_size
+        if config.eagle3 is not None:
+            rows = config.eagle3.draft_vocab_size
+            self.fc = Linear(config.hidden_size, config.eagle3.feature_size, ("residual", "features"), rngs, dtype)
+            if rows < config.vocab_size:
+                tokens = jnp.arange(config.vocab_size, dtype=jnp.int32)
+                self.head_row = nnx.Param(jnp.where(tokens < rows, tokens, -1), logical_axes=("vocab",))
         if not config.tie_embeddings:
-            self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
+            self.head = Linear(rows, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None,
@@ -195,7 +241,20 @@ class Decoder(nnx.Module):
             x = layer(x, angles, index, attend, used, adapters)
         return self.norm(x).astype(self.embed.dtype)
 
+    def head_layer(
+        self, tokens: jax.Array, positions: jax.Array, features: jax.Array, attend: Attend
+    ) -> jax.Array:  # fmt: skip
+        rotary = rotary_angles(positions, self.config)
+        embedded = self.embed.rows(tokens).T
+        return self.layers[0](features.astype(jnp.float32), rotary, 0, attend, None, None, embedded)
+
     def logits(self, hidden: jax.Array) -> jax.Array:
+        if self.config.eagle3 is not None:
+            scores = keep_layout(self.head(self.norm(hidden).astype(self.embed.dtype))).T
+            if self.config.eagle3.draft_vocab_size == self.config.vocab_size:
+                return scores
+            row = self.head_row[...]  # -1: the head never proposes this token
+            return jnp.where(row >= 0, scores[:, row], -jnp.inf)
         head = self.embed if self.config.tie_embeddings else self.head
         scores = self.partition.join_vocabulary(keep_layout(head(hidden))).T
         return capped(scores, self.config.logit_cap)

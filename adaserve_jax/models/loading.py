@@ -18,7 +18,7 @@ import numpy as np
 
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, Int8Rows
 from adaserve_jax.models.tensors import RowBuffer, TensorFiles, first_difference
@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 def load_params(
     folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32, progress: Progress | None = None,
-    placement: Placement | None = None, *, quantize: str = "none",
+    placement: Placement | None = None, *, quantize: str = "none", target: Path | None = None,
 ) -> Params:  # fmt: skip
     """Read all weights, fused and cast as the decoder needs them, each shard straight to its device.
 
@@ -46,40 +46,92 @@ def load_params(
 
     dtype: of the weights; with int8, of the products and of what stays unquantised. progress: called with ("loading",
     weights read, weights). placement: None for the first device. quantize: "int8" reads every linear weight as int8,
-    block by block, with a scale.
+    block by block, with a scale. target: folder of the target of an EAGLE-3 head; a head without an embedding has the
+    target's.
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, unknown, or of another shape than
-    config.json says; a value to be quantised is not finite.
+    config.json says; a value to be quantised is not finite; a head's tokens are not those of its target.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config), quantize)
-    readers = _readers(folder, config)
+    readers = _readers(folder, config, target)
     params: Params = {}
     for done, (name, read) in enumerate(readers.items(), 1):
         is_int8 = name + SCALE in specs
-        params |= _place(name, read, *specs[name], config, placement, None if is_int8 else dtype)
+        own = np.dtype(np.int32) if name == HEAD_ROW else dtype
+        params |= _place(name, read, *specs[name], config, placement, None if is_int8 else own)
         if progress is not None:
             progress("loading", done, len(readers))
     return params
 
 
-def _readers(folder: Path, config: ModelConfig) -> dict[str, ReadRows]:
-    """Check all weights, and return the function that reads each."""
+def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> dict[str, ReadRows]:
+    """Check all weights, and return the function that reads each. target: as for `load_params`."""
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if is_converted(folder):
         converted = ConvertedFiles(folder, shapes)
         return {name: partial(converted.read_rows, name) for name in shapes}
-    sources = {name: hf_tensors(name, config) for name in shapes}
+    sources = {name: hf_tensors(name, config) for name in shapes if name != HEAD_ROW}
     files = TensorFiles(folder, config.weight_format)
-    files.check(
-        {tensor: shape for one in sources.values() for tensor, shape in one.items()},
-        optional=("lm_head.weight",) if config.tie_embeddings else (),
-    )
-    return {
+    elsewhere: dict[str, ReadRows] = {}
+    optional: tuple[str, ...] = ("lm_head.weight",) if config.tie_embeddings else ()
+    if config.eagle3 is not None:
+        optional = ("d2t", "t2d")  # whole numbers, which `_head_rows` checks
+        if HEAD_ROW in shapes:
+            elsewhere[HEAD_ROW] = partial(_read_array, _head_rows(files, config))
+        if not set(sources["embed"]) <= files.names:
+            elsewhere["embed"] = _target_embedding(folder, config, target)
+            del sources["embed"]
+    files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
+    return elsewhere | {
         name: partial(_read_stacked, files, next(iter(tensors)), ".gate_up" in name)
         if is_stacked(name, config)
         else partial(files.read_rows, tuple(tensors))
         for name, tensors in sources.items()
     }
+
+
+def _head_rows(files: TensorFiles, config: ModelConfig) -> np.ndarray:
+    """Return the row of each token in an EAGLE-3 head's logits, i32[V], -1 for tokens that it lacks.
+
+    The checkpoint has the inverse: `d2t`, i64[rows], how far each row's token is behind the row.
+    """
+    assert config.eagle3 is not None
+    rows = config.eagle3.draft_vocab_size
+    if "d2t" not in files.names or files.shape_of("d2t") != (rows,) or files.dtype_of("d2t") not in ("I32", "I64"):
+        raise CheckpointError(
+            f"{files.folder}: an EAGLE-3 head with draft_vocab_size {rows} needs a tensor d2t of so many whole numbers"
+        )
+    behind = np.empty(rows, np.int64)
+    files.read_rows(("d2t",), (0, rows), slice(None), behind)
+    tokens = np.arange(rows) + behind
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size or len(np.unique(tokens)) < rows:
+        raise CheckpointError(
+            f"{files.folder}: d2t must name {rows} different tokens below vocab_size ({config.vocab_size}), got some "
+            "outside or twice"
+        )
+    found = np.full(config.vocab_size, -1, np.int32)
+    found[tokens] = np.arange(rows)
+    return found
+
+
+def _read_array(array: np.ndarray, rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
+    out[: rows[1] - rows[0]] = array[slice(*rows)]
+
+
+def _target_embedding(folder: Path, config: ModelConfig, target: Path | None) -> ReadRows:
+    """Return what reads the target's embedding for a head that brings none."""
+    if target is None:
+        raise CheckpointError(
+            f"{folder}: this EAGLE-3 head has no embed_tokens, and shares its target's; name the target"
+        )
+    model = ModelConfig.from_folder(target)
+    expected = config.vocab_size, config.hidden_size
+    if (model.vocab_size, model.hidden_size) != expected:
+        raise CheckpointError(
+            f"{folder}: this EAGLE-3 head shares an embedding of {list(expected)}, and that of {target} is "
+            f"[{model.vocab_size}, {model.hidden_size}]; use a head of this target"
+        )
+    return _readers(target, model)["embed"]
 
 
 def is_stacked(name: str, config: ModelConfig) -> bool:
@@ -164,16 +216,21 @@ def aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face's tensors of one fused weight with their shapes, in the order of their rows."""
     d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    head = config.eagle3
+    model = "model." if head is None else ""
     top = {
-        "embed": {"model.embed_tokens.weight": (config.vocab_size, d)},
-        "norm": {"model.norm.weight": (d,)},
-        "head": {"lm_head.weight": (config.vocab_size, d)},
+        "embed": {f"{model}embed_tokens.weight": (config.vocab_size, d)},
+        "norm": {f"{model}norm.weight": (d,)},
+        "head": {"lm_head.weight": (config.vocab_size if head is None else head.draft_vocab_size, d)},
+        "fc": {"fc.weight": (d, 0 if head is None else head.feature_size)},
     }
     if name in top:
         return top[name]
+    inputs = d if head is None else 2 * d
     modules: dict[str, dict[str, tuple[int, ...]]] = {
         "attn_norm": {"input_layernorm": (d,)},
-        "qkv": {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)},
+        "feature_norm": {"hidden_norm": (d,)},
+        "qkv": {f"self_attn.{each}_proj": (size, inputs) for each, size in (("q", q), ("k", kv), ("v", kv))},
         "q_norm": {"self_attn.q_norm": (config.head_dim,)},
         "k_norm": {"self_attn.k_norm": (config.head_dim,)},
         "out": {"self_attn.o_proj": (d, q)},
@@ -192,7 +249,8 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {f"model.layers.{index}.self_attn.sinks": (config.num_heads,)}
     shapes = {module: shape[:1] if rest else shape for module, shape in modules[part].items()}
     suffix = "bias" if rest else "weight"
-    return {f"model.layers.{index}.{module}.{suffix}": shape for module, shape in shapes.items()}
+    layer = f"model.layers.{index}" if head is None else "midlayer"
+    return {f"{layer}.{module}.{suffix}": shape for module, shape in shapes.items()}
 
 
 def _expert_tensors(layer: str, path: list[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:

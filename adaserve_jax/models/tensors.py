@@ -163,6 +163,11 @@ class TensorFiles:
             modules.setdefault(module, {})[last] = tensor
         return modules
 
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors in the files."""
+        return set(self._tensors)
+
     def dtype_of(self, name: str) -> str:
         """Return safetensors' name of a tensor's type, such as F16, BF16 or F32."""
         return self._tensors[name].dtype

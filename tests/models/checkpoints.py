@@ -189,3 +189,39 @@ def _byte_alphabet() -> dict[int, str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+
+
+def write_eagle3(
+    folder: Path, *, seed: int = 0, features: int = 32, own_embedding: bool = True, **config_overrides: Any
+) -> Path:
+    """Write an EAGLE-3 head in SpecForge's format for a target with the vocabulary of CONFIG; return the folder.
+
+    features: hidden size of the target. config_overrides replace keys; None removes a key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
+    wanted |= {"target_hidden_size": features}
+    config = {key: value for key, value in (CONFIG | wanted | config_overrides).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(seed)
+    d, vocab_size = config["hidden_size"], config["vocab_size"]
+    rows = config.get("draft_vocab_size", vocab_size)
+    tensors = random_tensors(config, seed)
+    layer = {name: tensors.pop(name) for name in list(tensors) if name.startswith("model.layers.0.")}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for name, tensor in layer.items():
+        short = name.removeprefix("model.layers.0.")
+        if short.split(".")[1] in ("q_proj", "k_proj", "v_proj"):  # of embedding and feature together
+            tensor = rng.standard_normal((len(tensor), 2 * d)) * 1.5 / np.sqrt(2 * d)
+        tensors[f"midlayer.{short}"] = tensor
+    tensors["midlayer.hidden_norm.weight"] = rng.uniform(0.5, 1.5, d)
+    tensors["fc.weight"] = rng.standard_normal((d, 3 * features)) * 1.5 / np.sqrt(3 * features)
+    if not own_embedding:
+        del tensors["embed_tokens.weight"]
+    tensors = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:rows]
+    chosen = np.sort(rng.permutation(vocab_size)[:rows])
+    tensors["d2t"] = chosen - np.arange(rows)
+    tensors["t2d"] = np.isin(np.arange(vocab_size), chosen)
+    write_tensors(folder, tensors)
+    return folder
