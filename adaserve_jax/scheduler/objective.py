@@ -22,7 +22,7 @@ class Objective:
     """
 
     horizon: int = HORIZON_TOKENS
-    emit: float = 0.5
+    emit: float = 1.0
     prefill: float = 0.4
     prefill_wait: float = 0.3
 

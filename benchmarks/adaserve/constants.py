@@ -72,7 +72,7 @@ class Knob:
 
 
 KNOBS = (
-    Knob("scheduler", "emit", (0.1, 0.25, 1.0, 2.0), field=True),
+    Knob("scheduler", "emit", (0.25, 0.5, 2.0), field=True),
     Knob("scheduler", "prefill", (0.1, 0.2, 0.8), field=True),
     Knob("scheduler", "prefill_wait", (0.0, 1.0), field=True),
     Knob("scheduler", "horizon", (8, 16, 64), field=True),

@@ -35,8 +35,8 @@ FLUCTUATING_RATES = (2.4, 3.0, 3.6)
 QUICK_RATES, QUICK_REQUESTS = (3.0, 8.0), 40
 """Of the generated traces without a folder: rates, and about how many requests each has."""
 DEADLINES_S = (8.0, 12.0, 16.0, 24.0, 32.0)
-DEADLINE_RATE = 3.611
-"""The trace of the rate sweep whose requests get deadlines."""
+DEADLINE_RATE = 3.6
+"""Requests per second of the trace whose requests get deadlines."""
 LENGTH_SD, LIMIT_TOKENS = 0.6, 1024
 """Of the lengths drawn for them: deviation of the logarithm around OUTPUT_TOKENS / 2, and the limit that is sent."""
 OVERLOADED_RATES = (2.0, 2.5, 3.0, 3.5)
@@ -152,9 +152,8 @@ def _points(folder: Path, targets: str, seed: int) -> list[Point]:
         found.append(Point("fluctuating", rate, targets, trace))
     if like is not None:
         found += [Point("overload", rate, targets, _overloaded(at_rate(like, rate))) for rate in OVERLOADED_RATES]
-    hopeful = next((p.trace for p in found if (p.sweep, p.value) == ("rate", DEADLINE_RATE)), None)
-    if hopeful is not None:
-        found += [Point("deadline", s, targets, _with_deadlines(hopeful, s, seed)) for s in DEADLINES_S]
+        steady = at_rate(like, DEADLINE_RATE)
+        found += [Point("deadline", s, targets, _with_deadlines(steady, s, seed)) for s in DEADLINES_S]
     return sorted(found, key=lambda point: (list(SWEEPS).index(point.sweep), point.value))
 
 

@@ -14,7 +14,7 @@ from adaserve_jax.bench.simulate import Grid
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.workloads.reshaping import with_requests
+from adaserve_jax.workloads.reshaping import at_rate, with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
 from tests.bench.scripts import imported
 
@@ -69,6 +69,8 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
     assert [(p.sweep, p.value) for p in joint if p.sweep != "rate"] == [
         ("urgent", 0.6), *(("mix", share) for share in (0.1, 0.3, 0.5, 0.7, 0.9)), ("scale", 0.8), ("scale", 1.2),
         ("fluctuating", 2.4), ("fluctuating", 3.0), ("fluctuating", 3.6),
+        *(("deadline", seconds) for seconds in (8.0, 12.0, 16.0, 24.0, 32.0)),
+        *(("overload", rate) for rate in (2.0, 2.5, 3.0, 3.5)),
     ]  # fmt: skip
     assert [(p.sweep, p.value) for p in joint] == [(p.sweep, p.value) for p in found if p.targets == "tpot"]
     assert {r.slo.ttft_s for p in joint for r in p.trace.requests} == {4.0}
@@ -81,6 +83,17 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
             assert [r.due_s for r in point.trace.requests] == [r.due_s for r in of_sweep.requests]
             urgent = np.mean([r.slo_class == "code" for r in point.trace.requests])
             assert urgent == pytest.approx(point.value, abs=0.08)
+        if point.sweep == "overload":
+            (of_rate,) = (p.trace for p in whole if (p.sweep, p.targets) == ("rate", point.targets))
+            steady = at_rate(of_rate, point.value).requests
+            for since, until, as_since, as_until in ((0, 90, 0, 90), (90, 150, 90, 210), (150, 240, 210, 300)):
+                found = sum(since <= r.due_s < until for r in point.trace.requests)
+                assert found == sum(as_since <= r.due_s < as_until for r in steady)
+        if point.sweep == "deadline":
+            asked = {(r.slo_class == "code", r.slo.e2e_s, r.slo.tpot_ms is None) for r in point.trace.requests}
+            assert asked == {(True, None, True), (False, point.value, True)}
+            assert {r.max_tokens for r in point.trace.requests} == {1024}
+            assert len({r.output_tokens for r in point.trace.requests}) > 50
     with pytest.raises(ConfigError, match="no trace named as AdaServe's are"):
         modules["points"].points(tmp_path / "none", requests=0, seed=0)
 
