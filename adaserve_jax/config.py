@@ -37,7 +37,7 @@ class EngineConfig(Settings):
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     draft: PathText | None = setting(
-        "demo", "checkpoint folder of the draft model, 'demo', or none for no speculation",
+        "demo", "checkpoint folder of the draft model or of an EAGLE-3 head, 'demo', or none for no speculation",
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(

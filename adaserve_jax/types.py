@@ -132,7 +132,8 @@ class Limits:
     prefill ends). max_context: most tokens of one sequence, prompt and output together. max_depth, max_width: of one
     beam search, 0 without a draft. num_pages: pages of the base pool, with ids below it. extension_pages: pages that
     fit in the draft's memory while it is away, with ids from num_pages on; 0 if the draft always stays. suffix_depth:
-    deepest node that the suffix source proposes; 0 without one.
+    deepest node that the suffix source proposes; 0 without one. draft_is_head: the draft reads what the target computed
+    for the token before, so it is fed no further than one token beyond the target's KV.
     """
 
     max_requests: int
@@ -145,6 +146,7 @@ class Limits:
     max_width: int
     extension_pages: int = 0
     suffix_depth: int = 0
+    draft_is_head: bool = False
 
     @property
     def max_tree_depth(self) -> int:

@@ -48,6 +48,9 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.
 already; attend divides the scores by sqrt(D) and bounds them by the configuration's `attention_cap`. A sink is a score
 of its head that has no key: it takes its share of the softmax and adds no value."""
 
+Watch = Callable[[int, jax.Array], None]
+"""watch(layer, x f32[d, T]): called while tracing with the stream behind each layer."""
+
 
 def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Params:
     """Return random weights: normal with standard deviation 1 / sqrt(inputs), norms 1, biases 0."""
@@ -62,17 +65,19 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 def decode(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
     partition: Partition = WHOLE, used: jax.Array | None = None, adapters: TokenAdapters | None = None,
+    watch: Watch | None = None,
 ) -> jax.Array:  # fmt: skip
     """Run all layers and the final norm on tokens, i32[T]. Returns f[d, T] in the type of the products.
 
     used: bool[T], false for padding, for which no expert is read; its result has no meaning. None: all are tokens.
-    adapters: of the tokens, where params have those of `adapter_specs`; None: the model alone.
+    adapters: of the tokens, where params have those of `adapter_specs`; None: the model alone. watch: called with each
+    layer and the stream behind it.
 
     Pure; call it inside `jax.jit`. Only `positions`, i32[T], and `attend` give the tokens an order. With a partition,
     params and config are those of one device, the call stands inside `jax.shard_map`, `attend` sees this device's
     heads, and the result is whole.
     """
-    return _merge(params, config, partition)(tokens, positions, attend, used, adapters)
+    return _merge(params, config, partition)(tokens, positions, attend, used, adapters, watch)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
@@ -227,7 +232,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None,
-        adapters: TokenAdapters | None = None,
+        adapters: TokenAdapters | None = None, watch: Watch | None = None,
     ) -> jax.Array:  # fmt: skip
         rotary = rotary_angles(positions, self.config)
         of_windows = rotary
@@ -239,6 +244,8 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             angles = rotary if self.config.window_of(index) is None else of_windows
             x = layer(x, angles, index, attend, used, adapters)
+            if watch is not None:
+                watch(index, x)
         return self.norm(x).astype(self.embed.dtype)
 
     def head_layer(

@@ -18,6 +18,7 @@ import numpy as np
 from adaserve_jax.models.vocabulary_map import VocabularyMap
 from adaserve_jax.runtime.compile import Declared
 from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.programs import Root
 from adaserve_jax.runtime.step_layout import beam_layout, fill_rows, pack_catchup
 from adaserve_jax.runtime.vocabulary_table import place_maps
 from adaserve_jax.tree.beam import AcceptanceTable
@@ -33,11 +34,13 @@ class LocalDrafter:
 
     def __init__(
         self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...],
-        vocabularies: Sequence[VocabularyMap] = (),
+        vocabularies: Sequence[VocabularyMap] = (), target: DeviceModel | None = None,
     ) -> None:  # fmt: skip
         """Take a loaded draft. widths: beam widths that searches are compiled for, increasing. vocabularies: how the
-        target's tokens are mapped, by draft; empty if they are those of every draft."""
+        target's tokens are mapped, by draft; empty if they are those of every draft. target: of an EAGLE-3 head, which
+        reads its features; None for a model of its own."""
         self.model = model
+        self._target = target
         self.vocabularies = vocabularies
         self._tables = place_maps(vocabularies)
         self.table = table
@@ -48,15 +51,25 @@ class LocalDrafter:
     def declare(self) -> list[Declared]:
         """Declare catch-up for every bucket, and a search for every row edge and width."""
         model = self.model
-        declared = model.declare_forward(model.programs.catch_up)
+        declared = model.declare_forward(model.programs.catch_up, further=self._features())
         for rows in model.buckets.row_edges:
-            root_logits = jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32)
+            root = Root(jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32))  # type: ignore[arg-type]
+            if self._target is not None:
+                root = root._replace(feature=jax.ShapeDtypeStruct((model.config.hidden_size, rows), jnp.float32))
             packed = jax.ShapeDtypeStruct((beam_layout(rows, model.programs.max_pages).size,), jnp.int32)
             for width in self.widths:
                 search = jax.jit(partial(model.programs.search, max_depth=self.max_depth, width=width))
-                arguments = (model.params, model.pools, root_logits, packed, self.table, *self._tables[:1])
+                arguments = (model.params, model.pools, root, packed, self.table, *self._tables[:1])
                 declared.append(Declared((model.role, "search", rows, width), search, arguments))
         return declared
+
+    def _features(self) -> tuple[jax.Array, ...]:
+        """Return what a head's catch-up reads of the target."""
+        if self._target is None:
+            return ()
+        features = self._target.pools.features
+        assert features is not None
+        return (features,)
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         """Implement `types.Drafter.propose`."""
@@ -88,14 +101,15 @@ class LocalDrafter:
         if self._tables:
             tokens = self.vocabularies[number].to_draft[draft.catchup_tokens]
             fed = replace(plan, draft=replace(draft, catchup_tokens=tokens))
-        root_logits = model.run(pack_catchup(bucket, model.programs.max_pages, fed), weights=number)
+        step = pack_catchup(bucket, model.programs.max_pages, fed, is_head=self._target is not None)
+        root = model.run(step, weights=number, further=self._features())
         if draft.depth == 0 or not draft.speculates.any():
             return None
         width = next(width for width in self.widths if width >= draft.width)
         search = model.compiled[model.role, "search", bucket.rows, width]
         packed = self._pack_search(bucket.rows, plan)
         vocabulary = self._tables[number : number + 1]
-        return search(model.weights[number], model.pools, root_logits, packed, self.table, *vocabulary)
+        return search(model.weights[number], model.pools, root, packed, self.table, *vocabulary)
 
     def _pack_search(self, rows: int, plan: StepPlan) -> np.ndarray:
         assert plan.draft is not None

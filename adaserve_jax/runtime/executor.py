@@ -356,7 +356,7 @@ def load_executor(
             eq8_c1, eq9_c2 = config.eq8_c1 or profile.c1 or 0, config.eq9_c2 or profile.c2 or 0
             resolved = replace(resolved, config=replace(resolved.config, eq8_c1=eq8_c1, eq9_c2=eq9_c2))
         target = load_target(pair, resolved, progress, None if followers is None else followers.send_step)
-        drafter = load_drafter(pair, resolved, chances, progress)
+        drafter = load_drafter(pair, resolved, chances, progress, target=target)
         executor = ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile)
         on_error.pop_all()
     return executor

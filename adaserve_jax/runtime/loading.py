@@ -67,6 +67,7 @@ class ModelPair:
 def find_pair(config: EngineConfig) -> ModelPair:
     """Read the models' configurations, check that they fit each other, and map the drafts' vocabularies.
 
+    An EAGLE-3 head has its target's vocabulary, and needs no tokenizer.
     Raises CheckpointError: a folder cannot be read, or a vocabulary has too little of the target's, or is not the same
     where drafts learn; ConfigError: a further draft is of another shape than the first.
     """
@@ -76,7 +77,7 @@ def find_pair(config: EngineConfig) -> ModelPair:
     first, folders, vocabularies = None, [], []
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft")
-        draft = ModelConfig.from_folder(folder).for_context(config.max_context)
+        draft = ModelConfig.from_folder(folder, may_be_head=True).for_context(config.max_context)
         first = first or draft
         for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
@@ -85,11 +86,13 @@ def find_pair(config: EngineConfig) -> ModelPair:
                     f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
                     f"{got!r}; give drafts of one architecture and size"
                 )
+        folders.append(folder)
+        if draft.eagle3 is not None:
+            continue
         own = Tokenizer.from_folder(folder)
         if config.learning is not None:  # it learns from the target's tokens
             check_same_vocabulary(tokenizer, own, target.vocab_size, "a draft that learns")
         vocabularies.append(map_vocabulary(tokenizer, own, target.vocab_size, draft.vocab_size))
-        folders.append(folder)
     return ModelPair(target_folder, target, first, tuple(folders), tuple(vocabularies))
 
 
@@ -145,9 +148,10 @@ def load_target(
     send_step: as for `DeviceModel`. read: called in place of `load_params`.
     """
     partition, limits, config = resolved.placement.partition, resolved.limits, resolved.config
+    head = None if pair.draft is None else pair.draft.eagle3
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, config.deterministic, partition,
-        resolved.attention, config.lora_slots,
+        resolved.attention, config.lora_slots, () if head is None else head.layers_of(pair.target.num_layers),
     )  # fmt: skip
     params = read(
         pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=config.quantize
@@ -190,17 +194,22 @@ def adapter_bank(target: DeviceModel, config: EngineConfig) -> AdapterBank | Non
 
 def load_drafter(
     pair: ModelPair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
-    read: Callable[..., Params] = load_params, placement: Placement | None = None,
+    read: Callable[..., Params] = load_params, placement: Placement | None = None, target: DeviceModel | None = None,
 ) -> LocalDrafter | None:  # fmt: skip
     """Load the drafts; None without one.
 
     They lie whole on the first device, even if the target is divided: drafts are small, and exchanges between devices
-    would cost more than they save. read: called in place of `load_params`. placement: None for that device.
+    would cost more than they save. read: called in place of `load_params`. placement: None for that device. target: as
+    loaded; an EAGLE-3 head reads its features.
     """
     if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
-    first, *further = (read(folder, pair.draft, resolved.dtype, progress, placement) for folder in pair.draft_folders)
+    is_head = pair.draft.eagle3 is not None
+    beside = {"target": pair.target_folder} if is_head else {}
+    first, *further = (
+        read(folder, pair.draft, resolved.dtype, progress, placement, **beside) for folder in pair.draft_folders
+    )
     programs = ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.draft_attention)
     model = DeviceModel(
         "draft", pair.draft, first, programs, resolved.catchup_buckets, num_pages=limits.num_pages,
@@ -208,7 +217,7 @@ def load_drafter(
     )  # fmt: skip
     return LocalDrafter(
         model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths,
-        vocabularies=pair.vocabularies,
+        vocabularies=pair.vocabularies, target=target if is_head else None,
     )  # fmt: skip
 
 
@@ -270,7 +279,7 @@ def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | Non
     target = load_target(pair, abstract, progress, read=_abstract_params)
     resampler = Resampler(target, resolved.limits)
     on_first = AbstractPlacement(resolved.placement.devices[:1])
-    drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_first)
+    drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_first, target)
     capture = None if config.learning is None else LogitCapture(target, config.learning)
     adapters = adapter_bank(target, config)
     declared = declare_all(target, resolved.limits, resampler, capture, drafter, adapters)
@@ -279,7 +288,7 @@ def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | Non
 
 def _abstract_params(
     folder: Path, config: ModelConfig, dtype: jnp.dtype, progress: Progress | None, placement: Placement,
-    *, quantize: str = "none",
+    *, quantize: str = "none", target: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what `load_params` would, as jax.ShapeDtypeStruct."""
     partition = placement.partition

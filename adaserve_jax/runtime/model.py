@@ -46,7 +46,9 @@ class DeviceModel:
         self.buckets = buckets
         self.placement = placement or Placement.on_one()
         self.whole = programs.partition.whole(config)
-        self.pools = new_pools(self.whole, num_pages, page_size, dtype, self.placement)
+        self.pools = new_pools(
+            self.whole, num_pages, page_size, dtype, self.placement, has_features=bool(programs.feature_layers)
+        )
         self.compiled: dict[tuple[Any, ...], Callable] = {}
         self._send_step = send_step
 
@@ -71,25 +73,28 @@ class DeviceModel:
             if isinstance(weight, jax.Array) and weight.is_deleted():
                 raise IntegrityError(f"{what}: {name!r} must be an array that is still there, got a deleted one")
 
-    def declare_forward(self, function: Callable, extension_pages: int = 0) -> list[Declared]:
-        """Declare the forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits.
+    def declare_forward(
+        self, function: Callable, extension_pages: int = 0, further: tuple[Any, ...] = ()
+    ) -> list[Declared]:
+        """Declare the forward `function(params, pools, packed, *further, bucket=...)` for every bucket, and commits.
 
         Its own result must be whole on every device. extension_pages: if positive, declare all again for pools extended
-        by so many pages (one device only).
+        by so many pages (one device only). further: arguments that the model does not own (one device only).
         """
         layouts = [self.pools]
         if extension_pages:
             layouts.append(self.pools._replace(extension=self.abstract_extension(extension_pages)))
-        return [program for pools in layouts for program in self._declare(function, pools)]
+        return [program for pools in layouts for program in self._declare(function, pools, further)]
 
-    def _declare(self, function: Callable, pools: Pools) -> list[Declared]:
+    def _declare(self, function: Callable, pools: Pools, further: tuple[Any, ...]) -> list[Declared]:
         place = self.placement
         inputs, in_flight_specs = self._specs()
         declared, in_flight_by_tokens = [], {}
         for bucket in self.buckets.all():
             program = place.spmd(partial(function, bucket=bucket), inputs, (EVERYWHERE, in_flight_specs))
             packed = place.abstract((self.programs.layout(bucket).size,), jnp.int32)
-            declared.append(Declared(self._key(pools, bucket), jax.jit(program), (self.params, pools, packed)))
+            arguments = (self.params, pools, packed, *further)
+            declared.append(Declared(self._key(pools, bucket), jax.jit(program), arguments))
             in_flight_by_tokens[bucket.tokens] = self._abstract_in_flight(bucket.tokens, in_flight_specs)
         pool_specs = inputs[1]
         committing = jax.jit(place.spmd(commit, (pool_specs, in_flight_specs), pool_specs), donate_argnums=0)
@@ -108,13 +113,17 @@ class DeviceModel:
         """Return the key of a program for pools of this layout."""
         return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
-    def run(self, step: PackedStep, after_forward: AfterForward | None = None, *, weights: int = 0) -> Any:
+    def run(
+        self, step: PackedStep, after_forward: AfterForward | None = None, *, weights: int = 0,
+        further: tuple[Any, ...] = (),
+    ) -> Any:  # fmt: skip
         """Run the packed forward with weights of this index, commit its K/V to the pools, and return its result, on the
-        device. after_forward: replaces result and in-flight K/V before the commit."""
+        device. after_forward: replaces result and in-flight K/V before the commit. further: as declared."""
         if self._send_step is not None:
             self._send_step(step)
         pools = self.pools
-        result, in_flight = self.compiled[self._key(pools, step.bucket)](self.weights[weights], pools, step.packed)
+        forward = self.compiled[self._key(pools, step.bucket)]
+        result, in_flight = forward(self.weights[weights], pools, step.packed, *further)
         if after_forward is not None:
             result, in_flight = after_forward(result, in_flight)
         self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
@@ -131,13 +140,18 @@ class DeviceModel:
         pool: Any = place.spec(POOL_HEADS)
         heads: Any = place.spec(IN_FLIGHT_HEADS)
         whole: Any = EVERYWHERE
-        return (params, Pools(pool, pool), whole), InFlight(heads, heads, whole, whole)
+        features = whole if self.programs.feature_layers else None
+        pools, in_flight = Pools(pool, pool, features=features), InFlight(heads, heads, whole, whole, features)
+        return (params, pools, whole), in_flight
 
     def _abstract_in_flight(self, tokens: int, specs: Any) -> InFlight:
         shape = (self.config.num_layers, tokens, self.whole.num_kv_heads, self.config.head_dim)
         new: Any = self.placement.abstract(shape, self.pools.k.dtype, specs.k)
         index: Any = self.placement.abstract((tokens,), jnp.int32)
-        return InFlight(new, new, index, index)
+        features: Any = None
+        if layers := self.programs.feature_layers:
+            features = self.placement.abstract((len(layers), tokens, 1, self.whole.hidden_size), self.pools.k.dtype)
+        return InFlight(new, new, index, index, features)
 
     def free(self) -> None:
         """Delete weights and pools on the device. The model cannot run until both are set again."""

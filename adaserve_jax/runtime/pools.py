@@ -7,6 +7,7 @@ by a scatter, and on a TPU by a loop over groups of slots (docs/architecture/dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,12 +24,14 @@ from adaserve_jax.runtime.page_moves import move_pages
 class Pools(NamedTuple):
     """Paged K and V of all layers: [L, P, K, S, D] each, D padded on a TPU (`pool_head_dim`).
 
-    extension: pools of the X pages that follow, while the pool is extended; `num_pages` counts them too.
+    extension: pools of the X pages that follow, while the pool is extended; `num_pages` counts them too. features: of a
+    target with an EAGLE-3 head, the outputs of the layers that the head reads, [3, P, 1, S, d], d padded alike.
     """
 
     k: jax.Array
     v: jax.Array
     extension: Pools | None = None
+    features: jax.Array | None = None
 
     @property
     def page_size(self) -> int:
@@ -59,15 +62,25 @@ POOL_HEADS = 2
 """Axis of the KV heads in a pool."""
 IN_FLIGHT_HEADS = 2
 """Axis of the KV heads in a step's in-flight K/V."""
+FEATURE_LAYERS = 3
+"""Layers of the target that an EAGLE-3 head reads."""
 
 
 class InFlight(NamedTuple):
-    """K/V of a step's tokens, and where to write it. k, v: [L, T, K, D]; page, slot: i32[T], NO_PAGE to drop it."""
+    """K/V of a step's tokens, and where to write it. k, v: [L, T, K, D]; page, slot: i32[T], NO_PAGE to drop it.
+
+    features: [3, T, 1, d], where the pools have them.
+    """
 
     k: jax.Array
     v: jax.Array
     page: jax.Array
     slot: jax.Array
+    features: jax.Array | None = None
+
+    def parts(self) -> list[jax.Array]:
+        """Return what is written, in the order of `pool_parts`."""
+        return [part for part in (self.k, self.v, self.features) if part is not None]
 
 
 def pool_head_dim(head_dim: int, platform: str) -> int:
@@ -75,12 +88,41 @@ def pool_head_dim(head_dim: int, platform: str) -> int:
     return -(-head_dim // TPU_LANES) * TPU_LANES if platform == "tpu" else head_dim
 
 
-def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement) -> Pools:
-    """Allocate the pools of a whole model; on several devices they are divided by KV heads."""
-    features = pool_head_dim(config.head_dim, placement.devices[0].platform)
-    shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, features)
+def new_pools(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement, *,
+    has_features: bool = False,
+) -> Pools:  # fmt: skip
+    """Allocate the pools of a whole model; on several devices they are divided by KV heads.
+
+    has_features: keep what an EAGLE-3 head reads beside K and V.
+    """
+    platform = placement.devices[0].platform
+    shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, pool_head_dim(config.head_dim, platform))
     spec = placement.spec(POOL_HEADS)
-    return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec))
+    features = None
+    if has_features:
+        of_features = (FEATURE_LAYERS, num_pages, 1, page_size, pool_head_dim(config.hidden_size, platform))
+        features = placement.zeros(of_features, dtype, placement.spec(None))
+    return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec), features=features)
+
+
+def pool_parts(pools: Pools) -> list[jax.Array]:
+    """Return the base's arrays, each [L, P, K, S, D]: K, V, and features where there are some."""
+    return [part for part in (pools.k, pools.v, pools.features) if part is not None]
+
+
+def _from_parts(parts: Sequence[jax.Array], extension: Pools | None = None) -> Pools:
+    k, v, *features = parts
+    return Pools(k, v, extension, *features)
+
+
+def read_features(pool: jax.Array, page: jax.Array, slot: jax.Array, size: int) -> jax.Array:
+    """Return the features at page and slot of T positions, i32[T], layers one below another: f[3 * size, T].
+
+    pool: `Pools.features`; size: d of the target.
+    """
+    found = pool[:, page, :, slot]  # [T, 3, 1, d]
+    return found[:, :, 0, :size].reshape(len(page), -1).T
 
 
 def blank(like: Pools) -> Pools:
@@ -98,27 +140,27 @@ def page_slots(fields: dict[str, jax.Array], keep: jax.Array, page_size: int) ->
 def commit(pools: Pools, in_flight: InFlight) -> Pools:
     """Write in-flight K/V into the pages, in place (donate the pools)."""
     write = _write_groups if platform() == "tpu" else _scatter
-    k, v = write(pools, in_flight)
+    written = write(pools, in_flight)
     if pools.extension is None:
-        return Pools(k, v)
+        return _from_parts(written)
     # Pages of the base go past the extension's end, where they are dropped. Below 0, indices would wrap.
     beyond = in_flight.page - pools.k.shape[1]
     page = jnp.where(beyond < 0, pools.extension.num_pages, beyond)
-    return Pools(k, v, commit(pools.extension, in_flight._replace(page=page)))
+    return _from_parts(written, commit(pools.extension, in_flight._replace(page=page)))
 
 
-def _scatter(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Array]:
-    """Return the base's K and V with the in-flight ones scattered into them. Pages beyond the pool are dropped."""
+def _scatter(pools: Pools, in_flight: InFlight) -> list[jax.Array]:
+    """Return the base's arrays with the in-flight ones scattered into them. Pages beyond the pool are dropped."""
 
     def written(pool: jax.Array, new: jax.Array) -> jax.Array:
         # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
         at = pool.at[:, in_flight.page, :, in_flight.slot]
         return at.set(_padded(new, pool).transpose(1, 0, 2, 3), mode="drop")
 
-    return written(pools.k, in_flight.k), written(pools.v, in_flight.v)
+    return [written(pool, new) for pool, new in zip(pool_parts(pools), in_flight.parts(), strict=True)]
 
 
-def _write_groups(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Array]:
+def _write_groups(pools: Pools, in_flight: InFlight) -> list[jax.Array]:
     """Return the same as `_scatter`, written by a loop over the groups of GROUP_SLOTS slots that get a token.
 
     XLA on a TPU scatters into a pool in another order of its axes: it copies the whole pool there and back. A loop that
@@ -138,7 +180,7 @@ def _write_groups(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Arr
     token = jnp.full((num_tokens, GROUP_SLOTS), num_tokens, jnp.int32)
     token = token.at[index, in_flight.slot[order] % GROUP_SLOTS].set(order.astype(jnp.int32), mode="drop")
 
-    def write(index: jax.Array, written: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def write(index: jax.Array, written: list[jax.Array]) -> list[jax.Array]:
         def completed(pool: jax.Array, new: jax.Array) -> jax.Array:
             chosen = _padded(new[:, jnp.minimum(token[index], num_tokens - 1)], pool)
             chosen = chosen.transpose(0, 2, 1, 3)[:, None]  # [L, 1, K, GROUP_SLOTS, D]
@@ -146,9 +188,9 @@ def _write_groups(pools: Pools, in_flight: InFlight) -> tuple[jax.Array, jax.Arr
             kept = lax.dynamic_slice(pool, start, chosen.shape)
             return lax.dynamic_update_slice(pool, jnp.where((token[index] < num_tokens)[:, None], chosen, kept), start)
 
-        return completed(written[0], in_flight.k), completed(written[1], in_flight.v)
+        return [completed(pool, new) for pool, new in zip(written, in_flight.parts(), strict=True)]
 
-    return lax.fori_loop(0, jnp.sum(begins, dtype=jnp.int32), write, (pools.k, pools.v))
+    return lax.fori_loop(0, jnp.sum(begins, dtype=jnp.int32), write, pool_parts(pools))
 
 
 def _padded(new: jax.Array, pool: jax.Array) -> jax.Array:
@@ -161,6 +203,5 @@ def move_to_base(base: Pools, extension: Pools, from_pages: jax.Array, to_pages:
 
     from_pages: i32[N], indices in the extension; to_pages: i32[N], padded as for `move_pages`.
     """
-    return Pools(
-        move_pages(base.k, extension.k, from_pages, to_pages), move_pages(base.v, extension.v, from_pages, to_pages)
-    )
+    parts = zip(pool_parts(base), pool_parts(extension), strict=True)
+    return _from_parts([move_pages(part, other, from_pages, to_pages) for part, other in parts])

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, decode, logits
+from adaserve_jax.models.decoder import Params, decode, decode_head, logits, reduce_features
 from adaserve_jax.models.layers import TokenAdapters
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
 from adaserve_jax.runtime.compile import Bucket
-from adaserve_jax.runtime.pools import InFlight, Pools, page_slots
+from adaserve_jax.runtime.pools import InFlight, Pools, page_slots, read_features
 from adaserve_jax.runtime.step_layout import Layout, beam_layout, sampler_of, step_layout
 from adaserve_jax.runtime.vocabulary_table import VocabularyTable
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
@@ -29,11 +29,29 @@ from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bi
 
 
 class Forward(NamedTuple):
-    """A packed forward's result. hidden: f[d, T]; new_k, new_v: [L, T, K, D]."""
+    """A packed forward's result. hidden: f[d, T]; new_k, new_v: [L, T, K, D]; features: as in `InFlight`."""
 
     hidden: jax.Array
     new_k: jax.Array
     new_v: jax.Array
+    features: jax.Array | None = None
+
+
+class Root(NamedTuple):
+    """Result of a catch-up, from which a search begins: logits f32[R, V] after each row's last token, and with an
+    EAGLE-3 head its feature there, f32[d, R]."""
+
+    logits: jax.Array
+    feature: jax.Array | None = None
+
+
+class _BeamCarry(NamedTuple):
+    """K and V of a beam search's nodes, [L, R, K, N, D] each, and with an EAGLE-3 head the newest level's features,
+    f32[R, W, d]."""
+
+    k: jax.Array
+    v: jax.Array
+    feature: jax.Array | None
 
 
 class VerifyResult(NamedTuple):
@@ -61,7 +79,7 @@ class ModelPrograms:
 
     config: this device's part of the model. partition: the division over devices. canonical: sum attention in the
     fixed order of the deterministic mode. attention: the kernel implementation. max_adapters: how many the model has
-    room for; 0: it has none.
+    room for; 0: it has none. feature_layers: layers whose outputs an EAGLE-3 head reads; empty: there is no head.
     """
 
     config: ModelConfig
@@ -70,13 +88,18 @@ class ModelPrograms:
     partition: Partition = WHOLE
     attention: Implementation = "xla"
     max_adapters: int = 0
+    feature_layers: tuple[int, ...] = ()
 
     def layout(self, bucket: Bucket) -> Layout:
         """Return the inputs of a packed forward."""
         return step_layout(bucket, self.max_pages, adapted=self.max_adapters > 0)
 
-    def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
-        """Run the model over packed tokens. fields: those of `step_layout`."""
+    def packed_forward(
+        self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket,
+        feature_pool: jax.Array | None = None,
+    ) -> Forward:  # fmt: skip
+        """Run the model over packed tokens. fields: those of `step_layout`. feature_pool: the target's
+        (`Pools.features`), for an EAGLE-3 head."""
         tokens = self._packed_tokens(fields, bucket)
         new_k: list[jax.Array] = []
         new_v: list[jax.Array] = []
@@ -94,15 +117,35 @@ class ModelPrograms:
             )  # fmt: skip
             return self.partition.without_copies(mixed, k.shape[0])
 
+        if feature_pool is not None:
+            features = self._target_features(params, feature_pool, fields, pools.page_size)
+            hidden = decode_head(params, self.config, fields["token"], fields["position"], features, attend)
+            return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
+        outputs: dict[int, jax.Array] = {}
         used = fields["row"] < bucket.rows if self.config.experts else None
         adapters = None
         if self.max_adapters:
             slots = jnp.take(fields["adapter"], fields["row"], mode="fill", fill_value=0)  # padding has no row
             adapters = TokenAdapters.of(slots, self.max_adapters)
         hidden = decode(
-            params, self.config, fields["token"], fields["position"], attend, self.partition, used, adapters
-        )
-        return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
+            params, self.config, fields["token"], fields["position"], attend, self.partition, used, adapters,
+            outputs.__setitem__ if self.feature_layers else None,
+        )  # fmt: skip
+        features = None
+        if self.feature_layers:
+            features = jnp.stack([outputs[layer].T[:, None] for layer in self.feature_layers]).astype(pools.k.dtype)
+        return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v), features)
+
+    def _target_features(
+        self, params: Params, pool: jax.Array, fields: dict[str, jax.Array], page_size: int
+    ) -> jax.Array:
+        """Return the reduced feature of the target at the position of each packed token, f32[d, T]."""
+        assert self.config.eagle3 is not None
+        row = jnp.minimum(fields["row"], fields["page_table"].shape[0] - 1)
+        page = fields["page_table"][row, fields["position"] // page_size]
+        size = self.config.eagle3.target_hidden_size
+        features = read_features(pool, page, fields["position"] % page_size, size)
+        return reduce_features(params, self.config, features)
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
         bits = ancestor_bits(fields["parent"])
@@ -125,7 +168,7 @@ class ModelPrograms:
 
     def in_flight(self, pools: Pools, fields: dict[str, jax.Array], forward: Forward, keep: jax.Array) -> InFlight:
         """Return the forward's K/V with the page slot of each token to keep. keep: bool[T]."""
-        return InFlight(forward.new_k, forward.new_v, *page_slots(fields, keep, pools.page_size))
+        return InFlight(forward.new_k, forward.new_v, *page_slots(fields, keep, pools.page_size), forward.features)
 
     def verify(
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket, max_depth: int
@@ -140,33 +183,37 @@ class ModelPrograms:
         return VerifyResult(outcome, drawn, scores), self.in_flight(pools, fields, forward, walk.commit)
 
     def catch_up(
-        self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket
-    ) -> tuple[jax.Array, InFlight]:
-        """Feed the draft the tokens that its KV lacks. Return the logits after each row's last one, f32[R, V]."""
+        self, params: Params, pools: Pools, packed: jax.Array, feature_pool: jax.Array | None = None, *, bucket: Bucket
+    ) -> tuple[Root, InFlight]:
+        """Feed the draft the tokens that its KV lacks. feature_pool: as for `packed_forward`."""
         fields = self.layout(bucket).split(packed)
-        forward = self.packed_forward(params, pools, fields, bucket)
-        root_logits = self.sampled_logits(params, forward, fields["sampled"])
-        return root_logits, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
+        forward = self.packed_forward(params, pools, fields, bucket, feature_pool)
+        root = Root(self.sampled_logits(params, forward, fields["sampled"]))
+        if self.config.eagle3 is not None:
+            root = root._replace(feature=forward.hidden[:, jnp.minimum(fields["sampled"], bucket.tokens - 1)])
+        return root, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
 
     def search(
-        self, params: Params, pools: Pools, root_logits: jax.Array, packed: jax.Array, table: AcceptanceTable,
+        self, params: Params, pools: Pools, root: Root, packed: jax.Array, table: AcceptanceTable,
         vocabulary: VocabularyTable | None = None, *, max_depth: int, width: int,
     ) -> jax.Array:  # fmt: skip
-        """Beam-search from the root logits f32[R, V], the result of `catch_up`.
+        """Beam-search from the result of `catch_up`.
 
         vocabulary: of a draft whose vocabulary differs; the search then is over the target's tokens, whose noise it
         shares. Returns i32[5, R, max_depth, width]: token, parent, cell, and the bits of log f and log q.
         """
+        root_logits = root.logits
         rows = root_logits.shape[0]
         fields = beam_layout(rows, self.max_pages).split(packed)
         shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
-        buffers = (jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype))
+        feature = None if root.feature is None else jnp.repeat(root.feature.T[:, None], width, axis=1)
+        carry = _BeamCarry(jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype), feature)
 
         forward = partial(self._beam_forward, params, pools, fields, vocabulary)
         if vocabulary is not None:
             root_logits = vocabulary.scores(root_logits)
         beam: Beam = beam_search(
-            root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table, forward, buffers,
+            root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table, forward, carry,
             fields["shape"][0], fields["shape"][1], fields["shape"][2] > 0, max_depth=max_depth, width=width,
         )  # fmt: skip
         bits = [lax.bitcast_convert_type(part, jnp.int32) for part in (beam.log_f, beam.log_q)]
@@ -174,18 +221,21 @@ class ModelPrograms:
 
     def _beam_forward(
         self, params: Params, pools: Pools, fields: dict[str, jax.Array], vocabulary: VocabularyTable | None,
-        carry: tuple[jax.Array, jax.Array], level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        carry: _BeamCarry, level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array,
+    ) -> tuple[jax.Array, _BeamCarry]:  # fmt: skip
         """Run the draft on one level of the beam, N = max_depth * W nodes in all.
 
-        token, position: i32[R, W]; visible: bool[R, W, N]; carry: K and V of the tree, [L, R, K, N, D] each, to which
-        the level's are added. Returns logits f32[R, W, V] and the carry.
+        token, position: i32[R, W]; visible: bool[R, W, N]; carry: the tree so far, to which the level is added. Returns
+        logits f32[R, W, V] and the carry.
         """
         rows, width = token.shape
         kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         group = self.config.num_heads // kv_heads
-        k_buffer, v_buffer = carry
-        key_position = fields["ctx_len"][:, None] + jnp.arange(visible.shape[2]) // width
+        k_buffer, v_buffer, feature = carry
+        ctx_len = fields["ctx_len"]
+        if feature is not None:  # a head has no entry for position 0
+            ctx_len, position = jnp.maximum(ctx_len - 1, 0), jnp.maximum(position - 1, 0)
+        key_position = ctx_len[:, None] + jnp.arange(visible.shape[2]) // width
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             nonlocal k_buffer, v_buffer
@@ -204,15 +254,22 @@ class ModelPrograms:
                 first = position - window + 1
             mixed = beam_attention(
                 q_rows, k_buffer[layer], v_buffer[layer], pools.keys, pools.values, layer, fields["page_table"],
-                fields["ctx_len"], seen, first, implementation=self.attention, softcap=self.config.attention_cap,
-                sinks=sinks,
+                ctx_len, seen, first, implementation=self.attention, softcap=self.config.attention_cap, sinks=sinks,
             )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 
         fed = token if vocabulary is None else vocabulary.fed(token)
-        hidden = decode(params, self.config, fed.reshape(-1), position.reshape(-1), attend)
+        if feature is None:
+            hidden = decode(params, self.config, fed.reshape(-1), position.reshape(-1), attend)
+        else:
+            # each node's parent is the one it sees on the level above; those of the first level all have the root's
+            above = lax.dynamic_slice_in_dim(visible, jnp.maximum(level - 1, 0) * width, width, axis=2)
+            before = jnp.take_along_axis(feature, jnp.argmax(above, axis=2)[:, :, None], axis=1)
+            before = before.reshape(rows * width, -1).T
+            hidden = decode_head(params, self.config, fed.reshape(-1), position.reshape(-1), before, attend)
+            feature = hidden.T.reshape(rows, width, -1)
         scores = logits(params, self.config, hidden).reshape(rows, width, -1)
-        return scores if vocabulary is None else vocabulary.scores(scores), (k_buffer, v_buffer)
+        return scores if vocabulary is None else vocabulary.scores(scores), _BeamCarry(k_buffer, v_buffer, feature)
 
 
 def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPositions:

@@ -16,14 +16,14 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import adapter_specs, param_specs
+from adaserve_jax.models.decoder import HEAD_ROW, adapter_specs, param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
-from adaserve_jax.runtime.pools import pool_head_dim
+from adaserve_jax.runtime.pools import FEATURE_LAYERS, pool_head_dim
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
 
@@ -95,6 +95,10 @@ def resolve(
     platform = _platform(absent)
     on_cpu = platform == "cpu"
     models = [model for model in (target, draft) if model is not None]
+    is_head = False
+    if draft is not None and draft.eagle3 is not None:
+        _check_head(config, target, draft)
+        is_head, models = True, [target]  # a head states the length that it was trained with
     supported = min(model.max_position for model in models)
     if config.max_context > supported:
         raise ConfigError(
@@ -130,7 +134,7 @@ def resolve(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
         page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if speculates else 0,
         max_width=config.max_width if speculates else 0,
-        suffix_depth=min(config.suffix_depth, max_tree) if config.may_use_suffix else 0,
+        suffix_depth=min(config.suffix_depth, max_tree) if config.may_use_suffix else 0, draft_is_head=is_head,
     )  # fmt: skip
     limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)
@@ -148,6 +152,26 @@ def resolve(
         memory=memory,
         weight_format=_describe_weights(config, target),
     )
+
+
+def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
+    """Raise ConfigError unless the target can serve this EAGLE-3 head; UnsupportedModelError: it has too few layers."""
+    head = draft.eagle3
+    assert head is not None
+    for name, own, its in (
+        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+    ):
+        if own != its:
+            raise ConfigError(
+                f"the draft is an EAGLE-3 head whose {name} is {own}, and its target's is {its}; use a head "
+                "that was made for this target"
+            )
+    head.layers_of(target.num_layers)
+    if config.tp > 1:
+        raise ConfigError(f"an EAGLE-3 head needs tp 1, got {config.tp}; use a draft model, or one device")
+    if config.learning is not None:
+        raise ConfigError("an EAGLE-3 head does not learn while serving; leave out the learning, or use a draft model")
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:
@@ -394,7 +418,7 @@ def sizes_of(
     rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
     sampled = max(bucket.sampled for bucket in verify.all())
     kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
-    drafting = 0
+    drafting, has_features = 0, draft is not None and draft.eagle3 is not None
     if draft is not None:
         searched = max(draft.vocab_size, target.vocab_size) if map_bytes else draft.vocab_size
         scores = 4 * SCORES * rows * config.max_width * searched
@@ -407,7 +431,7 @@ def sizes_of(
             verifying += here * 4 * tokens * target.num_layers * outputs
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
-            target_page=here * page_bytes(local, config.page_size, dtype, platform),
+            target_page=here * page_bytes(local, config.page_size, dtype, platform, has_features=has_features),
             adapters=here * adapter_bytes(whole, config.lora_slots, config.max_lora_rank, dtype, partition),
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
             further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
@@ -457,13 +481,20 @@ def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dt
     """Return the type that `load_params` gives a weight of `param_specs`; a matrix that has a scale is in int8."""
     if name.endswith(SCALE):
         return np.dtype(np.float32)
+    if name == HEAD_ROW:
+        return np.dtype(np.int32)
     return np.dtype(np.int8) if name + SCALE in specs else dtype
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str) -> int:
-    """Return the bytes of one page's KV, all layers. config: one device's part of the model."""
-    slot = config.num_kv_heads * pool_head_dim(config.head_dim, platform)
-    return 2 * config.num_layers * slot * page_size * dtype.itemsize
+def page_bytes(
+    config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str, *, has_features: bool = False
+) -> int:
+    """Return the bytes of one page's KV, all layers. config: one device's part of the model. has_features: with what an
+    EAGLE-3 head reads."""
+    slot = 2 * config.num_layers * config.num_kv_heads * pool_head_dim(config.head_dim, platform)
+    if has_features:
+        slot += FEATURE_LAYERS * pool_head_dim(config.hidden_size, platform)
+    return slot * page_size * dtype.itemsize
 
 
 def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:

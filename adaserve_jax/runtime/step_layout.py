@@ -171,21 +171,30 @@ def pack_verify(
     return PackedStep(bucket, packed, total, plan.num_rows)
 
 
-def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan) -> PackedStep:
-    """Pack the tokens that the draft's KV lacks. The last one of each speculating row is where its search starts."""
+def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan, *, is_head: bool = False) -> PackedStep:
+    """Pack the tokens that the draft's KV lacks. The last one of each speculating row is where its search starts.
+
+    is_head: an EAGLE-3 head keeps a token's KV at the position of the feature that comes with it, which is the one
+    before. So the first token of a text has none.
+    """
     assert plan.draft is not None
     draft = plan.draft
     packed, views = _new_step(bucket, max_pages)
-    total = len(draft.catchup_tokens)
-    row, offset = _chains(draft.catchup_counts)
-    views["token"][:total] = draft.catchup_tokens
+    tokens, counts, context = draft.catchup_tokens, draft.catchup_counts, draft.draft_ctx
+    if is_head:
+        begins = (context == 0) & (counts > 0)
+        tokens = np.delete(tokens, (np.cumsum(counts) - counts)[begins])
+        counts, context = counts - begins, np.maximum(context - 1, 0)
+    total = len(tokens)
+    row, offset = _chains(counts)
+    views["token"][:total] = tokens
     views["row"][:total] = row
     views["parent"][:total] = np.where(offset == 0, -1, np.arange(total, dtype=np.int32) - 1)
-    views["position"][:total] = draft.draft_ctx[row] + offset
+    views["position"][:total] = context[row] + offset
     views["emit_depth"][:total] = PREFILL
-    views["count"][: plan.num_rows] = draft.catchup_counts
-    views["ctx_len"][: plan.num_rows] = draft.draft_ctx
+    views["count"][: plan.num_rows] = counts
+    views["ctx_len"][: plan.num_rows] = context
     fill_rows(views, plan.page_table, plan.sampling)
-    last = np.cumsum(draft.catchup_counts) - 1
+    last = np.cumsum(counts) - 1
     views["sampled"][: plan.num_rows] = np.maximum(last, 0)
     return PackedStep(bucket, packed, total, plan.num_rows)

@@ -454,7 +454,8 @@ class DraftPlanner:
         if decision.feed_draft and chunks:
             behind = self._batch.table.num_computed[slots] - draft_ctx
             for index, chunk in enumerate(chunks, num_decode):
-                counts[index] = min(int(behind[index]) + chunk, room)
+                ahead = 1 if self._limits.draft_is_head else chunk
+                counts[index] = min(int(behind[index]) + ahead, room)
                 room -= int(counts[index])
         if not np.count_nonzero(counts):
             return None

@@ -15,11 +15,13 @@ def oracle_logits(
     tokens: np.ndarray | list[int],
     positions: np.ndarray | None = None,
     mask: np.ndarray | None = None,
+    streams: list[np.ndarray] | None = None,
 ) -> np.ndarray:
     """Logits f64[T, V] of every token.
 
     tokens: int[T]. positions: int[T], 0..T-1 when None. mask: bool[T, T], mask[i, j] true when token i attends to
-    token j (itself included); causal when None. A tree is its ancestor mask with positions = depth.
+    token j (itself included); causal when None. A tree is its ancestor mask with positions = depth. streams: gets the
+    stream behind every layer, f64[T, d].
     """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -55,6 +57,8 @@ def oracle_logits(
             x = x + _mixture(h, w, p + "block_sparse_moe.", config["num_experts_per_tok"])
         else:
             x = x + _mlp(h, *(w[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")))
+        if streams is not None:
+            streams.append(x)
     x = _norm(x, w["model.norm.weight"], eps)
     head = "model.embed_tokens.weight" if config.get("tie_word_embeddings", False) else "lm_head.weight"
     return x @ w[head].T

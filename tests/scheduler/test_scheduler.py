@@ -140,6 +140,20 @@ def test_draft_follows_the_prompt_chunks_and_what_was_accepted():
                 assert plan.draft.catchup_counts[0] <= 4, "the draft follows prefill, so that nothing is left to repair"
 
 
+def test_a_head_is_fed_one_token_beyond_what_the_target_has_computed():
+    run = Run.of(limits_of(token_edges=(1, 16, 64), draft_is_head=True), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=100, tokens=30))
+    fed, drafted = 0, False
+    while run.scheduler.has_work:
+        plan, _ = run.step()
+        if plan.draft is not None:
+            assert plan.draft.draft_ctx[0] == fed
+            fed += int(plan.draft.catchup_counts[0])
+            assert fed <= plan.ctx_len[0] + 1
+            drafted |= bool(plan.draft.speculates.any())
+    assert drafted
+
+
 def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
     run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="spec:2")
     run.scheduler.add(request_of("a", prompt=200, tokens=40))

@@ -1,0 +1,67 @@
+"""An EAGLE-3 head as the draft of an engine: the text is the target's own in every mode and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.errors import UnsupportedModelError
+from tests.engines import DEMO, EXACT
+from tests.models.checkpoints import write_eagle3
+
+PROMPTS = ["def add(a, b):\n", "x = [1, 2, 3]\n" * 4, "x = [1, 2, 3]\n" * 4 + "y", "Sara buys 4 pens for $2 each.", "a"]
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head for the embedded target, without an embedding of its own."""
+    return write_eagle3(
+        tmp_path_factory.mktemp("head"), features=256, own_embedding=False, vocab_size=2048, hidden_size=256,
+        intermediate_size=96, head_dim=64, draft_vocab_size=1500, max_position_embeddings=32,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exact(head: Path) -> Iterator[LLM]:
+    with LLM(draft=str(head), **EXACT | {"num_pages": 20}) as llm:
+        yield llm
+
+
+def _texts(llm: LLM, temperature: float) -> list[list[int]]:
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+    return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_text_is_that_of_every_other_draft_and_policy(exact: LLM, deterministic: LLM, temperature: float) -> None:
+    deterministic.set_policy("ar")
+    expected = _texts(deterministic, temperature)
+    for policy in ("spec:3", "adaserve", "adaserve@model", "adaserve@suffix+model", "nightjar", "ar"):
+        exact.set_policy(policy)
+        before = exact.stats().scheduler.draft_tokens
+        assert _texts(exact, temperature) == expected, policy
+        drafted = exact.stats().scheduler.draft_tokens - before
+        assert drafted > 0 or policy in ("ar", "nightjar")
+
+
+def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
+    with LLM(draft=str(head), **DEMO) as llm:
+        results = []
+        for policy in ("ar", "spec:3"):
+            llm.set_policy(policy)
+            results.append(_texts(llm, 0.8))
+        assert llm.stats().scheduler.draft_tokens > 0
+    assert sum(a != b for a, b in zip(*results, strict=True)) <= 1
+
+
+def test_a_head_is_refused_where_a_model_is_needed(head: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is an EAGLE-3 head, which is no model without its target"):
+        LLM(target=str(head), draft=None)

@@ -1,0 +1,244 @@
+"""An EAGLE-3 head in the executor: it reads the target's features where they were committed, and searches as the oracle
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError, UnsupportedModelError
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
+from tests.models.checkpoints import write_checkpoint, write_eagle3
+from tests.oracles.eagle3 import Head
+from tests.oracles.llama import oracle_logits
+
+DEPTH, WIDTH = 4, 2
+LAYERS = [0, 2, 3]
+SMALL: dict[str, Any] = {
+    "max_requests": 4, "max_context": 64, "page_size": 8, "num_pages": 32, "max_depth": DEPTH, "max_width": WIDTH,
+    "max_tree_tokens": 16, "row_edges": (4,), "token_edges": (64,), "elastic": "off",
+}  # fmt: skip
+TEXTS = [np.random.default_rng(seed).integers(3, 300, length).astype(np.int32) for seed, length in ((1, 21), (2, 10))]
+"""Prompts, and behind each the token that was drawn after it."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_checkpoint(folder / "target", num_hidden_layers=4)
+    head = write_eagle3(folder / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": LAYERS}, seed=4)
+    return EngineConfig(target=str(target), draft=str(head), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
+    executor = load_executor(config)
+    executor.compile()
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.close()
+
+
+def _plan(
+    known: list[int], *, prefill: list[np.ndarray] | None = None, fed: list[np.ndarray] | None = None,
+    drafted: list[int] | None = None, first_page: int = 0,
+) -> StepPlan:  # fmt: skip
+    """A step of both texts: they prefill, or the draft is fed behind `drafted` tokens and then searched. known: tokens
+    that the target has computed."""
+    rows = len(TEXTS)
+    zeros = np.zeros(rows, np.int32)
+    floats = np.zeros(rows, np.float32)
+    sampling = RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, np.ones(rows, np.float32), floats)
+    table = first_page + np.arange(rows * 8, dtype=np.int32).reshape(rows, 8)
+    draft = None
+    if fed is not None:
+        counts = np.array([len(each) for each in fed], np.int32)
+        reaches = np.array([start + len(part) for start, part in zip(drafted or [], fed, strict=True)])
+        speculates = (counts > 0) & (reaches == [len(text) for text in TEXTS])
+        depth = DEPTH if speculates.any() else 0
+        draft = DraftPlan(
+            depth, WIDTH, np.concatenate(fed), counts, np.array(drafted, np.int32), speculates, calibrated=False
+        )
+    chunks = prefill or []
+    decode = rows - len(chunks)
+    return StepPlan(
+        0, np.arange(rows), decode, np.array([text[-1] for text in TEXTS[:decode]], np.int32),
+        np.array(known, np.int32), table, sampling,
+        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), np.array([len(c) for c in chunks], np.int32),
+        np.ones(len(chunks), bool), draft, 16,
+    )  # fmt: skip
+
+
+NO_TREES = DraftTrees(*(np.zeros(0, np.int32) for _ in range(5)), np.zeros(0, np.float32))
+
+
+def _prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0) -> None:
+    """Compute both prompts in chunks that end at these tokens."""
+    known = [0] * len(TEXTS)
+    for stops in ends:
+        chunks = [text[start:stop] for text, start, stop in zip(TEXTS, known, stops, strict=True)]
+        executor.verify(_plan(known, prefill=chunks, first_page=first_page), NO_TREES)
+        known = stops
+
+
+def _expected(config: EngineConfig, text: np.ndarray) -> tuple[Head, np.ndarray]:
+    """An oracle that was fed a whole text, and its last feature."""
+    assert config.draft is not None
+    streams: list[np.ndarray] = []
+    oracle_logits(Path(config.target), text[:-1], streams=streams)
+    head = Head(Path(config.draft))
+    features = np.concatenate([streams[layer] for layer in LAYERS], axis=1)
+    return head, head.read_target(text[1:].tolist(), features)
+
+
+@pytest.mark.parametrize(
+    ("ends", "fed"),
+    [
+        ([[20, 9]], [[21, 10]]),
+        ([[7, 1], [8, 8], [20, 9]], [[1, 1], [6, 10], [21, 10]]),
+        ([[20, 9]], [[16, 8], [21, 10]]),
+    ],
+    ids=["at_once", "in_chunks", "by_pages"],
+)
+def test_trees_are_those_of_the_oracle(
+    executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
+) -> None:
+    _prefill(executor, ends)
+    drafted, found, known = [0, 0], {}, [len(text) - 1 for text in TEXTS]
+    for stops in fed:
+        parts = [text[start:stop] for text, start, stop in zip(TEXTS, drafted, stops, strict=True)]
+        plan = _plan(known, fed=parts, drafted=drafted)
+        candidates = executor.speculate(plan)
+        assert plan.draft is not None
+        found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
+        drafted = stops
+    for row, text in enumerate(TEXTS):
+        _check_tree(found[row], row, *_expected(config, text))
+
+
+def _check_tree(found: Any, row: int, head: Head, root: np.ndarray) -> None:
+    """Each node's log probability, and that of the best child of every parent on the first level, are the oracle's."""
+    assert (found.log_f[row] > -np.inf).sum() == DEPTH * WIDTH
+    logits = {-1: head.logits(root)}
+    features = {-1: root}
+    fed = len(head.keys)
+    paths: dict[int, list[int]] = {-1: []}
+    for node in range(DEPTH * WIDTH):
+        token, parent = int(found.token[row][node]), int(found.parent[row][node])
+        scores = logits[parent]
+        assert abs(found.log_q[row][node] - (scores - np.logaddexp.reduce(scores))[token]) < 1e-4
+        paths[node] = [*paths[parent], node]
+        del head.keys[fed:], head.values[fed:]
+        feature = root
+        for step in paths[node]:
+            feature = head.step(int(found.token[row][step]), feature)
+        features[node], logits[node] = feature, head.logits(feature)
+    best = np.argsort(-logits[-1])[:WIDTH]
+    assert found.token[row][:WIDTH].tolist() == best.tolist()
+
+
+def test_only_committed_features_are_read(executor: ModelExecutor, config: EngineConfig) -> None:
+    """A tree of another text at the same positions, of which nothing is accepted, leaves the features alone."""
+    _prefill(executor, [[20, 9]])
+    known = [len(text) - 1 for text in TEXTS]
+    row = np.array([0, 0, 0, 1, 1], np.int32)
+    depth = np.array([0, 1, 2, 0, 1], np.int32)
+    parent = np.array([-1, 0, 1, -1, 3], np.int32)
+    token = np.array([TEXTS[0][-1], 5, 6, TEXTS[1][-1], 7], np.int32)
+    trees = DraftTrees(row, token, parent, depth, depth - 1, np.ones(5, np.float32))
+    outcome = executor.verify(_plan(known), trees)
+    drawn = outcome.tokens[:, 0]
+    wrong = (drawn + 1) % 300
+    trees = replace(trees, token=np.array([TEXTS[0][-1], wrong[0], 6, TEXTS[1][-1], wrong[1]], np.int32))
+    assert executor.verify(_plan(known), trees).counts.tolist() == [1, 1]
+    texts = [np.append(text, drawn[row]) for row, text in enumerate(TEXTS)]
+    plan = _plan([len(text) for text in TEXTS], fed=TEXTS, drafted=[0, 0])
+    executor.speculate(plan)
+    plan = _plan([len(text) for text in TEXTS], fed=[text[-1:] for text in texts], drafted=[len(t) for t in TEXTS])
+    assert plan.draft is not None
+    plan = replace(plan, draft=replace(plan.draft, depth=DEPTH, speculates=np.ones(2, bool)))
+    found = executor.speculate(plan)
+    for row, text in enumerate(texts):
+        _check_tree(found, row, *_expected(config, text))
+
+
+def test_without_a_head_no_program_has_features(config: EngineConfig, executor: ModelExecutor) -> None:
+    plain = load_executor(replace(config, draft=None))
+    try:
+        assert plain.target.pools.features is None
+        with_features = executor.target.pools.features
+        assert with_features is not None
+        assert with_features.shape == (3, 32, 1, 8, 32)
+        ours, theirs = ({each.key: each for each in e.target.declare_forward(_outputs(e))} for e in (plain, executor))
+        for key, declared in ours.items():
+            text = declared.function.lower(*declared.arguments).as_text()
+            more = theirs[key].function.lower(*theirs[key].arguments).as_text()
+            assert "3x64x1x32" not in text
+            assert "3x64x1x32" in more
+    finally:
+        plain.close()
+
+
+def _outputs(executor: ModelExecutor) -> Any:
+    from functools import partial
+
+    return partial(executor.target.programs.verify, max_depth=executor.limits.max_tree_depth)
+
+
+def test_memory_is_planned_to_the_byte(executor: ModelExecutor) -> None:
+    target, drafter, sizes = executor.target, executor.local_drafter, executor.resolved.sizes
+    assert drafter is not None
+    pools = [pool for pool in (target.pools.k, target.pools.v, target.pools.features) if pool is not None]
+    assert sizes.target_page * 32 == sum(pool.nbytes for pool in pools)
+    assert sizes.draft_weights == sum(weight.nbytes for weight in drafter.model.params.values())
+
+
+def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path) -> None:
+    def refusal(**changes: Any) -> str:
+        with pytest.raises((ConfigError, UnsupportedModelError)) as caught:
+            load_executor(replace(config, **changes))
+        return str(caught.value)
+
+    wide = str(write_eagle3(tmp_path / "wide", features=40))
+    assert "an EAGLE-3 head whose target_hidden_size is 40, and its target's is 32; use a head" in refusal(draft=wide)
+    other = str(write_eagle3(tmp_path / "other", vocab_size=300))
+    assert "an EAGLE-3 head whose vocab_size is 300, and its target's is 320; use a head" in refusal(draft=other)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 9]}
+    deep = str(write_eagle3(tmp_path / "deep", eagle_config=layers))
+    assert "reads layers 0, 2, 9 of its target, which has 4; use a head" in refusal(draft=deep)
+    assert "an EAGLE-3 head needs tp 1, got 2; use a draft model" in refusal(tp=2)
+    assert "an EAGLE-3 head does not learn while serving" in refusal(learning=LearnConfig())
+
+
+def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig) -> None:
+    """What the target computes while the head is away lies on pages of the extension, and moves with them."""
+    executor = load_executor(replace(config, elastic="on"))
+    executor.compile()
+    limits = executor.limits
+    try:
+        _prefill(executor, [[8, 8]], first_page=0)
+        executor.expand()
+        beyond = limits.num_pages  # the second page of each text is one of the extension, and so is the third
+        away = np.array([[0, beyond, beyond + 1], [8, beyond + 2, beyond + 3]], np.int32)
+        plan = _plan([8, 8], prefill=[TEXTS[0][8:20], TEXTS[1][8:9]])
+        table = plan.page_table.copy()
+        table[:, :3] = away
+        executor.verify(replace(plan, page_table=table), NO_TREES)
+        executor.move_pages(away[:, 1:].reshape(-1), np.array([1, 2, 9, 10]))
+        executor.contract()
+        assert executor.elastic is not None
+        executor.elastic.wait()
+        found = executor.speculate(_plan([20, 9], fed=TEXTS, drafted=[0, 0]))
+        for row, text in enumerate(TEXTS):
+            _check_tree(found, row, *_expected(config, text))
+        assert executor.compiles_after_ready == 0
+    finally:
+        executor.close()
