@@ -152,7 +152,7 @@ def test_rows_of_one_draft_are_one_step(
             for name in ("token", "parent", "log_f", "depth"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     executor.speculate(steps_of(DRAFTS, everything)[0])
-    assert ran == [{"weights": number} for number in range(3)]
+    assert [each["weights"] for each in ran] == [0, 1, 2]
 
 
 def test_drafts_are_exchanged_one_by_one(executor: ModelExecutor) -> None:
