@@ -21,6 +21,8 @@ SWEPT = (
 SWEEPS = {
     "rate": "requests per second", "urgent": "share of urgent requests", "mix": "share of urgent requests, drawn anew",
     "scale": "SLO scale of the urgent", "fluctuating": "mean requests per second, fluctuating",
+    "deadline": "seconds to the last token of requests that are not urgent",
+    "overload": "requests per second, doubled for 60 s",
 }  # fmt: skip
 KINDS = {"tpot": "TPOT", "joint": "TPOT and TTFT"}
 
