@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED_STATUS = 130
 DTYPES = ("auto", "f32", "bf16")
+HEADS = ("none", "eagle3")
 OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
 """Parameters that --from-checkpoint takes."""
 
@@ -44,7 +46,12 @@ def distill(
     target: Annotated[
         str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs none")
     ] = "demo",
-    draft: Annotated[str, typer.Option(help="checkpoint folder of the draft to begin with, or 'demo'")] = "demo",
+    draft: Annotated[
+        str, typer.Option(help="checkpoint folder of the draft or EAGLE-3 head to begin with, or 'demo'")
+    ] = "demo",
+    head: Annotated[
+        str, typer.Option(help="eagle3: begin with a new EAGLE-3 head of the target, in place of --draft; none: do not")
+    ] = "none",
     prompts: Annotated[
         str,
         typer.Option(help=f"file of prompts: .txt, one on each line, or any workload; '{PACKAGED}': the packaged one"),
@@ -68,19 +75,29 @@ def distill(
     for name, value, known in (("dtype", dtype, DTYPES), ("save-dtype", save_dtype, ("auto", *TYPES))):
         if value not in known:
             raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+    if head not in HEADS:
+        raise ConfigError(f"--head must be one of {', '.join(HEADS)}, got {head!r}")
     if bool(prompts) == (from_checkpoint is not None):
         raise ConfigError("give --prompts to train, or --from-checkpoint to write what a server learned; one of them")
     given = _given(context)
+    if head != "none" and "draft" in given:
+        raise ConfigError(f"--head {head} begins with a new head, and --draft with that of a folder; give one of them")
     _check_mode(given, writes=from_checkpoint is not None)
     check_new(out)
     draft_folder = resolve_folder(draft, "draft")
     asks_target = from_checkpoint is None or "target" in given
     target_folder = resolve_folder(target, "target") if asks_target else draft_folder
-    with progress_bar() as progress:
+    with progress_bar() as progress, TemporaryDirectory(prefix="adaserve-head-") as new:
         progress("loading", 0, 1)
         from adaserve_jax.distill.offline import Models, load_online_draft, write_draft  # imports jax
 
-        models = Models.find(target_folder, draft_folder)
+        begins_with = None
+        if head != "none":
+            from adaserve_jax.distill.heads import write_new_head
+
+            draft_folder, begins_with = Path(new) / "head", f"a new {head} head"
+            write_new_head(target_folder, draft_folder, config.seed)
+        models = Models.find(target_folder, draft_folder, begins_with)
         if from_checkpoint is not None:
             params, noted = load_online_draft(models, from_checkpoint, draft_name, config, _type(dtype), progress)
             write_draft(params, models.draft_folder, out, save_dtype, progress)
@@ -112,7 +129,8 @@ def distill(
     _say_what_came(run, target, out)
     if json_out is not None:
         write_json(json_out, {
-            "commit": source_commit(), "machine": machine_name(), "target": target, "draft": draft, "prompts": prompts,
+            "commit": source_commit(), "machine": machine_name(), "target": target, "draft": begins_with or draft,
+            "prompts": prompts,
             "settings": asdict(config), "seconds": dict(run.done.seconds),
             "evaluations": [asdict(each) for each in run.done.evaluations],
         })  # fmt: skip

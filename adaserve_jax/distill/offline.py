@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.distill.generate import Drawing, Generator
+from adaserve_jax.distill.heads import HeadTarget
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import LOG_ZERO, PADDING, PackedBatch, Record, pack
@@ -415,21 +416,30 @@ def reset_top_layer(params: Params, fresh: Params) -> Params:
 
 @dataclass(frozen=True)
 class Models:
-    """Folders, configurations and tokenizer of a target and a draft, before their weights are read."""
+    """Folders, configurations and tokenizer of a target and a draft, before their weights are read.
+
+    begins_with: name of the draft in a run's settings.
+    """
 
     target_folder: Path
     draft_folder: Path
     target: ModelConfig
     draft: ModelConfig
     tokenizer: Tokenizer
+    begins_with: str
 
     @classmethod
-    def find(cls, target_folder: Path, draft_folder: Path) -> Models:
-        """Read both configurations. Raises CheckpointError if a folder cannot be read or the vocabularies differ."""
-        tokenizer = Tokenizer.from_folder(target_folder)
-        target, draft = ModelConfig.from_folder(target_folder), ModelConfig.from_folder(draft_folder)
-        check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder), target.vocab_size)
-        return cls(target_folder, draft_folder, target, draft, tokenizer)
+    def find(cls, target_folder: Path, draft_folder: Path, begins_with: str | None = None) -> Models:
+        """Read both configurations. The draft may be an EAGLE-3 head. Raises CheckpointError if a folder cannot be read
+        or the vocabularies differ."""
+        tokenizer, target = Tokenizer.from_folder(target_folder), ModelConfig.from_folder(target_folder)
+        draft = ModelConfig.from_folder(draft_folder, may_be_head=True)
+        if draft.eagle3 is not None:
+            draft.check_target(target)
+        else:
+            check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder), target.vocab_size)
+        name = str(draft_folder.resolve()) if begins_with is None else begins_with
+        return cls(target_folder, draft_folder, target, draft, tokenizer, name)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -437,7 +447,8 @@ class Models:
 
     @property
     def max_context(self) -> int:
-        return min(self.target.max_position, self.draft.max_position)
+        longest = self.target.max_position
+        return longest if self.draft.eagle3 is not None else min(longest, self.draft.max_position)
 
 
 @dataclass(frozen=True)
@@ -469,12 +480,23 @@ def open_distillation(
     models: Models, prompts: Prompts, config: OfflineConfig, dtype: Any, *, progress: Progress,
     wants_stop: Callable[[], bool],
 ) -> Distillation:  # fmt: skip
-    """Load both models and compile training. Raises CheckpointError if a model cannot be loaded."""
+    """Load both models and compile training.
+
+    Raises CheckpointError if a model cannot be loaded; ConfigError: the settings are not for an EAGLE-3 head.
+    """
+    is_head = models.draft.eagle3 is not None
+    if is_head and config.sampling != "teacher":
+        raise ConfigError(
+            f"sampling must be teacher for an EAGLE-3 head, which writes no texts, got {config.sampling!r}"
+        )
+    if is_head and config.reset_top_layer:
+        raise ConfigError("reset_top_layer is not for an EAGLE-3 head, which has one layer; begin with a new head")
     target = load_params(models.target_folder, models.target, dtype, _named(progress, "loading target"))
     draft = load_draft(models, config, dtype, progress)
-    programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype)
+    source = HeadTarget(models.target, target) if is_head else None
+    programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype, target=source)
     programs.compile(progress)
-    generator = Generator(models.target, models.draft, rows=config.rows, dtype=dtype)
+    generator = Generator(models.target, None if is_head else models.draft, rows=config.rows, dtype=dtype)
     writer = TextWriter(generator, config, models.eos_ids, prompts.kept, target)
     scorer = Scorer(
         models.target, top_k=programs.top_k, vocab_size=min(models.target.vocab_size, models.draft.vocab_size),
@@ -482,7 +504,7 @@ def open_distillation(
     )  # fmt: skip
     held_out, trained = split(len(prompts.kept), config.held_out, config.seed)
     settings = {
-        **asdict(config), "target": str(models.target_folder.resolve()), "draft": str(models.draft_folder.resolve()),
+        **asdict(config), "target": str(models.target_folder.resolve()), "draft": models.begins_with,
         "dtype": str(jnp.dtype(dtype)), "prompts": f"sha256 {_hash(prompts.kept)}",
     }  # fmt: skip
     return Distillation(
@@ -493,7 +515,9 @@ def open_distillation(
 
 def load_draft(models: Models, config: OfflineConfig, dtype: Any, progress: Progress) -> Params:
     """Load the weights that training begins with."""
-    params = load_params(models.draft_folder, models.draft, dtype, _named(progress, "loading draft"))
+    params = load_params(
+        models.draft_folder, models.draft, dtype, _named(progress, "loading draft"), target=models.target_folder
+    )
     if config.reset_top_layer:
         return reset_top_layer(params, init_params(models.draft, config.seed, dtype))
     return params

@@ -18,11 +18,12 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from adaserve_jax.distill.heads import FROZEN, STEP_DECAY, HeadTarget, head_steps
 from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.errors import ConfigError, UnsupportedModelError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, attend_dense, decode, logits, param_specs
+from adaserve_jax.models.decoder import HEAD_ROW, Params, attend_dense, decode, logits, param_specs
 from adaserve_jax.runtime.compile import CompileCounter, Declared, compile_all
 from adaserve_jax.types import Progress
 
@@ -103,13 +104,43 @@ def batch_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sums of loss and overlap over the rows, f32 each. A row of weight 0 adds exactly 0 to them
     and to every gradient, whatever it holds."""
-    real = batch.weight > 0
+    return _sums(rows_logits(params, config, batch), learn, batch, batch.weight)
+
+
+def _sums(scores: jax.Array, learn: LearnConfig, batch: PackedBatch, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `batch_sums` does, from the draft's scores f32[N, V] and the rows' weights f32[N]."""
+    real = weight > 0
     log_p = jnp.where(real[:, None], batch.log_p, -jnp.log(batch.log_p.shape[1] + 1.0))
     loss, overlap = row_losses(
-        rows_logits(params, config, batch), jnp.where(real[:, None], batch.ids, 0), log_p,
+        scores, jnp.where(real[:, None], batch.ids, 0), log_p,
         kind=learn.learn_loss, beta=learn.learn_beta, temperature=learn.learn_temperature,
     )  # fmt: skip
-    return jnp.where(real, batch.weight * loss, 0).sum(), jnp.where(real, batch.weight * overlap, 0).sum()
+    return jnp.where(real, weight * loss, 0).sum(), jnp.where(real, weight * overlap, 0).sum()
+
+
+def head_sums(
+    params: Params, config: ModelConfig, learn: LearnConfig, batch: PackedBatch, features: jax.Array, decay: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the weighted sums of loss, overlap and weights of an EAGLE-3 head over the rows of all steps.
+
+    features: as for `head_steps`. decay: factor of a step's weights on those of the one before. A row counts in the
+    steps that have a root before it. Tokens that the head lacks are left out of the target's distribution, since no
+    head could come nearer to them, and count as never accepted.
+    """
+    reachable = batch
+    if HEAD_ROW in params:
+        lacking = params[HEAD_ROW][batch.ids] < 0
+        lost = jnp.where(lacking, jnp.exp(batch.log_p), 0).sum(1, keepdims=True)
+        log_p = jnp.where(lacking, LEAST_LOG_P, batch.log_p - jnp.log(jnp.maximum(1 - lost, TAIL_FLOOR)))
+        reachable = batch._replace(log_p=log_p)
+    sums = []
+    for step, (hidden, below) in enumerate(head_steps(params, config, batch, features)):
+        weight = jnp.where(below[batch.at], batch.weight * decay**step, 0)
+        scores = jnp.maximum(logits(params, config, hidden[:, batch.at]), LEAST_LOG_P)
+        loss, overlap = _sums(scores, learn, reachable, weight)[0], _sums(scores, learn, batch, weight)[1]
+        sums.append(jnp.stack([loss, overlap, weight.sum()]))
+    loss, overlap, weights = sum(sums[1:], sums[0])
+    return loss, overlap, weights
 
 
 class LowRank(NamedTuple):
@@ -123,11 +154,12 @@ Trained = dict[str, Any]
 """Trained arrays by weight name: f32 of its shape, or a LowRank."""
 
 
-def begin(params: Params, rank: int) -> tuple[Trained, Params]:
+def begin(params: Params, rank: int, frozen: Sequence[str] = ()) -> tuple[Trained, Params]:
     """Return (trained arrays, base weights): all weights in f32 and no base, or for rank > 0 a LowRank for each matrix
-    except the embedding, and all weights as the base."""
+    except the embedding, and all weights as the base. frozen: weights that stay in the base in any case."""
     if rank == 0:
-        return {name: weight.astype(jnp.float32) for name, weight in params.items()}, {}
+        trained = {name: weight.astype(jnp.float32) for name, weight in params.items() if name not in frozen}
+        return trained, {name: params[name] for name in frozen if name in params}
     names = [name for name, weight in params.items() if _is_updated(name, weight.shape)]
     keys = jax.random.split(jax.random.key(0), len(names))
     trained: Trained = {}
@@ -140,13 +172,14 @@ def begin(params: Params, rank: int) -> tuple[Trained, Params]:
 
 def merged(trained: Trained, base: Params, dtype: Any) -> Params:
     """Return the draft's weights in its serving type."""
-    if not base:
-        return {name: weight.astype(dtype) for name, weight in trained.items()}
-    updates = {name: jnp.matmul(each.a, each.b, precision=jax.lax.Precision.HIGHEST) for name, each in trained.items()}
-    return {
-        name: (weight.astype(jnp.float32) + updates[name]).astype(dtype) if name in updates else weight
-        for name, weight in base.items()
-    }
+
+    def weight(name: str, each: Any) -> jax.Array:
+        if not isinstance(each, LowRank):
+            return each.astype(dtype)
+        update = jnp.matmul(each.a, each.b, precision=jax.lax.Precision.HIGHEST)
+        return (base[name].astype(jnp.float32) + update).astype(dtype)
+
+    return base | {name: weight(name, each) for name, each in trained.items()}
 
 
 def check_trainable(config: ModelConfig) -> None:
@@ -155,10 +188,15 @@ def check_trainable(config: ModelConfig) -> None:
         raise UnsupportedModelError("a draft that learns must be dense, got a mixture of experts; use a dense draft")
 
 
+def frozen_of(config: ModelConfig) -> tuple[str, ...]:
+    """Return the weights that are not trained: none of a model's."""
+    return () if config.eagle3 is None else FROZEN
+
+
 def num_trained(config: ModelConfig, rank: int) -> int:
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if rank == 0:
-        return sum(math.prod(shape) for shape in shapes.values())
+        return sum(math.prod(shape) for name, shape in shapes.items() if name not in frozen_of(config))
     return sum(rank * sum(shape) for name, shape in shapes.items() if _is_updated(name, shape))
 
 
@@ -186,16 +224,18 @@ class TrainPrograms:
 
     def __init__(
         self, config: ModelConfig, learn: LearnConfig, num_tokens: int, dtype: Any, device: Any = None,
-        counter: CompileCounter | None = None,
+        counter: CompileCounter | None = None, target: HeadTarget | None = None,
     ) -> None:  # fmt: skip
         """Declare the programs.
 
         dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
-        first local one. counter: counts compilations while a program runs.
+        first local one. counter: counts compilations while a program runs. target: of an EAGLE-3 head.
         Raises UnsupportedModelError: the draft is a mixture of experts.
         """
         check_trainable(config)
+        assert (config.eagle3 is None) == (target is None)
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
+        self._target = target
         self.dtype = jnp.dtype(dtype)
         self.device = device or jax.local_devices()[0]
         self.top_k = min(learn.learn_top_k, config.vocab_size)
@@ -215,12 +255,14 @@ class TrainPrograms:
 
     def with_length(self, num_tokens: int) -> TrainPrograms:
         """Return programs for another length of micro-steps, sharing those that do not depend on it."""
-        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter)
+        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter, self._target)
         other.compiled = {key: each for key, each in self.compiled.items() if key[0] not in OF_ONE_LENGTH}
         return other
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Run a program and return its result on the device. Arguments that `_declared` donates are used up."""
+        if name in OF_ONE_LENGTH and self._target is not None:
+            arguments = (*arguments, self._target.params)
         with self._counter or contextlib.nullcontext():
             return self.compiled[(name,)](*arguments)
 
@@ -267,17 +309,30 @@ class TrainPrograms:
         return self.run("begin", jax.device_put(params, self.device))
 
     def _begin(self, params: Params) -> tuple[State, Params, GradientSums]:
-        trained, base = begin(params, self.learn.learn_lora_rank)
+        trained, base = begin(params, self.learn.learn_lora_rank, frozen_of(self.config))
         trained, base = _copy((trained, base))  # copies, since training donates its arrays
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
-    def _accumulate(self, trained: Trained, base: Params, sums: GradientSums, batch: PackedBatch) -> GradientSums:
-        def loss_of(trained: Trained) -> jax.Array:
-            return batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
+    def _sums_of(
+        self, trained: Trained, base: Params, batch: PackedBatch, target: tuple[Params, ...], decay: float
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the sums of loss, overlap and weights. target: of a head. decay: as for `head_sums`."""
+        params = merged(trained, base, self.dtype)
+        if self._target is None:
+            return *batch_sums(params, self.config, self.learn, batch), batch.weight.sum()
+        features = self._target.features(target[0], self.config, batch)
+        return head_sums(params, self.config, self.learn, batch, features, decay)
 
-        loss, gradients = jax.value_and_grad(loss_of)(trained)
+    def _accumulate(
+        self, trained: Trained, base: Params, sums: GradientSums, batch: PackedBatch, *target: Params
+    ) -> GradientSums:
+        def loss_of(trained: Trained) -> tuple[jax.Array, jax.Array]:
+            loss, _, weight = self._sums_of(trained, base, batch, target, STEP_DECAY)
+            return loss, weight
+
+        (loss, weight), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
         gradients = jax.tree.map(jnp.add, sums.gradients, gradients)
-        return GradientSums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
+        return GradientSums(gradients, sums.loss + loss, sums.weight + weight)
 
     def _apply(self, state: State, sums: GradientSums, rate_share: jax.Array) -> tuple[State, GradientSums, jax.Array]:
         """Apply the mean gradient; also return f32[3]: mean loss, norm of the mean gradient, 1 if the state changed."""
@@ -293,10 +348,10 @@ class TrainPrograms:
         state = jax.lax.cond(finite, updated, lambda state: state, state)
         return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
-    def _evaluate(self, trained: Trained, base: Params, batch: PackedBatch) -> jax.Array:
-        """Return f32[3]: sums of overlap, loss and weights."""
-        loss, overlap = batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)
-        return jnp.stack([overlap, loss, batch.weight.sum()])
+    def _evaluate(self, trained: Trained, base: Params, batch: PackedBatch, *target: Params) -> jax.Array:
+        """Return f32[3]: sums of overlap, loss and weights; of a head, over all steps alike."""
+        loss, overlap, weight = self._sums_of(trained, base, batch, target, 1.0)
+        return jnp.stack([overlap, loss, weight])
 
     def _declared(self) -> list[Declared]:
         def export(trained: Trained, base: Params) -> Params:
@@ -306,10 +361,12 @@ class TrainPrograms:
         state, base, sums = jax.tree.map(self._on_device, jax.eval_shape(self._begin, params))
         batch = jax.tree.map(self._on_device, self._row_per_token())
         rate_share = self._on_device(jax.ShapeDtypeStruct((), jnp.float32))
-        forward = (state.trained, base, batch)
+        target = () if self._target is None else (jax.tree.map(self._on_device, self._target.params),)
+        forward = (state.trained, base, batch, *target)
+        learning = (state.trained, base, sums, batch, *target)
         return [
             Declared(("begin",), jax.jit(self._begin), (params,)),
-            Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (state.trained, base, sums, batch)),
+            Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), learning),
             Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums, rate_share)),
             Declared(("copy",), _in_place(lambda state, old: _copy(state), 1), (state, state)),
             Declared(("evaluate",), jax.jit(self._evaluate), forward),
@@ -318,8 +375,9 @@ class TrainPrograms:
         ]
 
     def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        specs = param_specs(self.config)
-        return {name: self._on_device(jax.ShapeDtypeStruct(shape, self.dtype)) for name, (shape, _) in specs.items()}
+        shapes = {name: shape for name, (shape, _) in param_specs(self.config).items()}
+        dtypes = dict.fromkeys(shapes, self.dtype) | {HEAD_ROW: jnp.dtype(jnp.int32)}
+        return {name: self._on_device(jax.ShapeDtypeStruct(shape, dtypes[name])) for name, shape in shapes.items()}
 
     def _on_device(self, array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(self.device))

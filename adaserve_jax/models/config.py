@@ -330,6 +330,23 @@ class ModelConfig:
     eagle3: Eagle3Config | None = None
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
+    def check_target(self, target: ModelConfig) -> None:
+        """Check that this EAGLE-3 head fits a target.
+
+        Raises CheckpointError: their sizes differ; UnsupportedModelError: the target has too few layers.
+        """
+        assert self.eagle3 is not None
+        for name, own, its in (
+            ("target_hidden_size", self.eagle3.target_hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ):
+            if own != its:
+                raise CheckpointError(
+                    f"the draft is an EAGLE-3 head whose {name} is {own}, and its target's is {its}; use a head that "
+                    "was made for this target"
+                )
+        self.eagle3.layers_of(target.num_layers)
+
     @property
     def q_size(self) -> int:
         """Rows of the query projection."""

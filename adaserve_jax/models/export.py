@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import param_specs
+from adaserve_jax.models.decoder import HEAD_ROW, param_specs
 from adaserve_jax.models.loading import (
     hf_tensors,
     is_converted,
@@ -35,12 +36,13 @@ def export(
 
     The inverse of `load_params`. Host memory holds one weight and one shard at a time.
 
-    params: of the model of `source`, of any float type, on any device. dtype: f16, bf16, f32, or auto for that of the
+    params: of the model of `source`, of any float type, on any device. An EAGLE-3 head keeps its format, and shares its
+    target's embedding if it did. dtype: f16, bf16, f32, or auto for that of the
     source's embedding. progress: called with ("writing", tensors written, total).
     Raises ConfigError: `out` is not empty, or there is no such dtype; CheckpointError: the weights are of another
     model, or a value is not finite in that type. `out` then has no index, and loading it fails.
     """
-    config = ModelConfig.from_folder(source)
+    config = ModelConfig.from_folder(source, may_be_head=True)
     expected = {name: shape for name, (shape, _) in param_specs(config).items()}
     difference = first_difference({name: weight.shape for name, weight in params.items()}, expected)
     if difference:
@@ -52,19 +54,52 @@ def export(
     given = read_json(out / "config.json")
     type_key = "dtype" if "dtype" in given else "torch_dtype"
     (out / "config.json").write_text(json.dumps(given | {type_key: TORCH_NAMES[dtype]}, indent=2) + "\n")
-    total = sum(len(hf_tensors(name, config)) for name in params)
-    write_shards(out, _tensors(params, config, dtype), TYPES[dtype], total, "writing", progress)
+    shared = config.eagle3 is not None and "embed_tokens.weight" not in TensorFiles(source).names
+    _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
+
+
+def export_head(params: Mapping[str, Any], settings: dict[str, Any], out: Path, *, dtype: str = "f32") -> None:
+    """Write a new EAGLE-3 head in SpecForge's format. settings: config.json. Its embedding stays its target's.
+
+    Raises ConfigError: `out` is not empty; CheckpointError: a value is not finite in that type.
+    """
+    check_new(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    _write(params, ModelConfig.from_folder(out, may_be_head=True), out, dtype, None, without=("embed",))
+
+
+def _write(
+    params: Mapping[str, Any], config: ModelConfig, out: Path, dtype: str, progress: Progress | None,
+    without: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Write the tensors of all weights but some."""
+    written = {name: weight for name, weight in params.items() if name not in (*without, HEAD_ROW)}
+    integers = _token_tensors(np.asarray(params[HEAD_ROW])) if HEAD_ROW in params else {}
+    total = sum(len(hf_tensors(name, config)) for name in written) + len(integers)
+    tensors = itertools.chain(_tensors(written, config, dtype), integers.items())
+    write_shards(out, tensors, TYPES[dtype], total, "writing", progress)
+
+
+def _token_tensors(head_row: np.ndarray) -> dict[str, np.ndarray]:
+    """Return how an EAGLE-3 head's checkpoint says which tokens it has. head_row: i32[V], as the decoder has it."""
+    has = head_row >= 0
+    tokens = np.flatnonzero(has)[np.argsort(head_row[has])]
+    return {"d2t": tokens - np.arange(len(tokens)), "t2d": has}
 
 
 def _type_to_write(source: Path, dtype: str) -> str:
-    """Resolve "auto" to the type of the source's embedding; f32 for a source that `adaserve convert` wrote."""
+    """Resolve "auto" to the type of the source's embedding, or of its logits' weight if a head has none; f32 for a
+    source that `adaserve convert` wrote."""
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"dtype must be one of auto, {', '.join(TYPES)}, got {dtype!r}")
     if dtype != "auto":
         return dtype
     if is_converted(source):
         return "f32"
-    return _NAME_OF.get(TensorFiles(source).dtype_of("model.embed_tokens.weight"), "f32")
+    files = TensorFiles(source)
+    name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files.names else "lm_head.weight"
+    return _NAME_OF.get(files.dtype_of(name), "f32")
 
 
 def _tensors(params: Mapping[str, Any], config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

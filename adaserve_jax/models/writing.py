@@ -47,7 +47,7 @@ def write_shards(
     out: Path, tensors: Iterable[tuple[str, np.ndarray]], dtype: Any, total: int, what: str,
     progress: Progress | None = None,
 ) -> None:  # fmt: skip
-    """Write tensors, cast to a NumPy dtype, in files of about SHARD_BYTES with an index; holds one file in memory.
+    """Write tensors in files of about SHARD_BYTES with an index; holds one file in memory. Floats are cast to a dtype.
 
     progress: called with (what, tensors written, total).
     """
@@ -64,7 +64,7 @@ def write_shards(
         shard, size = {}, 0
 
     for done, (name, tensor) in enumerate(tensors, 1):
-        shard[name] = np.ascontiguousarray(tensor.astype(dtype))
+        shard[name] = np.ascontiguousarray(tensor if tensor.dtype.kind in "ib" else tensor.astype(dtype))
         size += shard[name].nbytes
         total_bytes += shard[name].nbytes
         if size >= SHARD_BYTES:

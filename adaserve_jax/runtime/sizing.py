@@ -155,19 +155,8 @@ def resolve(
 
 
 def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise ConfigError unless the target can serve this EAGLE-3 head; UnsupportedModelError: it has too few layers."""
-    head = draft.eagle3
-    assert head is not None
-    for name, own, its in (
-        ("target_hidden_size", head.target_hidden_size, target.hidden_size),
-        ("vocab_size", draft.vocab_size, target.vocab_size),
-    ):
-        if own != its:
-            raise ConfigError(
-                f"the draft is an EAGLE-3 head whose {name} is {own}, and its target's is {its}; use a head "
-                "that was made for this target"
-            )
-    head.layers_of(target.num_layers)
+    """Raise AdaServeError unless the target and this configuration can serve this EAGLE-3 head."""
+    draft.check_target(target)
     if config.tp > 1:
         raise ConfigError(f"an EAGLE-3 head needs tp 1, got {config.tp}; use a draft model, or one device")
     if config.learning is not None:

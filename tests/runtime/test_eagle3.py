@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import ConfigError, UnsupportedModelError
+from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
@@ -203,7 +203,7 @@ def test_memory_is_planned_to_the_byte(executor: ModelExecutor) -> None:
 
 def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path) -> None:
     def refusal(**changes: Any) -> str:
-        with pytest.raises((ConfigError, UnsupportedModelError)) as caught:
+        with pytest.raises((CheckpointError, ConfigError, UnsupportedModelError)) as caught:
             load_executor(replace(config, **changes))
         return str(caught.value)
 

@@ -1,0 +1,152 @@
+"""Training of EAGLE-3 heads: features of the target, and training-time test, where a head reads its own.
+
+While it drafts, a head reads the target's features up to the root and its own further on. So it is trained on both:
+step 0 reads the target's at every position, step s what step s - 1 returned at the position before. In step s the query
+at position p stands for a node s levels below a root at p - s: it sees the keys of step 0 up to the root, and below it
+those of steps 1 to s, one position each. Source: EAGLE-3, section 3.2. Axes: T packed tokens, d features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adaserve_jax.distill.records import PackedBatch
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import (
+    HEAD_ROW,
+    Attend,
+    Params,
+    attend_dense,
+    attention_weights,
+    decode,
+    decode_head,
+    init_params,
+    reduce_features,
+)
+from adaserve_jax.models.export import export_head
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.settings import read_json
+
+HEAD_STEPS = 5
+"""Steps of training-time test: the levels of a tree that a head is trained for."""
+STEP_DECAY = 0.8
+"""Factor of each step's loss on that of the one before: deeper nodes are drafted less often."""
+FROZEN = ("embed", HEAD_ROW)
+"""Weights of a head that are not trained: it shares its target's embedding."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadTarget:
+    """Target of a head that is trained. Features are computed from the text anew, so records are those of drafts."""
+
+    config: ModelConfig
+    params: Params
+
+    def features(self, params: Params, head: ModelConfig, batch: PackedBatch) -> jax.Array:
+        """Return the features before each token, f[F, T]: those of the position before it. The first token of a text
+        has none, and what is there has no meaning. params: as `self.params`, traced."""
+        assert head.eagle3 is not None
+        outputs: dict[int, jax.Array] = {}
+        attend = attend_dense(self.config, batch.segment)
+        decode(params, self.config, batch.tokens, batch.position, attend, watch=outputs.__setitem__)
+        layers = head.eagle3.layers_of(self.config.num_layers)
+        return _after(jax.lax.stop_gradient(jnp.concatenate([outputs[layer] for layer in layers])))
+
+
+def head_steps(
+    params: Params, config: ModelConfig, batch: PackedBatch, features: jax.Array
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yield for each step of training-time test the head's output f32[d, T], and which positions are s levels below a
+    root, bool[T]. features: of `HeadTarget.features`."""
+    kept: list[tuple[jax.Array, jax.Array]] = []
+    before = reduce_features(params, config, features)
+    for step in range(HEAD_STEPS):
+        attend = _attend(config, batch, step, kept)
+        out = decode_head(params, config, batch.tokens, batch.position, before, attend)
+        yield out, batch.position - step >= 1
+        before = _after(out)
+
+
+def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
+    """Write an EAGLE-3 head for a target, to begin training with. It has the target's shape, norm and logits.
+
+    The layer adds nothing at first and `fc` passes the last feature on, so a new head says at each position what the
+    target said one position before.
+    """
+    target = ModelConfig.from_folder(target_folder)
+    params = load_params(target_folder, target)
+    settings = head_settings(target, read_json(target_folder / "config.json"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(settings))
+    config = ModelConfig.from_folder(out, may_be_head=True)
+    (out / "config.json").unlink()
+    head = init_params(config, seed)
+    d = config.hidden_size
+    head |= {name: jnp.zeros_like(head[name]) for name in ("layers.0.out", "layers.0.down")}
+    head["fc"] = jnp.eye(d, 3 * d, 2 * d, dtype=jnp.float32)
+    head["head"] = params["embed" if target.tie_embeddings else "head"]
+    head["norm"] = params["norm"] + 1 if target.offset_norms else params["norm"]
+    export_head(head, settings, out)
+
+
+def head_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a new head. given: the target's."""
+    layers = target.num_layers
+    read = [1, layers // 2 - 1, layers - 4] if layers >= 8 else [0, layers // 2, layers - 1]
+    kept = ("rope_theta", "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_position,
+        "rms_norm_eps": target.rms_norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
+    } | {name: given[name] for name in kept if name in given}
+
+
+def _after(x: jax.Array) -> jax.Array:
+    """Move each column of f[d, T] to the next token."""
+    return jnp.roll(x, 1, axis=1)
+
+
+def _attend(config: ModelConfig, batch: PackedBatch, step: int, kept: list[tuple[jax.Array, jax.Array]]) -> Attend:
+    """Return attention of one step; it appends the step's keys and values to `kept`."""
+    age = batch.position[:, None] - batch.position
+    known = (batch.segment[:, None] == batch.segment) & (age >= step) & (batch.position >= 1)
+    if step == 0:  # the first token of a text sees itself, so that its row is finite
+        known |= jnp.eye(len(batch.position), dtype=bool)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        kept.append((k, v))
+        (keys, values), chain = kept[0], kept[1:]
+        highest = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+        grouped = q.reshape(len(k), -1, *q.shape[1:])  # [K, G, D, T]
+        scores = [jnp.einsum("kgdt,kds->kgts", grouped, keys, precision=highest, preferred_element_type=jnp.float32)]
+        moved = [tuple(jnp.roll(part, step - at, axis=2) for part in each) for at, each in enumerate(chain, 1)]
+        scores += [jnp.sum(grouped * key[:, None], axis=2, dtype=jnp.float32)[..., None] for key, _ in moved]
+        seen = jnp.concatenate([known, jnp.ones((len(known), len(moved)), bool)], axis=1)
+        joined = jnp.concatenate(scores, axis=-1) * q.shape[1] ** -0.5
+        weights = attention_weights(joined, seen, config.attention_cap, None).astype(v.dtype)
+        mixed = jnp.einsum("kgts,kds->kgdt", weights[..., : len(known)], values, precision=highest)
+        for at, (_, value) in enumerate(moved):
+            mixed += weights[..., len(known) + at][:, :, None] * value[:, None]
+        return mixed.reshape(q.shape)
+
+    return attend

@@ -1,0 +1,217 @@
+"""Training of EAGLE-3 heads: each step of training-time test is what a head computes that many levels below a root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.distill.heads import HEAD_STEPS, STEP_DECAY, HeadTarget, head_steps, write_new_head
+from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
+from adaserve_jax.distill.offline_config import OfflineConfig
+from adaserve_jax.distill.programs import TrainPrograms, head_sums
+from adaserve_jax.distill.records import PackedBatch, pack
+from adaserve_jax.distill.trainer import Scores, Trainer
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params, logits
+from adaserve_jax.models.loading import load_params
+from tests.distill.made import assert_same, made_record
+from tests.models.checkpoints import write_checkpoint, write_eagle3
+from tests.oracles import training
+from tests.oracles.eagle3 import Head
+from tests.oracles.llama import oracle_logits
+
+SIZE, LAYERS = 32, [0, 1, 3]
+
+
+class Pair(NamedTuple):
+    target: Path
+    head: Path
+    config: ModelConfig
+    params: Params
+    source: HeadTarget
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_checkpoint(folder / "target", num_hidden_layers=4, seed=3)
+    head = write_eagle3(folder / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": LAYERS}, seed=4)
+    config = ModelConfig.from_folder(head, may_be_head=True)
+    model = ModelConfig.from_folder(target)
+    return Pair(target, head, config, load_params(head, config), HeadTarget(model, load_params(target, model)))
+
+
+def _records() -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [
+        made_record(rng, 13, [0, 1, 2, 5, 9, 11], vocab=320), made_record(rng, 11, [0, 3, 4, 8, 9], vocab=320),
+    ]  # fmt: skip
+
+
+def _packed(records: list[Any]) -> PackedBatch:
+    (batch,) = pack(records, SIZE, np.random.default_rng(0))
+    return batch
+
+
+def _expected(pair: Pair, tokens: np.ndarray, position: int, step: int) -> np.ndarray:
+    """Logits f64[V] after the token at a position, of a head whose root is `step` tokens before it."""
+    streams: list[np.ndarray] = []
+    oracle_logits(pair.target, tokens, streams=streams)
+    features = np.concatenate([streams[layer] for layer in LAYERS], axis=1)
+    head, root = Head(pair.head), position - step
+    feature = head.read_target(tokens[1 : root + 1].tolist(), features[:root])
+    for token in tokens[root + 1 : position + 1].tolist():
+        feature = head.step(token, feature)
+    return head.logits(feature)
+
+
+def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
+    batch = _packed(_records())
+
+    @jax.jit
+    def scores_of(params: Params, batch: PackedBatch) -> list[tuple[jax.Array, jax.Array]]:
+        features = pair.source.features(pair.source.params, pair.config, batch)
+        return [
+            (logits(params, pair.config, hidden), below)
+            for hidden, below in head_steps(params, pair.config, batch, features)
+        ]
+
+    found = scores_of(pair.params, jax.tree.map(jnp.asarray, batch))
+    assert len(found) == HEAD_STEPS
+    real = np.flatnonzero(batch.segment >= 0)
+    compared = 0
+    for step, (scores, below) in enumerate(found):
+        assert np.isfinite(np.asarray(scores)[:, 0]).any() or not np.isnan(np.asarray(scores)).any()
+        for at in real.tolist():
+            own = np.flatnonzero(batch.segment == batch.segment[at])
+            position = int(batch.position[at])
+            assert bool(below[at]) == (position - step >= 1)
+            if position - step < 1:
+                continue
+            expected = _expected(pair, batch.tokens[own], position, step)
+            possible = np.isfinite(expected)
+            np.testing.assert_allclose(np.asarray(scores)[at][possible], expected[possible], atol=1e-4)
+            compared += 1
+    assert compared > 3 * len(real)
+
+
+def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
+    records, learn = _records(), LearnConfig(learn_temperature=1.3)
+    batch = _packed(records)
+    features = pair.source.features(pair.source.params, pair.config, batch)
+    found = head_sums(pair.params, pair.config, learn, batch, features, STEP_DECAY)
+    expected = np.zeros(3)
+    for record in records:
+        for row, position in enumerate(record.position.tolist()):
+            for step in range(min(HEAD_STEPS, position)):
+                scores = _expected(pair, record.tokens, position, step)
+                has = np.isfinite(scores[record.ids[row]])  # a token that the head lacks is no category
+                ids, p = record.ids[row][has][None], np.exp(record.log_p[row][has])[None]
+                lost = 1 - np.exp(record.log_p[row][~has]).sum()
+                loss = training.row_losses(scores[None], ids, np.log(p / lost), "kl", 0.5, 1.3)[0]
+                overlap = training.row_losses(scores[None], ids, np.log(p), "kl", 0.5, 1.3)[1]
+                expected += STEP_DECAY**step * np.array([loss[0], overlap[0], 1])
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    lacking = np.isinf(scores[np.concatenate([record.ids for record in records])])
+    assert lacking.any()
+    assert not lacking.all()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, rank: int) -> None:
+    learn = LearnConfig(learn_rate=1e-2, learn_top_k=5, learn_lora_rank=rank)
+    programs = TrainPrograms(pair.config, learn, SIZE, jnp.float32, target=pair.source)
+    programs.compile()
+    trainer, batch = Trainer(programs, pair.params), _packed(_records())
+    before = trainer.evaluate(batch)
+    for _ in range(30):
+        trainer.accumulate(batch)
+        assert trainer.apply().finite
+    after = trainer.evaluate(batch)
+    assert isinstance(after, Scores)
+    assert after.weight == before.weight
+    assert after.loss_sum < 0.8 * before.loss_sum
+    weights = trainer.weights()
+    assert_same({name: weights[name] for name in ("embed", "head_row")}, {
+        name: pair.params[name] for name in ("embed", "head_row")
+    })  # fmt: skip
+    assert weights.keys() == pair.params.keys()
+    assert not np.array_equal(weights["fc"], pair.params["fc"])
+    assert programs.time_micro_step() > 0
+
+
+def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=3, seed=7, tie_word_embeddings=True)
+    write_new_head(target, tmp_path / "head")
+    config = ModelConfig.from_folder(tmp_path / "head", may_be_head=True)
+    params = load_params(tmp_path / "head", config, target=target)
+    tokens = np.random.default_rng(3).integers(0, 320, 9)
+    model = ModelConfig.from_folder(target)
+    source = HeadTarget(model, load_params(target, model))
+    batch = PackedBatch(
+        tokens.astype(np.int32), np.arange(9, dtype=np.int32), np.zeros(9, np.int32), *[np.zeros(9)] * 4
+    )  # fmt: skip
+    hidden, _ = next(head_steps(params, config, batch, source.features(source.params, config, batch)))
+    found = np.asarray(logits(params, config, hidden))
+    np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
+
+
+def test_a_head_is_trained_from_prompts_as_a_draft_is(pair: Pair, tmp_path: Path) -> None:
+    """A run that is stopped and resumed ends like one that is not, and what is written is a head of the same tokens."""
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(3, 300, rng.integers(1, 9)).tolist() for _ in range(16)]
+    config = OfflineConfig(
+        max_tokens=6, epochs=2, rate=3e-3, top_k=16, round_prompts=4, rows=4, step_tokens=64, held_out=0.25, seed=3
+    )
+    models = Models.find(pair.target, pair.head)
+
+    def opened(wants_stop: Callable[[], bool]) -> Distillation:
+        prompts = Prompts.of(asked, config, models.max_context)
+        return open_distillation(
+            models, prompts, config, jnp.float32, progress=lambda *_: None, wants_stop=wants_stop
+        )  # fmt: skip
+
+    whole = opened(lambda: False)
+    assert whole.run(tmp_path / "whole")
+    first, *_, last = whole.done.evaluations
+    assert last.loss < first.loss
+    assert last.acceptance > first.acceptance
+    asked_to_stop = iter([False] * 12 + [True] * 1000)
+    stopped = opened(lambda: next(asked_to_stop))
+    assert not stopped.run(tmp_path / "state")
+    resumed = opened(lambda: False)
+    resumed.load(tmp_path / "state")
+    assert resumed.run(tmp_path / "state")
+    assert 0 < stopped.done.rounds < resumed.done.rounds
+    assert_same(resumed.weights(), whole.weights())
+    write_draft(whole.weights(), pair.head, tmp_path / "out", "auto", lambda *_: None)
+    written = ModelConfig.from_folder(tmp_path / "out", may_be_head=True)
+    assert written == pair.config
+    assert_same(load_params(tmp_path / "out", written), whole.weights())
+
+
+def test_what_is_not_for_heads_is_refused(pair: Pair, tmp_path: Path) -> None:
+    models = Models.find(pair.target, pair.head)
+
+    def refusal(**changes: Any) -> str:
+        config = OfflineConfig(**changes)
+        prompts = Prompts.of([[4], [5]], config, models.max_context)
+        with pytest.raises(ConfigError) as caught:
+            open_distillation(models, prompts, config, jnp.float32, progress=lambda *_: None, wants_stop=lambda: False)
+        return str(caught.value)
+
+    assert "sampling must be teacher for an EAGLE-3 head, which writes no texts, got 'mixed'" in refusal(
+        sampling="mixed"
+    )
+    assert "reset_top_layer is not for an EAGLE-3 head, which has one layer" in refusal(reset_top_layer=True)
+    narrow = write_checkpoint(tmp_path, hidden_size=16)
+    with pytest.raises(CheckpointError, match="whose target_hidden_size is 32, and its target's is 16; use a head"):
+        Models.find(narrow, pair.head)
