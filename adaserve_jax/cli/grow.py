@@ -11,7 +11,7 @@ import typer
 from adaserve_jax.cli.terminal import progress_bar, say
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, GrownShape
+from adaserve_jax.models.grow import SHAPES, GrownShape, grow_head
 from adaserve_jax.models.grow import grow as grow_checkpoint
 from adaserve_jax.results.provenance import count_parameters
 
@@ -29,6 +29,9 @@ def grow(
     experts_per_token: Annotated[int, typer.Option(help="experts that each token goes through")] = 2,
     dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
     seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
+    head: Annotated[
+        str, typer.Option(help="EAGLE-3 head of the source; OUT/eagle3 becomes the same head of what has grown")
+    ] = "",
 ) -> None:
     """Grow a checkpoint to a size; its text stays the same, its cost does not."""
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
@@ -37,6 +40,8 @@ def grow(
     shape = _shape(params, {name: value for name, value in given.items() if value})
     with progress_bar() as progress:
         grow_checkpoint(resolve_folder(source, "target"), out, shape, dtype=dtype, seed=seed, progress=progress)
+        if head:
+            grow_head(resolve_folder(head, "draft"), resolve_folder(source, "target"), out / "eagle3", shape.hidden)
     say(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim")
 
 

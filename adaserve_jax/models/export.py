@@ -58,15 +58,16 @@ def export(
     _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
 
 
-def export_head(params: Mapping[str, Any], settings: dict[str, Any], out: Path, *, dtype: str = "f32") -> None:
-    """Write a new EAGLE-3 head in SpecForge's format. settings: config.json. Its embedding stays its target's.
+def export_head(params: Mapping[str, Any], settings: dict[str, Any], out: Path, *, own_embedding: bool = False) -> None:
+    """Write an EAGLE-3 head in SpecForge's format, in f32. settings: config.json. own_embedding: write it too; else the
+    head has its target's.
 
-    Raises ConfigError: `out` is not empty; CheckpointError: a value is not finite in that type.
+    Raises ConfigError: `out` is not empty; CheckpointError: a value is not finite.
     """
     check_new(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    _write(params, ModelConfig.from_folder(out, may_be_head=True), out, dtype, None, without=("embed",))
+    _write(params, ModelConfig.from_folder(out, may_be_head=True), out, "f32", None, without=("embed",))
 
 
 def _write(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.grow import GrownShape, grow
-from tests.models.checkpoints import write_checkpoint
+from adaserve_jax.models.grow import GrownShape, grow, grow_head
+from tests.models.checkpoints import write_checkpoint, write_eagle3
+from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
 
 TOKENS = [3, 250, 17, 17, 300, 9, 41, 8]
@@ -34,6 +35,27 @@ def test_logits_are_preserved(tmp_path: Path, shape: GrownShape, tied: bool) -> 
     assert (config.num_layers, config.hidden_size, config.num_heads) == (shape.layers, shape.hidden, shape.heads)
     difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
     assert difference.max() < 1e-5
+
+
+def test_a_head_of_the_source_reads_the_same_in_what_has_grown(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=4)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    head = write_eagle3(tmp_path / "head", eagle_config=layers, own_embedding=False)
+    grow(source, tmp_path / "grown", GrownShape(layers=6, hidden=64, heads=12, kv_heads=3, mlp=96))
+    config = grow_head(head, source, tmp_path / "grown-head", 64)
+    config.check_target(ModelConfig.from_folder(tmp_path / "grown"))
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    found = []
+    for target, folder, shared in (("source", head, embedding), ("grown", tmp_path / "grown-head", None)):
+        streams: list[np.ndarray] = []
+        oracle_logits(tmp_path / target, TOKENS, streams=streams)
+        oracle = Head(folder, shared)
+        features = np.concatenate([streams[layer] for layer in (0, 2, 3)], axis=1)[:-1]
+        found.append(oracle.logits(oracle.read_target(TOKENS[1:], features)))
+    possible = np.isfinite(found[0])
+    np.testing.assert_allclose(found[1][possible], found[0][possible], atol=1e-4)
+    with pytest.raises(CheckpointError, match="expected an EAGLE-3 head, got a model of its own"):
+        grow_head(source, source, tmp_path / "other", 64)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -17,7 +17,8 @@ class Head:
         self.config = json.loads((folder / "config.json").read_text())
         self.w = {
             name: tensor if tensor.dtype.kind in "ib" else tensor.astype(np.float64)
-            for name, tensor in load_file(folder / "model.safetensors").items()
+            for path in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
         }
         self.embedding = self.w["embed_tokens.weight"] if embedding is None else embedding.astype(np.float64)
         self.keys: list[np.ndarray] = []

@@ -1,0 +1,27 @@
+"""`adaserve grow`: sizes by name or one by one, and the source's EAGLE-3 head for what has grown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.models.config import ModelConfig
+from tests.models.checkpoints import write_checkpoint, write_eagle3
+from tests.program import run_program
+
+SIZES = ["--layers", "4", "--hidden", "48", "--heads", "4", "--kv-heads", "2", "--mlp", "48"]
+
+
+def test_a_head_grows_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=4)
+    head = write_eagle3(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 3]})
+    out = tmp_path / "grown"
+    assert run_program("grow", str(out), "--source", str(source), "--head", str(head), *SIZES) == 0
+    assert "parameters, f32" in capsys.readouterr().err
+    grown = ModelConfig.from_folder(out / "eagle3", may_be_head=True)
+    grown.check_target(ModelConfig.from_folder(out))
+    assert grown.eagle3 is not None
+    assert grown.eagle3.target_hidden_size == 48
+    assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--params", "3B") == 2
+    assert "--params must be one of 110M, 1B, 8B, got '3B'" in capsys.readouterr().err
