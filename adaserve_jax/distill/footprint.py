@@ -4,16 +4,18 @@ takes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 
-from adaserve_jax.distill.programs import TrainPrograms, check_trainable, num_trained
+from adaserve_jax.distill.heads import HEAD_STEPS, HeadTarget
+from adaserve_jax.distill.programs import TrainPrograms, check_trainable, frozen_of, num_trained
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import HEAD_ROW, param_specs
 from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.types import Progress
 
@@ -30,14 +32,14 @@ SCORES = 4
 
 def choose_length(
     config: ModelConfig, learn: LearnConfig, dtype: Any, device: Any = None, counter: CompileCounter | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, target: HeadTarget | None = None,
 ) -> TrainPrograms:  # fmt: skip
     """Compile the programs for the longest of LENGTHS whose micro-step, measured here, takes at most learn_delay_ms.
 
-    Raises ConfigError if not even the shortest does.
+    target: of an EAGLE-3 head, whose micro-step runs it too. Raises ConfigError if not even the shortest does.
     """
     tried: dict[int, TrainPrograms] = {}
-    first = TrainPrograms(config, learn, LENGTHS[0], dtype, device, counter)
+    first = TrainPrograms(config, learn, LENGTHS[0], dtype, device, counter, target)
     first.compile(progress, only=("begin",))
 
     @cache
@@ -68,35 +70,53 @@ def longest_length(limit_s: float, measured: Callable[[int], float]) -> int:
     return next(length for length in reversed(likely) if measured(length) <= limit_s)
 
 
-def training_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_drafts: int = 1) -> int:
+def training_bytes(
+    config: ModelConfig, learn: LearnConfig, dtype: Any, num_drafts: int = 1, target: ModelConfig | None = None
+) -> int:
     """Return the bytes of training num_drafts drafts of `config`, beside their serving weights; workspace included.
 
-    Raises UnsupportedModelError: they cannot be trained.
+    target: of EAGLE-3 heads. Raises UnsupportedModelError: they cannot be trained.
     """
     check_trainable(config)
-    return num_drafts * state_bytes(config, learn, dtype) + workspace_bytes(config, learn, dtype)
+    return num_drafts * state_bytes(config, learn, dtype) + workspace_bytes(config, learn, dtype, target=target)
 
 
 def state_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any) -> int:
-    """Return the bytes that stay on the device for one draft: trained state, and the base of low-rank updates."""
+    """Return the bytes that stay on the device for one draft: trained state, and the base of low-rank updates or a
+    head's weights that are not trained."""
     trained = COPIES * 4 * num_trained(config, learn.learn_lora_rank)
-    return trained + (_whole_bytes(config, dtype) if learn.learn_lora_rank else 0)
+    base = param_specs(config) if learn.learn_lora_rank else frozen_of(config)
+    return trained + _bytes_of(config, dtype, base)
 
 
-def workspace_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_tokens: int = LENGTHS[-1]) -> int:
+def workspace_bytes(
+    config: ModelConfig, learn: LearnConfig, dtype: Any, num_tokens: int = LENGTHS[-1],
+    target: ModelConfig | None = None,
+) -> int:  # fmt: skip
     """Estimate the workspace of the largest program, and the weights of a version that is made ready to serve.
 
     A micro-step of num_tokens holds scores; for each layer the attention weights, their gradients and every activation;
     and for every weight its gradient, the operand of the product, and that in f32, which some devices need. Copies
-    between training and the good version are made in place.
+    between training and the good version are made in place. An EAGLE-3 head is run HEAD_STEPS times, behind one forward
+    of its target.
     """
     attention = 2 * config.num_heads * num_tokens**2
     widths = config.q_size + 2 * config.kv_size + 3 * config.intermediate_size + 4 * config.hidden_size
     micro_step = SCORES * num_tokens * config.vocab_size + config.num_layers * (attention + num_tokens * widths)
+    if target is not None:
+        widest = target.q_size + 2 * target.kv_size + 2 * target.intermediate_size + 4 * target.hidden_size
+        micro_step = HEAD_STEPS * micro_step + 2 * target.num_heads * num_tokens**2 + num_tokens * widest
     weights = 2 * _whole_bytes(config, jnp.float32) + _whole_bytes(config, dtype)
     apply = APPLIED * 4 * num_trained(config, learn.learn_lora_rank)
     return max(4 * micro_step + weights, apply) + _whole_bytes(config, dtype)
 
 
 def _whole_bytes(config: ModelConfig, dtype: Any) -> int:
-    return num_trained(config, rank=0) * jnp.dtype(dtype).itemsize
+    return _bytes_of(config, dtype, param_specs(config))
+
+
+def _bytes_of(config: ModelConfig, dtype: Any, names: Iterable[str]) -> int:
+    """Return the bytes of some weights as they serve."""
+    specs = param_specs(config)
+    sizes = {name: math.prod(specs[name][0]) for name in names if name in specs}
+    return sum(size * (4 if name == HEAD_ROW else jnp.dtype(dtype).itemsize) for name, size in sizes.items())

@@ -21,6 +21,7 @@ import numpy as np
 
 from adaserve_jax.distill.checkpoint import RecordFormat, TopicsFile
 from adaserve_jax.distill.footprint import choose_length
+from adaserve_jax.distill.heads import HeadTarget
 from adaserve_jax.distill.pieces import PieceScheduler, measure_pieces
 from adaserve_jax.distill.records import Record, TextRecorder, Watcher
 from adaserve_jax.distill.routing import DraftRouter
@@ -28,6 +29,7 @@ from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates, RecordBuffer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.decoder import LORA_A, LORA_B
 from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.commit import StepUpdates
@@ -91,7 +93,7 @@ class Learner:
         if programs is None:
             programs = choose_length(
                 drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
-                progress=progress,
+                progress=progress, target=self._head_target(),
             )  # fmt: skip
         self.programs = programs
         target = model_hash(self._executor.target_folder)
@@ -113,6 +115,15 @@ class Learner:
             calibrator, self._calibrator = self._calibrator, None  # its table was saved with these versions
             self._keeper.load()
             self._calibrator = calibrator
+
+    def _head_target(self) -> HeadTarget | None:
+        """Return what an EAGLE-3 head reads of the target while it is trained; None for a draft model."""
+        drafter, target = self._executor.local_drafter, self._executor.target
+        if drafter is None or drafter.model.config.eagle3 is None:
+            return None
+        # room for adapters is left out: they are exchanged in place, and heads learn from the model alone
+        params = {name: w for name, w in target.params.items() if not name.endswith((LORA_A, LORA_B))}
+        return HeadTarget(target.config, params)
 
     def _measure_pieces(self) -> dict[str, float]:
         """Measure the seconds of each kind of piece; warn of those that exceed learn_delay_ms."""

@@ -534,7 +534,8 @@ def load_online_draft(
     if name not in drafts:
         found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
         raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
-    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype)
+    source = None if models.draft.eagle3 is None else HeadTarget(models.target, {})  # no micro-step is run here
+    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype, target=source)
     programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
     trainer = Trainer(programs, load_draft(models, config, dtype, progress))
     noted = trainer.load(folder / name)

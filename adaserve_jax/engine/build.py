@@ -144,7 +144,8 @@ def _learning_bytes(config: EngineConfig) -> int:
         return 0
     pair = find_pair(config)
     assert pair.draft is not None, "a LearnConfig comes with a draft"
-    return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names))
+    target = None if pair.draft.eagle3 is None else pair.target
+    return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names), target)
 
 
 def _read_adapters(config: EngineConfig) -> dict[str, Matrices]:

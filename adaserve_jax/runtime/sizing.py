@@ -159,8 +159,6 @@ def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -
     draft.check_target(target)
     if config.tp > 1:
         raise ConfigError(f"an EAGLE-3 head needs tp 1, got {config.tp}; use a draft model, or one device")
-    if config.learning is not None:
-        raise ConfigError("an EAGLE-3 head does not learn while serving; leave out the learning, or use a draft model")
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adaserve_jax.distill.footprint import state_bytes, workspace_bytes
 from adaserve_jax.distill.heads import HEAD_STEPS, STEP_DECAY, HeadTarget, head_steps, write_new_head
 from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
 from adaserve_jax.distill.offline_config import OfflineConfig
@@ -146,6 +147,12 @@ def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, 
     assert weights.keys() == pair.params.keys()
     assert not np.array_equal(weights["fc"], pair.params["fc"])
     assert programs.time_micro_step() > 0
+    state, base, sums = programs.run("begin", pair.params)
+    good = programs.run("begin", pair.params)[0]
+    taken = sum(each.nbytes for each in jax.tree.leaves((state, good, base, sums)) if each.ndim)
+    assert state_bytes(pair.config, learn, jnp.float32) == taken
+    estimate = workspace_bytes(pair.config, learn, jnp.float32, SIZE, pair.source.config)
+    assert programs.workspace_bytes() <= estimate <= 4 * programs.workspace_bytes()
 
 
 def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path) -> None:

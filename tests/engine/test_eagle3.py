@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax import LLM, SLO, LearnConfig, SamplingParams
 from adaserve_jax.errors import UnsupportedModelError
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.loading import load_params
 from tests.engines import DEMO, EXACT
 from tests.models.checkpoints import write_eagle3
+from tests.program import run_program
 
 PROMPTS = ["def add(a, b):\n", "x = [1, 2, 3]\n" * 4, "x = [1, 2, 3]\n" * 4 + "y", "Sara buys 4 pens for $2 each.", "a"]
 TOKENS = 20
@@ -60,6 +64,33 @@ def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
             results.append(_texts(llm, 0.8))
         assert llm.stats().scheduler.draft_tokens > 0
     assert sum(a != b for a, b in zip(*results, strict=True)) <= 1
+
+
+def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
+    """Versions rise and acceptance with them, the text stays, and what was learned is written as a head."""
+    learned = tmp_path / "learned"
+    options = DEMO | {"num_pages": 128, "policy": "spec:3"}
+    learning = LearnConfig(
+        learn_every=4, learn_steps=4, learn_held_out=0.25, learn_rate=3e-3, learn_share=1.0, learn_delay_ms=500.0,
+        learn_folder=str(learned),
+    )  # fmt: skip
+    with LLM(draft=str(head), learning=learning, **options) as llm:
+        before = _texts(llm, 0.0)
+        rounds = 0
+        while (stats := llm.stats().learning).updates.get("default", 0) < 2:
+            rounds += 1
+            assert rounds < 100, stats
+            prompts = [f"x{rounds} = [{index}, " for index in range(8)]
+            llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
+        assert sum(a != b for a, b in zip(_texts(llm, 0.0), before, strict=True)) <= 1
+    options = ["--from-checkpoint", str(learned), "--draft", str(head), "--target", "demo", "--out"]
+    assert run_program("distill", *options, str(tmp_path / "out")) == 0
+    written = ModelConfig.from_folder(tmp_path / "out", may_be_head=True)
+    assert written == ModelConfig.from_folder(head, may_be_head=True)
+    target = resolve_folder("demo", "target")
+    ours, theirs = (load_params(folder, written, target=target) for folder in (tmp_path / "out", head))
+    assert not np.array_equal(ours["fc"], theirs["fc"])
+    np.testing.assert_array_equal(ours["head_row"], theirs["head_row"])
 
 
 def test_a_head_is_refused_where_a_model_is_needed(head: Path) -> None:

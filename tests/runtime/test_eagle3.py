@@ -13,7 +13,6 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
-from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
 from tests.models.checkpoints import write_checkpoint, write_eagle3
@@ -215,7 +214,6 @@ def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path)
     deep = str(write_eagle3(tmp_path / "deep", eagle_config=layers))
     assert "reads layers 0, 2, 9 of its target, which has 4; use a head" in refusal(draft=deep)
     assert "an EAGLE-3 head needs tp 1, got 2; use a draft model" in refusal(tp=2)
-    assert "an EAGLE-3 head does not learn while serving" in refusal(learning=LearnConfig())
 
 
 def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig) -> None:
