@@ -132,7 +132,10 @@ def _cut(pair: ModelPair, layers: int) -> ModelPair:
         count = min(layers, config.num_layers)
         return replace(config, num_layers=count, windows=config.windows[:count])
 
-    return replace(pair, target=first(pair.target), draft=None if pair.draft is None else first(pair.draft))
+    draft = None if pair.draft is None else first(pair.draft)
+    if draft is not None and draft.eagle3 is not None:  # it may read layers that are cut; any are as large
+        draft = replace(draft, eagle3=replace(draft.eagle3, layers=(0, 0, 0)))
+    return replace(pair, target=first(pair.target), draft=draft)
 
 
 def _largest(declared: Iterable[Declared]) -> list[Declared]:
