@@ -233,12 +233,14 @@ class Eagle3Config:
 
     target_hidden_size: features of one of the target's layers; three layers are read. draft_vocab_size: rows of the
     head's own logits. layers: the target's layers whose outputs are read, from 0, as the checkpoint names them; None:
-    those of `layers_of`.
+    those of `layers_of`. shares_embedding: the checkpoint has no embedding, and uses the target's; config.json does not
+    say, so that whoever reads the files sets it.
     """
 
     target_hidden_size: int
     draft_vocab_size: int
     layers: tuple[int, int, int] | None = None
+    shares_embedding: bool = False
 
     @property
     def feature_size(self) -> int:

@@ -7,7 +7,7 @@ decoder's fused weights in an orbax checkpoint beside the usual configuration fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _ALIGNMENT = 64
 def load_params(
     folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32, progress: Progress | None = None,
     placement: Placement | None = None, *, quantize: str = "none", target: Path | None = None,
+    without: Collection[str] = (),
 ) -> Params:  # fmt: skip
     """Read all weights, fused and cast as the decoder needs them, each shard straight to its device.
 
@@ -46,14 +47,14 @@ def load_params(
 
     dtype: of the weights; with int8, of the products and of what stays unquantised. progress: called with ("loading",
     weights read, weights). placement: None for the first device. quantize: "int8" reads every linear weight as int8,
-    block by block, with a scale. target: folder of the target of an EAGLE-3 head; a head without an embedding has the
-    target's.
+    block by block, with a scale. target: folder of the target of an EAGLE-3 head; a head without an embedding gets a
+    copy of the target's. without: weights that are not read.
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, unknown, or of another shape than
     config.json says; a value to be quantised is not finite; a head's tokens are not those of its target.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config), quantize)
-    readers = _readers(folder, config, target)
+    readers = {name: read for name, read in _readers(folder, config, target).items() if name not in without}
     params: Params = {}
     for done, (name, read) in enumerate(readers.items(), 1):
         is_int8 = name + SCALE in specs
@@ -88,6 +89,11 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
         else partial(files.read_rows, tuple(tensors))
         for name, tensors in sources.items()
     }
+
+
+def has_own_embedding(folder: Path) -> bool:
+    """Return whether an EAGLE-3 head's checkpoint has an embedding. Raises CheckpointError: it cannot be read."""
+    return is_converted(folder) or "embed_tokens.weight" in TensorFiles(folder).names
 
 
 def _head_rows(files: TensorFiles, config: ModelConfig) -> np.ndarray:

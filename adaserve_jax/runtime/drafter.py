@@ -109,7 +109,7 @@ class LocalDrafter:
         search = model.compiled[model.role, "search", bucket.rows, width]
         packed = self._pack_search(bucket.rows, plan)
         vocabulary = self._tables[number : number + 1]
-        return search(model.weights[number], model.pools, root, packed, self.table, *vocabulary)
+        return search(model.params_of(number), model.pools, root, packed, self.table, *vocabulary)
 
     def _pack_search(self, rows: int, plan: StepPlan) -> np.ndarray:
         assert plan.draft is not None

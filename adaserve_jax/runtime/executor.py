@@ -248,7 +248,7 @@ class ModelExecutor:
         model = self._draft_model(draft)
         if not self.draft_resident:
             raise IntegrityError(f"draft {draft} is not on the device; its weights can be had once it is back")
-        return model.weights[draft]
+        return model.params_of(draft)
 
     def draft_embedding(self, draft: int = 0) -> np.ndarray:
         """Return a draft's embedding of the target's tokens, [V, d]; rows that the draft lacks are left out at the end.
@@ -270,6 +270,7 @@ class ModelExecutor:
         """
         model = self._draft_model(draft)
         model.check_weights(params, f"draft {draft}")
+        params = model.owned(params)
         if self.elastic is None:
             model.weights[draft] = params
         else:

@@ -7,7 +7,7 @@ devices, `declare_all` lists what to compile. `plan_memory` does the same with s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Params, param_specs
-from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.loading import has_own_embedding, load_params
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.models.vocabulary_map import VocabularyMap, map_vocabulary
@@ -35,7 +35,7 @@ from adaserve_jax.runtime.elastic import declare_expansion
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.resample import Resampler
-from adaserve_jax.runtime.sizing import Resolved, resolve, weight_dtype, workspace_of
+from adaserve_jax.runtime.sizing import Resolved, resolve, shared_weights, weight_dtype, workspace_of
 from adaserve_jax.runtime.step_layout import PackedStep
 from adaserve_jax.runtime.vocabulary_table import map_bytes
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
@@ -78,6 +78,8 @@ def find_pair(config: EngineConfig) -> ModelPair:
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft")
         draft = ModelConfig.from_folder(folder, may_be_head=True).for_context(config.max_context)
+        if draft.eagle3 is not None and not has_own_embedding(folder):
+            draft = replace(draft, eagle3=replace(draft.eagle3, shares_embedding=True))
         first = first or draft
         for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
@@ -206,14 +208,19 @@ def load_drafter(
         return None
     limits = resolved.limits
     is_head = pair.draft.eagle3 is not None
-    beside = {"target": pair.target_folder} if is_head else {}
+    beside: dict[str, Any] = {"target": pair.target_folder} if is_head else {}
+    shared: Params = {}
+    if names := shared_weights(pair.draft, resolved.config.quantize):
+        assert target is not None
+        shared = {name: target.params[name] for name in names}
+        beside["without"] = names
     first, *further = (
         read(folder, pair.draft, resolved.dtype, progress, placement, **beside) for folder in pair.draft_folders
     )
     programs = ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.draft_attention)
     model = DeviceModel(
         "draft", pair.draft, first, programs, resolved.catchup_buckets, num_pages=limits.num_pages,
-        page_size=limits.page_size, dtype=resolved.dtype, placement=placement, further=further,
+        page_size=limits.page_size, dtype=resolved.dtype, placement=placement, further=further, shared=shared,
     )  # fmt: skip
     return LocalDrafter(
         model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths,
@@ -288,7 +295,7 @@ def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | Non
 
 def _abstract_params(
     folder: Path, config: ModelConfig, dtype: jnp.dtype, progress: Progress | None, placement: Placement,
-    *, quantize: str = "none", target: Path | None = None,
+    *, quantize: str = "none", target: Path | None = None, without: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return what `load_params` would, as jax.ShapeDtypeStruct."""
     partition = placement.partition
@@ -296,6 +303,7 @@ def _abstract_params(
     return {
         name: placement.abstract(shape, weight_dtype(name, specs, dtype), placement.spec(partition.split_axis(axes)))
         for name, (shape, axes) in specs.items()
+        if name not in without
     }
 
 

@@ -30,18 +30,22 @@ class DeviceModel:
         self, role: Role, config: ModelConfig, params: Params, programs: ModelPrograms, buckets: BucketSet,
         *, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement | None = None,
         send_step: Callable[[PackedStep], None] | None = None, further: Sequence[Params] = (),
+        shared: Params | None = None,
     ) -> None:  # fmt: skip
         """Take weights, as `load_params` places them, and allocate the KV pools.
 
         role: first part of every program's key. config: of the whole model. programs: of one device's part. buckets:
         what the forward is compiled for. dtype: of the KV. placement: None for the first device of this process.
         send_step: called with every step before it runs, where other processes must run it too. further: weights of
-        the same shapes; a step runs with any of them in the same programs and pages.
+        the same shapes; a step runs with any of them in the same programs and pages. shared: weights of another model
+        that this one uses too; they are never freed here.
         """
         self.role = role
         self.config = config
         self.weights: list[Params] = [params, *further]
-        self._like = {name: (w.shape, w.dtype, _devices(w)) for name, w in params.items()}
+        """What the model owns, by index."""
+        self._shared = shared or {}
+        self._like = {name: (w.shape, w.dtype, _devices(w)) for name, w in self.params.items()}
         self.programs = programs
         self.buckets = buckets
         self.placement = placement or Placement.on_one()
@@ -55,7 +59,16 @@ class DeviceModel:
     @property
     def params(self) -> Params:
         """Weights 0; programs are compiled for their shapes."""
-        return self.weights[0]
+        return self.params_of(0)
+
+    def params_of(self, index: int) -> Params:
+        """Return the weights of this index, with those that are shared."""
+        return self.weights[index] | self._shared if self._shared else self.weights[index]
+
+    def owned(self, params: Params) -> Params:
+        """Return weights without those that are shared, which stay as they are: copies of these are freed."""
+        free([params[name] for name, kept in self._shared.items() if params[name] is not kept])
+        return {name: weight for name, weight in params.items() if name not in self._shared}
 
     def check_weights(self, params: Params, what: str) -> None:
         """Raise IntegrityError unless the programs can run with `params`. what: whose weights, for the message."""
@@ -123,7 +136,7 @@ class DeviceModel:
             self._send_step(step)
         pools = self.pools
         forward = self.compiled[self._key(pools, step.bucket)]
-        result, in_flight = forward(self.weights[weights], pools, step.packed, *further)
+        result, in_flight = forward(self.params_of(weights), pools, step.packed, *further)
         if after_forward is not None:
             result, in_flight = after_forward(result, in_flight)
         self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
@@ -154,7 +167,7 @@ class DeviceModel:
         return InFlight(new, new, index, index, features)
 
     def free(self) -> None:
-        """Delete weights and pools on the device. The model cannot run until both are set again."""
+        """Delete its own weights and pools on the device. The model cannot run until both are set again."""
         free((self.weights, self.pools))
 
     def close(self) -> None:

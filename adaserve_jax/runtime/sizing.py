@@ -416,12 +416,16 @@ def sizes_of(
         if quantize == "int8" and on_cpu:  # each product is a loop there, and no two share a result's place
             outputs = local.q_size + 2 * local.kv_size + 2 * local.intermediate_size + 2 * local.hidden_size
             verifying += here * 4 * tokens * target.num_layers * outputs
+        own = 0
+        if draft is not None:
+            shared = shared_weights(draft, quantize)
+            own = sum(size for name, size in _weight_sizes(draft, dtype, "none", WHOLE).items() if name not in shared)
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
             target_page=here * page_bytes(local, config.page_size, dtype, platform, has_features=has_features),
             adapters=here * adapter_bytes(whole, config.lora_slots, config.max_lora_rank, dtype, partition),
-            draft_weights=0 if draft is None else weight_bytes(draft, dtype),
-            further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
+            draft_weights=own,
+            further_drafts=len(config.drafts) * own,
             training=training,
             vocabulary_maps=map_bytes,
             draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype, platform),
@@ -430,6 +434,12 @@ def sizes_of(
 
     int8 = sized("int8")
     return int8 if config.quantize == "int8" else replace(sized("none"), int8=int8)
+
+
+def shared_weights(draft: ModelConfig, quantize: str) -> tuple[str, ...]:
+    """Return the weights that a draft uses of its target's. quantize: of the target; a head cannot compute in int8."""
+    shares = draft.eagle3 is not None and draft.eagle3.shares_embedding and quantize == "none"
+    return ("embed",) if shares else ()
 
 
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:

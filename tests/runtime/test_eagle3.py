@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -91,11 +93,15 @@ def _prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0
 def _expected(config: EngineConfig, text: np.ndarray) -> tuple[Head, np.ndarray]:
     """An oracle that was fed a whole text, and its last feature."""
     assert config.draft is not None
+    head = Head(Path(config.draft))
+    return head, _root(head, config, text)
+
+
+def _root(head: Head, config: EngineConfig, text: np.ndarray) -> np.ndarray:
+    """Feed an oracle a whole text and return its last feature."""
     streams: list[np.ndarray] = []
     oracle_logits(Path(config.target), text[:-1], streams=streams)
-    head = Head(Path(config.draft))
-    features = np.concatenate([streams[layer] for layer in LAYERS], axis=1)
-    return head, head.read_target(text[1:].tolist(), features)
+    return head.read_target(text[1:].tolist(), np.concatenate([streams[layer] for layer in LAYERS], axis=1))
 
 
 @pytest.mark.parametrize(
@@ -240,3 +246,42 @@ def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig
         assert executor.compiles_after_ready == 0
     finally:
         executor.close()
+
+
+def test_a_head_without_an_embedding_uses_its_targets(config: EngineConfig, tmp_path: Path) -> None:
+    """The same array, which is counted once and outlives the head's memory and its exchanges."""
+    layers = {"eagle_aux_hidden_state_layer_ids": LAYERS}
+    head = write_eagle3(tmp_path / "head", eagle_config=layers, seed=4, own_embedding=False)
+    executor = load_executor(replace(config, draft=str(head), elastic="on"))
+    executor.compile()
+    try:
+        embedding, drafter = executor.target.params["embed"], executor.local_drafter
+        assert drafter is not None
+        assert executor.draft_params()["embed"] is embedding
+        assert executor.resolved.sizes.draft_weights == sum(
+            weight.nbytes for weight in drafter.model.weights[0].values()
+        )
+        executor.expand()
+        executor.contract()
+        assert executor.elastic is not None
+        executor.elastic.wait()
+        executor.set_draft({name: jnp.copy(weight) for name, weight in executor.draft_params().items()})
+        assert executor.draft_params()["embed"] is embedding
+        assert not embedding.is_deleted()
+        _prefill(executor, [[20, 9]])
+        found = executor.speculate(_plan([20, 9], fed=TEXTS, drafted=[0, 0]))
+        tensors = load_file(Path(config.target) / "model.safetensors")
+        for row, text in enumerate(TEXTS):
+            oracle = Head(head, tensors["model.embed_tokens.weight"])
+            _check_tree(found, row, oracle, _root(oracle, config, text))
+        assert executor.compiles_after_ready == 0
+    finally:
+        executor.close()
+    with_copy = load_executor(replace(config, draft=str(head), quantize="int8"))
+    try:
+        assert with_copy.local_drafter is not None
+        assert with_copy.draft_params()["embed"].dtype == jnp.float32
+        weights = with_copy.local_drafter.model.weights[0]
+        assert with_copy.resolved.sizes.draft_weights == sum(weight.nbytes for weight in weights.values())
+    finally:
+        with_copy.close()
