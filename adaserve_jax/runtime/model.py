@@ -67,6 +67,8 @@ class DeviceModel:
 
     def owned(self, params: Params) -> Params:
         """Return weights without those that are shared, which stay as they are: copies of these are freed."""
+        if not self._shared:
+            return params
         free([params[name] for name, kept in self._shared.items() if params[name] is not kept])
         return {name: weight for name, weight in params.items() if name not in self._shared}
 
