@@ -1,5 +1,5 @@
-"""AdaServe's sweeps in simulation: rate, urgent share as published and drawn anew, SLO scale, deadlines, and a load that
-fluctuates or doubles for a minute.
+"""AdaServe's sweeps in simulation: rate, urgent share as published and drawn anew, SLO scale, deadlines, and a load
+that fluctuates or doubles for a minute.
 
     python -m benchmarks.adaserve.sweeps --traces adaserve-traces --out sweeps [--jobs 8]
     python -m benchmarks.adaserve.sweeps --quick --out sweeps
