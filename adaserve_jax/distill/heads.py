@@ -8,7 +8,6 @@ those of steps 1 to s, one position each. Source: EAGLE-3, section 3.2. Axes: T 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from adaserve_jax.distill.records import PackedBatch
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import FEATURE_LAYERS, Eagle3Config, ModelConfig
 from adaserve_jax.models.decoder import (
     HEAD_ROW,
     Attend,
@@ -28,9 +27,10 @@ from adaserve_jax.models.decoder import (
     decode,
     decode_head,
     init_params,
+    param_specs,
     reduce_features,
 )
-from adaserve_jax.models.export import export_head
+from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.settings import read_json
 
@@ -81,25 +81,23 @@ def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
     target said one position before.
     """
     target = ModelConfig.from_folder(target_folder)
-    params = load_params(target_folder, target)
-    settings = head_settings(target, read_json(target_folder / "config.json"))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(settings))
-    config = ModelConfig.from_folder(out, may_be_head=True)
-    (out / "config.json").unlink()
+    scores = "embed" if target.tie_embeddings else "head"
+    params = load_params(target_folder, target, without=param_specs(target).keys() - {scores, "norm"})
+    config = new_head_folder(out, head_settings(target, read_json(target_folder / "config.json")))
     head = init_params(config, seed)
     d = config.hidden_size
     head |= {name: jnp.zeros_like(head[name]) for name in ("layers.0.out", "layers.0.down")}
-    head["fc"] = jnp.eye(d, 3 * d, 2 * d, dtype=jnp.float32)
-    head["head"] = params["embed" if target.tie_embeddings else "head"]
+    head["fc"] = jnp.eye(d, FEATURE_LAYERS * d, (FEATURE_LAYERS - 1) * d, dtype=jnp.float32)
+    head["head"] = params[scores]
     head["norm"] = params["norm"] + 1 if target.offset_norms else params["norm"]
-    export_head(head, settings, out)
+    export_head(head, out)
 
 
 def head_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a new head. given: the target's."""
     layers = target.num_layers
-    read = [1, layers // 2 - 1, layers - 4] if layers >= 8 else [0, layers // 2, layers - 1]
+    published = Eagle3Config(target.hidden_size, target.vocab_size)
+    read = list(published.layers_of(layers)) if layers >= 8 else [0, layers // 2, layers - 1]
     kept = ("rope_theta", "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -225,11 +225,13 @@ Activation = Literal["silu", "gelu_tanh"]
 _HEAD_SUFFIX = "Eagle3"
 _HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures of the layer of EAGLE-3 heads."""
+FEATURE_LAYERS = 3
+"""Layers of its target that an EAGLE-3 head reads."""
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What makes one layer an EAGLE-3 head: it reads the target's features beside its own embedding.
+    """Settings by which one layer is an EAGLE-3 head: it reads the target's features beside its own embedding.
 
     target_hidden_size: features of one of the target's layers; three layers are read. draft_vocab_size: rows of the
     head's own logits. layers: the target's layers whose outputs are read, from 0, as the checkpoint names them; None:
@@ -245,7 +247,7 @@ class Eagle3Config:
     @property
     def feature_size(self) -> int:
         """Features of a position, all layers together."""
-        return 3 * self.target_hidden_size
+        return FEATURE_LAYERS * self.target_hidden_size
 
     def layers_of(self, target_layers: int) -> tuple[int, int, int]:
         """Return the layers to read of a target with so many; without names, those of the published heads.

@@ -14,6 +14,7 @@ from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, param_specs
 from adaserve_jax.models.loading import (
+    has_own_embedding,
     hf_tensors,
     is_converted,
     is_stacked,
@@ -54,20 +55,28 @@ def export(
     given = read_json(out / "config.json")
     type_key = "dtype" if "dtype" in given else "torch_dtype"
     (out / "config.json").write_text(json.dumps(given | {type_key: TORCH_NAMES[dtype]}, indent=2) + "\n")
-    shared = config.eagle3 is not None and "embed_tokens.weight" not in TensorFiles(source).names
+    shared = config.eagle3 is not None and not has_own_embedding(source)
     _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
 
 
-def export_head(params: Mapping[str, Any], settings: dict[str, Any], out: Path, *, own_embedding: bool = False) -> None:
-    """Write an EAGLE-3 head in SpecForge's format, in f32. settings: config.json. own_embedding: write it too; else the
-    head has its target's.
+def new_head_folder(out: Path, settings: dict[str, Any]) -> ModelConfig:
+    """Begin a checkpoint of an EAGLE-3 head with its config.json, and return what it says.
 
-    Raises ConfigError: `out` is not empty; CheckpointError: a value is not finite.
+    Raises ConfigError: `out` is not empty.
     """
     check_new(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    _write(params, ModelConfig.from_folder(out, may_be_head=True), out, "f32", None, without=("embed",))
+    return ModelConfig.from_folder(out, may_be_head=True)
+
+
+def export_head(params: Mapping[str, Any], out: Path, *, own_embedding: bool = False) -> None:
+    """Write an EAGLE-3 head's tensors beside its config.json, in SpecForge's format and f32.
+
+    own_embedding: write it too; otherwise the head has its target's. Raises CheckpointError: a value is not finite.
+    """
+    config = ModelConfig.from_folder(out, may_be_head=True)
+    _write(params, config, out, "f32", None, without=() if own_embedding else ("embed",))
 
 
 def _write(

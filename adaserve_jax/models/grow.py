@@ -20,13 +20,14 @@ import numpy as np
 from safetensors import safe_open
 
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
+from adaserve_jax.models.config import FEATURE_LAYERS, MIXTRAL_NAMES, ExpertConfig, ModelConfig
+from adaserve_jax.models.export import export_head, new_head_folder
+from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
 
 _NOISE_BLOCK = 1 << 20
-_EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -115,30 +116,17 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
         raise CheckpointError(f"{head}: expected an EAGLE-3 head, got a model of its own")
     target = ModelConfig.from_folder(source)
     config.check_target(target)
-    check_new(out)
-    read, own = config.eagle3.layers_of(target.num_layers), _tensors_of(head)
-    if _EMBEDDING not in own:
-        own[_EMBEDDING] = _tensors_of(source)[f"model.{_EMBEDDING}"]
-    old = config.eagle3.target_hidden_size
-    fc = np.zeros((config.hidden_size, 3, hidden), np.float32)
-    fc[:, :, :old] = own["fc.weight"].reshape(-1, 3, old)
-    own["fc.weight"] = fc.reshape(-1, 3 * hidden)
-    out.mkdir(parents=True, exist_ok=True)
     given = read_json(head / "config.json")
-    reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": list(read)}
+    read = list(config.eagle3.layers_of(target.num_layers))
+    reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": read}
     changed = {"target_hidden_size": hidden, "torch_dtype": "float32", "eagle_config": reading}
-    (out / "config.json").write_text(json.dumps(given | changed, indent=2) + "\n")
-    write_shards(out, own.items(), np.float32, len(own), "growing")
-    return ModelConfig.from_folder(out, may_be_head=True)
-
-
-def _tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    return {
-        name: file.get_tensor(name)
-        for path in sorted(folder.glob("*.safetensors"))
-        for file in [safe_open(path, "np")]
-        for name in file.keys()  # noqa: SIM118  not a dict
-    }
+    grown = new_head_folder(out, given | changed)
+    params = load_params(head, config, target=source)
+    old = config.eagle3.target_hidden_size
+    fc = np.zeros((config.hidden_size, FEATURE_LAYERS, hidden), np.float32)
+    fc[:, :, :old] = np.asarray(params["fc"]).reshape(-1, FEATURE_LAYERS, old)
+    export_head(params | {"fc": fc.reshape(len(fc), -1)}, out, own_embedding=True)
+    return grown
 
 
 def _experts(shape: GrownShape) -> ExpertConfig | None:

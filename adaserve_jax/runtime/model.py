@@ -43,7 +43,7 @@ class DeviceModel:
         self.role = role
         self.config = config
         self.weights: list[Params] = [params, *further]
-        """What the model owns, by index."""
+        """Weights that the model owns, by index."""
         self._shared = shared or {}
         self._like = {name: (w.shape, w.dtype, _devices(w)) for name, w in self.params.items()}
         self.programs = programs

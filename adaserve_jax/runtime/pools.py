@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import FEATURE_LAYERS, ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.compat import platform
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import Pool, Slabs
@@ -62,8 +62,6 @@ POOL_HEADS = 2
 """Axis of the KV heads in a pool."""
 IN_FLIGHT_HEADS = 2
 """Axis of the KV heads in a step's in-flight K/V."""
-FEATURE_LAYERS = 3
-"""Layers of the target that an EAGLE-3 head reads."""
 
 
 class InFlight(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import FEATURE_LAYERS, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, adapter_specs, param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
@@ -23,7 +23,7 @@ from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
-from adaserve_jax.runtime.pools import FEATURE_LAYERS, pool_head_dim
+from adaserve_jax.runtime.pools import pool_head_dim
 from adaserve_jax.runtime.resample import EditShapes
 from adaserve_jax.types import Limits
 
