@@ -251,12 +251,12 @@ class Planner:
                 by_flow.extend(zip(flows.tolist(), known, strict=True))
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
-            rate = 0.0 if self._batch.queue.is_late(state) else self._pace_rate(state, state.tpot_slo_s, now)
+            is_late = self._batch.queue.is_late(state)
+            rate = 0.0 if is_late else self._pace_rate(state, state.tpot_slo_s, now)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            may_wait = state.patience_s is None or self._batch.queue.is_late(state)
-            share = PATIENT_SHARE if may_wait and rates else DUE_SHARE
+            share = PATIENT_SHARE if rates and (is_late or state.patience_s is None) else DUE_SHARE
             if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))

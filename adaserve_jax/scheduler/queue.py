@@ -180,15 +180,16 @@ class WaitingQueue:
         They are the first one whose targets bound its wait, if those of `refused` do not, and the first one without a
         TPOT target.
         """
-        wanted: list[Callable[[SequenceState], bool]] = []
         if refused.patience_s is None:
-            wanted.append(lambda state: state.patience_s is not None)
+            yield from self._first(lambda state: state.patience_s is not None)
         if self._untargeted:
-            wanted.append(lambda state: state.is_untargeted)
-        for eligible in wanted:
-            state = self._on_time.first(eligible) or self._late.first(eligible)
-            if state is not None:
-                yield state
+            yield from self._first(lambda state: state.is_untargeted)
+
+    def _first(self, eligible: Callable[[SequenceState], bool]) -> Iterator[SequenceState]:
+        """Yield the first eligible new sequence, if there is one."""
+        state = self._on_time.first(eligible) or self._late.first(eligible)
+        if state is not None:
+            yield state
 
     def is_late(self, state: SequenceState) -> bool:
         """Return whether the last `peek` found that a waiting sequence will miss its targets."""

@@ -202,7 +202,7 @@ class Scheduler:
             asked=sequence,
             feasible=verdict.feasible,
             patience_s=patience_s,
-            prompt_s=0.0 if patience_s is None else self._feasibility.least_ttft_s(prompt_tokens),
+            prompt_s=verdict.prompt_s,
             flow=0 if self.batch.shares is None else self.batch.shares.open(sequence),
         )
         self._added += 1

@@ -72,7 +72,8 @@ class FeasibilityVerdict:
 
     judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
     infeasible target is below, in seconds; None if that target is feasible or absent. least_e2e_s: likewise, of a
-    deadline that not even the first token can keep.
+    deadline that not even the first token can keep. prompt_s: seconds that its prompt takes alone; 0 where no target
+    bounds the wait for the first token.
     """
 
     judged: bool
@@ -80,6 +81,7 @@ class FeasibilityVerdict:
     least_ttft_s: float | None = None
     least_thinking_tpot_s: float | None = None
     least_e2e_s: float | None = None
+    prompt_s: float = 0.0
 
     @property
     def feasible(self) -> bool | None:
@@ -151,9 +153,9 @@ class Feasibility:
             return FeasibilityVerdict(judged=False)
         is_paced = (tpot_s is not None or thinking_s is not None) and sequence.sampling.max_tokens > 1
         least_tpot_s = self.least_tpot_s() if is_paced else None
-        scored = sequence.sampling.prompt_logprobs is not None
-        least_ttft_s = None
+        least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
+            scored = sequence.sampling.prompt_logprobs is not None
             least_ttft_s = self.least_ttft_s(len(sequence.prompt_ids), scored=scored)
         return FeasibilityVerdict(
             True,
@@ -161,6 +163,7 @@ class Feasibility:
             _if_below(ttft_s, least_ttft_s),
             _if_below(thinking_s, least_tpot_s),
             _if_below(e2e_s, least_ttft_s),
+            prompt_s=least_ttft_s,
         )
 
     def least_tpot_s(self) -> float:

@@ -97,8 +97,11 @@ def derived_hash(sha256: str, note: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Lengths and target of a request, without a text. due_s: seconds since the start of the trace. tenant: who
-    sends it. max_tokens: the limit that it sends. At most output_tokens, it tells a simulated scheduler the length."""
+    """Lengths and target of a request, without a text.
+
+    due_s: seconds since the start of the trace. tenant: who sends it. max_tokens: limit that it sends to a simulated
+    scheduler; if that is above output_tokens, the request stops before its limit, and the scheduler is not told when.
+    """
 
     due_s: float
     prompt_tokens: int

@@ -104,7 +104,6 @@ KNOBS = (
     Knob("controllers.corrected", "HALF_LIFE", (64, 1024)),
     Knob("acceptance", "MEAN_RATE", (0.05, 0.2)),
     Knob("acceptance", "PSEUDO_OUTCOMES", (4.0, 36.0)),
-    Knob("acceptance", "HALF_LIFE", (1_000.0, 16_000.0)),
 )
 
 
@@ -121,7 +120,7 @@ def attainments(todo: tuple[Knob, Any] | None, at: Sequence[Point], seed: int) -
     return found
 
 
-def _safe_range(tried: dict[Any, float], chosen: Any) -> tuple[Any, Any]:
+def safe_range(tried: dict[Any, float], chosen: Any) -> tuple[Any, Any]:
     """Return the ends of the values around the chosen one of which none loses more than SAFE_POINTS at any point.
 
     tried: by value, the lowest difference to the chosen one over the points.
@@ -152,7 +151,7 @@ def measure(traces: Path, knobs: Sequence[Knob], jobs: int, seed: int, told: Cal
     for knob in knobs:
         met = {each[1]: found[i] for i, each in enumerate(todo) if each is not None and each[0] == knob}
         change = {value: [a - b for a, b in zip(each, chosen, strict=True)] for value, each in met.items()}
-        low, high = _safe_range({value: min(each) for value, each in change.items()}, knob.chosen)
+        low, high = safe_range({value: min(each) for value, each in change.items()}, knob.chosen)
         rows.append({
             "module": knob.module, "name": knob.name, "field": knob.field, "chosen": knob.chosen, "safe": [low, high],
             "tried": [{"value": value, "attainment": dict(zip(names, each, strict=True)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler import planner
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.queue import PROMOTION_PERIOD
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -194,3 +195,20 @@ def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(
         run.step()
     started = {name: run.last[name].metrics.first_scheduled_s for name in ("waits", "due")}
     assert started["due"] < started["waits"]
+
+
+def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the share of those that can still meet their target it would start sooner."""
+    patient, due, started_s = planner.PATIENT_SHARE, planner.DUE_SHARE, {}
+    for share in (patient, due):
+        monkeypatch.setattr(planner, "PATIENT_SHARE", share)
+        run = Run.of(limits_of(), policy="adaserve")
+        for index in range(3):
+            run.scheduler.add(request_of(f"runs{index}", tokens=40, tpot_slo_s=0.02, ttft_slo_s=1.0))
+        run.step()
+        run.scheduler.add(request_of("late", arrival_s=run.clock.now() - 2.0, tpot_slo_s=0.02, ttft_slo_s=1.0))
+        while run.scheduler.has_work:
+            run.step()
+        assert run.last["late"].metrics.slo_feasible
+        started_s[share] = run.last["late"].metrics.first_scheduled_s
+    assert started_s[due] < started_s[patient]

@@ -1,0 +1,38 @@
+"""The constants that benchmarks/adaserve/constants.py varies: each is read where it is set."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.scheduler import scheduler
+from benchmarks.adaserve.constants import KNOBS, Knob, safe_range
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: f"{knob.module}.{knob.name}")
+def test_another_value_is_the_one_that_the_scheduler_reads(knob: Knob) -> None:
+    """For as long as asked, and from the module: a default argument would keep the value of the definition."""
+    assert knob.chosen not in knob.values
+    module = importlib.import_module(f"adaserve_jax.scheduler.{knob.module}")
+    chosen = knob.chosen
+    with knob.at(knob.values[0]):
+        found = getattr(scheduler.Objective(), knob.name) if knob.field else getattr(module, knob.name)
+        assert found == knob.values[0]
+    assert knob.chosen == chosen
+    assert getattr(scheduler.Objective(), knob.name, chosen) == chosen
+    if not knob.field:
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        defaults = [each for one in functions for each in (*one.args.defaults, *one.args.kw_defaults) if each]
+        read = [node.id for one in functions for node in ast.walk(one) if isinstance(node, ast.Name)]
+        assert knob.name not in {node.id for each in defaults for node in ast.walk(each) if isinstance(node, ast.Name)}
+        assert knob.name in read
+
+
+def test_thesafe_range_ends_at_the_first_value_that_loses_more_than_half_a_point() -> None:
+    tried = {1: 0.0, 2: -0.02, 4: -0.004, 16: 0.01, 32: -0.005, 64: -0.006}
+    assert safe_range(tried, 8) == (4, 32)
+    assert safe_range({1: -0.1, 2: -0.1}, 3) == (3, 3)
