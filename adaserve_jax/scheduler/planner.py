@@ -60,6 +60,8 @@ PATIENT_SHARE = 0.2
 """The same, while others have a pace, when the one that asks has no TTFT target or can no longer meet it: waiting costs
 it nothing, and its prompt would make the steps long in which others must keep their pace.
 """
+MOST_PATIENT_S = 90.0
+"""Seconds after which a sequence without a TTFT target has waited enough, and asks like one that has one."""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
@@ -256,7 +258,8 @@ class Planner:
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            share = PATIENT_SHARE if rates and (is_late or state.patience_s is None) else DUE_SHARE
+            may_wait = is_late or (state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S)
+            share = PATIENT_SHARE if rates and may_wait else DUE_SHARE
             if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))

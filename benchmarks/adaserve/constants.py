@@ -78,6 +78,7 @@ KNOBS = (
     Knob("scheduler", "horizon", (8, 16, 64), field=True),
     Knob("planner", "DUE_SHARE", (0.3, 0.45, 0.75, 0.9)),
     Knob("planner", "PATIENT_SHARE", (0.1, 0.4, 0.6)),
+    Knob("planner", "MOST_PATIENT_S", (30.0, 60.0, 300.0)),
     Knob("planner", "RESERVE", (0.0, 0.02, 0.04)),
     Knob("planner", "PROMPT_SHARE", (0.7, 0.8, 1.0)),
     Knob("planner", "PROMPTS_AHEAD", (8, 256)),

@@ -212,3 +212,22 @@ def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypat
         assert run.last["late"].metrics.slo_feasible
         started_s[share] = run.last["late"].metrics.first_scheduled_s
     assert started_s[due] < started_s[patient]
+
+
+def test_a_request_without_a_ttft_target_waits_for_the_others_pace_no_longer_than_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It starts while the others still run; without the bound it starts behind them."""
+    started_s = {}
+    for bound_s in (0.1, 1e9):
+        monkeypatch.setattr(planner, "MOST_PATIENT_S", bound_s)
+        run = Run.of(limits_of(), policy="adaserve")
+        for index in range(3):
+            run.scheduler.add(request_of(f"runs{index}", tokens=60, tpot_slo_s=0.02, ttft_slo_s=1.0))
+        run.step()
+        arrival_s = run.clock.now()
+        run.scheduler.add(request_of("waits", arrival_s=arrival_s, tpot_slo_s=0.02))
+        while run.scheduler.has_work:
+            run.step()
+        started_s[bound_s] = run.last["waits"].metrics.first_scheduled_s - arrival_s
+    assert 0.1 <= started_s[0.1] < 0.15 < started_s[1e9]
