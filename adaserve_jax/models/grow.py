@@ -21,8 +21,6 @@ from safetensors import safe_open
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import FEATURE_LAYERS, MIXTRAL_NAMES, ExpertConfig, ModelConfig
-from adaserve_jax.models.export import export_head, new_head_folder
-from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
@@ -111,6 +109,9 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
     of its own. hidden: the grown target's.
     Raises ConfigError: `out` is not empty; CheckpointError: it is no head of `source`.
     """
+    from adaserve_jax.models.export import export_head, new_head_folder  # imports jax
+    from adaserve_jax.models.loading import load_params
+
     config = ModelConfig.from_folder(head, may_be_head=True)
     if config.eagle3 is None:
         raise CheckpointError(f"{head}: expected an EAGLE-3 head, got a model of its own")
