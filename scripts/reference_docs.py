@@ -1,4 +1,5 @@
-"""Writes the reference pages from the code: docs/cli.md, configuration.md, http-fields.md, tables in other pages."""
+"""Writes what documents have from the code: docs/cli.md, configuration.md, http-fields.md, tables in other pages, and
+the schema of submissions to the multi-SLO benchmark."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.options import ENV_PREFIX, by_panel
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.results.submission import json_schema
 from adaserve_jax.server import responses_schema, schema
 from adaserve_jax.server.config_file import SECTIONS, TABLES, toml_value
 from adaserve_jax.server.constraint_fields import StructuredOutputs
@@ -21,6 +23,7 @@ from adaserve_jax.server.settings import digest_of
 from adaserve_jax.settings import Panel, options_of, settings_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+SCHEMA = DOCS.parent / "benchmarks" / "multi_slo" / "schema.json"
 BEGIN, END = "<!-- options -->", "<!-- /options -->"
 FIELDS_BEGIN, FIELDS_END = "<!-- fields -->", "<!-- /fields -->"
 
@@ -288,7 +291,8 @@ def _shown(value: Any) -> str:
 
 
 def main() -> None:
-    """Write the pages."""
+    """Write the pages and the schema."""
+    SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n")
     for name, page in (("cli", cli_page), ("configuration", configuration_page), ("http-fields", http_page)):
         (DOCS / f"{name}.md").write_text(page())
     for name, begin, end, table in (

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -19,6 +20,16 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
+from adaserve_jax.bench.multi_slo import (
+    DURATION_S,
+    OWN,
+    PRESETS,
+    Suite,
+    SuiteSettings,
+    begin,
+    define,
+    held_definition,
+)
 from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
 from adaserve_jax.bench.resume import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
@@ -32,6 +43,7 @@ from adaserve_jax.cli.options import (
     parse_number,
     takes,
 )
+from adaserve_jax.cli.report import write_suite_page
 from adaserve_jax.cli.terminal import (
     notes,
     open_bench_engine,
@@ -47,7 +59,10 @@ from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.settings import Endpoint, UrlSettings
 from adaserve_jax.learn_config import LearnOptions
+from adaserve_jax.report.multi_slo import targets_text
 from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.results.submission import FILE as SUBMISSION
+from adaserve_jax.results.submission import Submission, SuitePoint
 from adaserve_jax.scheduler.policies import expand, file_hashes, policy_of
 from adaserve_jax.settings import Panel, options_of
 from adaserve_jax.workloads.arrivals import EXAMPLES
@@ -57,6 +72,8 @@ from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.workload import Workload, load_workload, parse_slos
 
 POLICIES = "ar,spec:4,adaserve"
+POINT_S = 15.0
+PRESET = "adaserve"
 INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
 HIDDEN = "..."
 """Replaces the value of a header where a command line is shown."""
@@ -197,7 +214,22 @@ def bench(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="times that everything is measured, each with other arrivals")] = 1,
-    duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each point")] = 15.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            help=f"seconds in which requests arrive, for each point; without, {POINT_S:g}, with --suite {DURATION_S:g}"
+        ),
+    ] = None,
+    suite: Annotated[
+        Literal["multi-slo"] | None,
+        typer.Option(
+            help="instead of given rates: search the highest rates at which every class keeps its targets, then "
+            "overload and a burst; writes multi-slo.json for each policy"
+        ),
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help=f"with --suite: targets by class: {', '.join(PRESETS)}; {OWN}: those of the workload")
+    ] = PRESET,
     out: Annotated[
         Path | None, typer.Option(help="folder for rows, requests and samples; without, a new one named by the date")
     ] = None,
@@ -233,6 +265,13 @@ def bench(
     """
     use = _use(out, resume=resume, append=append)
     folder = out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
+    if suite is not None:
+        varied = {"rates": rates != AUTO, "urgent_shares": urgent_shares, "slo_scales": slo_scales,
+                  "arrivals": arrivals, "append": append, "record": record}  # fmt: skip
+        if given_option := next((name for name, value in varied.items() if value), None):
+            raise ConfigError(f"--{given_option.replace('_', '-')} is chosen by --suite; leave it out")
+    elif preset != PRESET:
+        raise ConfigError("--preset says the targets of --suite; give it too")
     check_folder(folder, use)
     requests = read_workload(
         workload, format, slos, max_tokens=max_tokens, temperature=temperature, lengths=lengths, chat=as_chat,
@@ -242,7 +281,7 @@ def bench(
     given = BenchPlan(
         policies=expand(comma_list("policies", policies, str)),
         rates=(None,) if rates == AUTO else numbers_above_0("rates", rates, or_trace=True),
-        duration_s=duration,
+        duration_s=POINT_S if duration is None else duration,
         seed=seed,
         drain_s=drain,
         max_late_s=max_late_ms / 1e3,
@@ -262,6 +301,12 @@ def bench(
         _check_for_url(given, config, learn_options, drafter_options)
         engine, about = _LazyEngine(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
         policy_files = {}
+    if suite is not None:
+        if duration is None:
+            given = replace(given, duration_s=DURATION_S)
+        with closing(engine):
+            _run_suite(given, preset, requests, engine, folder, resume=resume, about=about, policy_files=policy_files)
+        return
     rows, interrupted = [], False
     try:
         with closing(engine):
@@ -278,6 +323,42 @@ def bench(
     except KeyboardInterrupt:
         interrupted = True
     _finish(rows, folder, interrupted=interrupted)
+
+
+def _run_suite(
+    plan: BenchPlan, preset: str, workload: Workload, engine: _LazyEngine, out: Path, *, resume: bool,
+    about: Mapping[str, Any], policy_files: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Run the suite under every policy, and print the headline of its page. Raises typer.Exit as `_finish` does."""
+    settings = SuiteSettings(
+        preset, plan.duration_s, plan.repeats, plan.seed, plan.drain_s, plan.max_late_s, plan.warmup_requests
+    )
+    held = held_definition(out, resume=resume)
+    facts = engine("").about
+    baseline_ms = facts.baseline_s * 1e3 if held is None else float(held["baseline_ms"])
+    definition, targeted = define(settings, workload, baseline_ms)
+    begin(out, definition, held)
+    say(f"targets: {targets_text(definition.classes)}")
+    runs = Suite(definition, settings, targeted, engine, bench_bar, about=about, policy_files=policy_files)
+    files: list[Path] = []
+    try:
+        for policy in facts.policies or plan.policies:
+            last = None
+            place = out / re.sub(r"[^\w.-]+", "-", policy)
+            for last in runs.run(policy, place):
+                if isinstance(last, SuitePoint):
+                    say(
+                        f"{policy} {last.stage} {last.rate_rps:g}/s: {last.attainment:.1%} met, worst class "
+                        f"{last.worst.name} {last.worst.attainment:.1%}, goodput {last.goodput_tps:.1f} tokens/s"
+                    )
+            if not isinstance(last, Submission):
+                say(f"to measure again what is not valid: {_resume_command(out)}")
+                raise typer.Exit(INVALID_STATUS)
+            files.append(place / SUBMISSION)
+    except KeyboardInterrupt:
+        say(f"interrupted; to go on: {_resume_command(out)}")
+        raise typer.Exit(INTERRUPTED_STATUS) from None
+    write_suite_page(files, None, None)
 
 
 def read_workload(

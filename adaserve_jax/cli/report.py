@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
@@ -39,7 +40,10 @@ class Format(StrEnum):
 def report(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help="folders that `adaserve bench` or `adaserve simulate` wrote; several make one report"),
+        typer.Argument(
+            help="folders that `adaserve bench` or `adaserve simulate` wrote; several make one report. Or files that "
+            "`adaserve bench --suite` wrote: a page that compares them"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -92,6 +96,11 @@ def report(
         _report_records(records, since, until, slo_class, key, format)
     elif folders and records is None:
         _refuse(of_records, "--from with a server's records, not to folders")
+        if any(path.suffix == ".json" for path in folders):
+            del of_folders["-o"], of_folders["--title"]
+            _refuse(of_folders, "folders, not to the files of a suite")
+            write_suite_page(folders, out, title)
+            return
         write_report(folders, out, against, title=title, timeline=timeline, rate=rate, perfetto=perfetto)
     else:
         raise ConfigError(
@@ -169,6 +178,21 @@ def write_report(
             say(f"warning: {invalid_point(point)}", style="dim")
     if out is None:
         say(f"the whole report: adaserve report {' '.join(map(str, folders))} -o report.html", style="dim")
+
+
+def write_suite_page(files: Sequence[Path], out: Path | None, title: str | None) -> None:
+    """Compare submissions to the multi-SLO benchmark: write the page, or print its headline. Raises ConfigError."""
+    render = None if out is None else renderer(out)
+    from adaserve_jax.report.multi_slo import multi_slo_page
+    from adaserve_jax.results.submission import read_submission
+
+    document = multi_slo_page([read_submission(path) for path in files], title)
+    if out is None or render is None:
+        print_summary(document)
+        say(f"the whole page: adaserve report {shlex.join(map(str, files))} -o page.html", style="dim")
+    else:
+        _write(out, render(document))
+        say(f"page in {out}", style="dim")
 
 
 def renderer(out: Path) -> Callable[[Document], str]:

@@ -258,3 +258,64 @@ def test_a_policys_file_that_is_edited_meanwhile_ends_the_run(bench, tmp_path: P
     told = " ".join(capsys.readouterr().err.split())
     assert "the file of policy mine.py is not the one that the run began with; put that back and --resume" in told
     assert {row.policy for row in RunResults.load(tmp_path / "o").rows} == {"ar"}
+
+
+BRIEF = ("--duration", "0.03", "--warmup-requests", "0", "--drain", "1")
+SUITE = ("--suite", "multi-slo", "--workload", "w.jsonl", *BRIEF, *ANY_LATENESS)
+
+
+@pytest.fixture
+def short_requests(tmp_path: Path) -> None:
+    """Write w.jsonl, whose requests are so short that a suite asks for many in a second."""
+    lines = [
+        {"prompt": "abc", "max_tokens": 3, "slo_class": name} for name in ("code", "code", "code", "chat", "summary")
+    ]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.usefixtures("short_requests")
+def test_a_suite_writes_a_file_for_each_policy_and_prints_the_rates(bench, tmp_path: Path, capsys):
+    bench.script = Script(capacity=2)
+    assert bench(*SUITE, "--policies", "ar,spec:4", "--out", "o") == 0
+    printed, told = capsys.readouterr()
+    assert "requests/s at 90%" in printed and "spec:4" in printed
+    assert f"targets: chat (20%): TPOT {BASELINE_S * 1e3 * 5 / 3:.3f} ms" in told
+    files = [f"o/{name}/multi-slo.json" for name in ("ar", "spec-4")]
+    assert run_program("report", *files, "-o", "page.md") == 0
+    assert "Highest rates" in (tmp_path / "page.md").read_text()
+    bench.script = Script(capacity=0)
+    assert bench(*SUITE, "--policies", "ar,spec:4", "--out", "o", "--resume") == 0, "every load is there"
+    assert bench(*SUITE, "--policies", "ar", "--out", "o") == 2
+
+
+@pytest.mark.usefixtures("short_requests")
+def test_an_invalid_load_ends_a_suite(bench, capsys):
+    bench.script = Script(submit_s=0.02)
+    late = [text if text != ANY_LATENESS[1] else "5" for text in SUITE]
+    assert bench(*late, "--policies", "ar", "--out", "o") == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "INVALID: client was late" in told
+    assert "to measure again what is not valid: adaserve" in told and told.endswith("--resume")
+
+
+@pytest.mark.usefixtures("short_requests")
+def test_ctrl_c_in_a_suite_says_how_to_go_on(bench, capsys):
+    def interrupt(request) -> None:
+        raise KeyboardInterrupt
+
+    bench.on_submit = interrupt
+    assert bench(*SUITE, "--policies", "ar", "--out", "o") == 130
+    assert "interrupted; to go on: adaserve" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--suite", "multi-slo", "--rates", "2"), "--rates is chosen by --suite; leave it out"),
+        (("--suite", "multi-slo", "--slo-scales", "1"), "--slo-scales is chosen by --suite; leave it out"),
+        (("--preset", "workload"), "--preset says the targets of --suite; give it too"),
+    ],
+)
+def test_options_that_do_not_go_with_a_suite_are_refused(bench, capsys, arguments, message):
+    assert bench(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,248 @@
+"""The multi-SLO suite: its search against known limits, its verdict by hand, and a whole run on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaserve_jax.bench.multi_slo import (
+    LEAST,
+    MOST,
+    PRECISION,
+    PRESETS,
+    Suite,
+    SuiteSettings,
+    begin,
+    define,
+    held_definition,
+    next_rate,
+)
+from adaserve_jax.bench.runner import Watch
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.submission import (
+    FILE,
+    LEVELS,
+    ClassCount,
+    Submission,
+    SuitePoint,
+    System,
+    json_schema,
+    judge,
+    read_submission,
+    recovery_s,
+    write_submission,
+)
+from adaserve_jax.workloads.workload import Workload, load_workload
+from benchmarks.multi_slo import from_aiperf
+
+SCHEMA = Path("benchmarks/multi_slo/schema.json")
+
+
+def searched(limits: dict[float, float], start: float) -> dict[float, float]:
+    """Run the search on a system whose worst class keeps each level up to its limit."""
+    found: dict[float, float] = {}
+    while (rate := next_rate(found, start)) is not None:
+        assert rate not in found and len(found) < 40
+        found[rate] = max((level for level in LEVELS if rate <= limits[level]), default=0.0)
+    return found
+
+
+@given(st.lists(st.floats(0.3, 30), min_size=3, max_size=3))
+def test_the_search_brackets_the_limit_of_every_level(ends: list[float]):
+    limits = dict(zip(LEVELS, sorted(ends, reverse=True), strict=True))
+    found = searched(limits, 1.0)
+    for level, limit in limits.items():
+        kept = max(rate for rate in found if rate <= limit)
+        missed = min(rate for rate in found if rate > limit)
+        assert kept <= limit < missed <= PRECISION * kept * 1.01, (level, sorted(found))
+
+
+def test_the_search_ends_where_nothing_or_everything_is_met():
+    nothing = searched(dict.fromkeys(LEVELS, 0.0), 1.0)
+    assert min(nothing) == LEAST and max(nothing) == 1.0
+    everything = searched(dict.fromkeys(LEVELS, math.inf), 1.0)
+    assert max(everything) == MOST and min(everything) == 1.0
+
+
+def count(name: str, met: int, requests: int = 10, goodput: float = 1.0) -> ClassCount:
+    return ClassCount(name=name, requests=requests, met=met, lost=0, goodput_tps=goodput, ttft_p50_ms=1.0,
+                      ttft_p99_ms=2.0, tpot_p50_ms=None, tpot_p99_ms=None)  # fmt: skip
+
+
+def point(rate: float, *met: int, stage="rate", requests: int = 100, **more) -> SuitePoint:
+    classes = tuple(count(name, each, requests) for name, each in zip("abc", met, strict=False))
+    return SuitePoint(stage=stage, rate_rps=rate, duration_s=1.0, classes=classes, **more)
+
+
+def test_the_verdict_by_hand():
+    points = [
+        point(4, 96, 80), point(1, 100, 99), point(2, 97, 91), point(3, 100, 89),
+        point(4, 50, 0, stage="overload"), point(4, 0, 0, stage="burst", recovery_s=2.5),
+    ]  # fmt: skip
+    verdict = judge(points)
+    ninety, ninety_five, ninety_nine = verdict.levels
+    assert (ninety.rate_rps, ninety.missed_rps) == (2, 3), "at 3 class b misses it, whatever class a does"
+    assert (ninety_five.rate_rps, ninety_five.missed_rps) == (1, 2)
+    assert (ninety_nine.rate_rps, ninety_nine.missed_rps) == (1, 2)
+    assert (ninety.sure_rps, ninety_nine.sure_rps) == (1, None), "99 of 100 may be 94.6 %, 91 of 100 84 %"
+    assert ninety.goodput_tps == 2.0 and ninety.fairness == pytest.approx(1.88**2 / (2 * (0.97**2 + 0.91**2)))
+    assert (verdict.overload_rps, verdict.overload_attainment, verdict.overload_worst) == (4, 0.25, 0)
+    assert verdict.overload_fairness == pytest.approx(0.5) and verdict.recovery_s == 2.5
+    assert judge([point(1, 0, 0)]).levels[0].rate_rps is None and point(1, 0, 0).fairness is None
+    with pytest.raises(ConfigError, match="needs points of the stage 'rate', got none"):
+        judge(points[-2:])
+
+
+def test_an_interval_is_wilsons():
+    low, high = count("a", 9).interval
+    assert (low, high) == (pytest.approx(0.5958, abs=1e-3), pytest.approx(0.9821, abs=1e-3))
+    assert count("a", 0, 0).interval == (0.0, 1.0) and count("a", 0, 0).attainment == 1.0
+
+
+def test_recovery_is_when_the_requests_that_follow_meet_their_targets():
+    burst = [(float(t), False) for t in range(10)]
+    assert recovery_s([*burst, *((10.0 + t, True) for t in range(20))], 10.0) == 0.0
+    late = [*burst, *((10.0 + t, t >= 3) for t in range(23))]
+    assert recovery_s(late, 10.0) == 1.0, "from 11 on 20 of 22 are met, from 10 on 20 of 23"
+    assert recovery_s([*burst, *((10.0 + t, False) for t in range(20))], 10.0) is None
+    assert recovery_s([(10.0 + t, True) for t in range(9)], 10.0) is None, "nine requests cannot tell"
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Workload:
+    path = tmp_path / "w.jsonl"
+    lines = [{"prompt": "p" * 9, "max_tokens": 4, "slo_class": name} for name in ("code", "code", "chat", "summary")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load_workload(path)
+
+
+SETTINGS = SuiteSettings(duration_s=0.03, drain_s=1.0, max_late_s=60.0, warmup_requests=0)
+
+
+def run_suite(engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS):
+    definition, targeted = define(settings, workload, engine.about.baseline_s * 1e3)
+    begin(out, definition, held_definition(out, resume=True))
+    suite = Suite(definition, settings, targeted, lambda _: engine, lambda plan: nullcontext(Watch()), about={},
+                  policy_files={})  # fmt: skip
+    return list(suite.run("ar", out / "ar"))
+
+
+def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, workload, tmp_path: Path):
+    *points, submission = run_suite(make_bench(capacity=3, tpot_s=0.001, ttft_s=0.004), workload, tmp_path / "out")
+    assert isinstance(submission, Submission) and submission.points == tuple(points)
+    assert [each.stage for each in points[-2:]] == ["overload", "burst"]
+    assert all([c.name for c in each.classes] == ["chat", "code", "summary"] for each in points)
+    assert max(points[:-2], key=lambda p: p.rate_rps).worst.attainment < LEVELS[0], "a full engine refuses requests"
+    path = tmp_path / "out" / "ar" / FILE
+    assert read_submission(path) == submission
+    jsonschema.validate(json.loads(path.read_text()), json.loads(SCHEMA.read_text()))
+    again = make_bench()
+    assert run_suite(again, workload, tmp_path / "out")[-1] == submission
+    assert again.client.submitted == [], "every load was there"
+
+
+def test_the_targets_of_a_preset_are_multiples_of_the_baseline_or_limits(workload):
+    definition, targeted = define(SETTINGS, workload, 20.0)
+    assert {each.name: (each.tpot_ms, each.ttft_ms, each.share) for each in definition.classes} == {
+        "code": (24.0, 2666.7, 0.5), "chat": (33.333, 2666.7, 0.25), "summary": (100.0, 2666.7, 0.25)
+    }  # fmt: skip
+    assert {item.slo.tpot_ms for item in targeted.items if item.slo_class == "code"} == {24.0}
+    limits, _ = define(replace(SETTINGS, preset="mlperf-deepseek-r1"), workload, 20.0)
+    assert {(each.tpot_ms, each.ttft_ms) for each in limits.classes} == {(15.0, 1500.0)}
+
+
+def test_what_cannot_be_asked_of_a_system_is_refused(workload, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"--preset must be one of {', '.join(PRESETS)}, workload, got 'fast'"):
+        SuiteSettings("fast")
+    other = replace(workload, items=tuple(replace(item, slo_class="batch") for item in workload.items))
+    with pytest.raises(ConfigError, match=r"preset adaserve has no targets for class 'batch' of w.jsonl; it has code"):
+        define(SETTINGS, other, 1.0)
+    with pytest.raises(ConfigError, match=r"class 'chat' of w.jsonl must have the same targets in every request"):
+        define(replace(SETTINGS, preset="workload"), workload, 1.0)
+    definition, _ = define(SETTINGS, workload, 20.0)
+    begin(tmp_path, definition, None)
+    with pytest.raises(ConfigError, match="holds another suite; give another --out, or --resume"):
+        held_definition(tmp_path, resume=False)
+    with pytest.raises(ConfigError, match=r"cannot resume .*: seed was 0, is 1; give the options of that suite"):
+        begin(tmp_path, replace(definition, seed=1), held_definition(tmp_path, resume=True))
+    (tmp_path / "definition.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not the definition of a suite; give another --out"):
+        held_definition(tmp_path, resume=True)
+
+
+def made_submission(workload: Workload) -> Submission:
+    definition, _ = define(SETTINGS, workload, 20.0)
+    system = System(name="a server", policy="plain", target="8B", draft=None, device="cpu", machine="a machine",
+                    client="by hand", commit="unknown", measured_at="2026-11-01T10:00:00+00:00")  # fmt: skip
+    points = (point(1, 100, 99, 98), point(2, 97, 91, 70), point(2, 50, 50, 50, stage="overload"))
+    return Submission(definition=definition, system=system, points=points, verdict=judge(points))
+
+
+def test_a_submission_is_read_as_it_was_written_and_anything_else_is_refused(workload, tmp_path: Path):
+    submission = made_submission(workload)
+    path = tmp_path / "changed.json"
+    write_submission(path, submission)
+    assert read_submission(path) == submission
+    values = asdict(submission)
+    values["verdict"]["recovery_s"] = 123.0
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="the verdict does not follow from the points"):
+        read_submission(path)
+    del values["system"]["name"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"is not a submission to multi-slo: system.name: "):
+        read_submission(path)
+    with pytest.raises(ConfigError, match=r"cannot read .*: No such file or directory; give a multi-slo.json"):
+        read_submission(tmp_path / "none.json")
+
+
+def test_the_committed_schema_is_that_of_the_code():
+    assert json.loads(SCHEMA.read_text()) == json_schema()
+
+
+def exported(start_s: float, ttft_ms: float, latency_ms: float, tokens: int, error: object = None) -> str:
+    """Return a line as aiperf writes it."""
+    metrics = {"time_to_first_token": {"value": ttft_ms, "unit": "ms"},
+               "request_latency": {"value": latency_ms, "unit": "ms"},
+               "output_sequence_length": {"value": tokens, "unit": "tokens"}}  # fmt: skip
+    metadata = {"request_start_ns": int(start_s * 1e9), "was_cancelled": False}
+    return json.dumps({"metadata": metadata, "metrics": metrics if error is None else {}, "error": error}) + "\n"
+
+
+def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
+    definition, _ = define(SETTINGS, workload, 20.0)  # code: 24 ms a token, 2.67 s to the first
+    ok, slow = exported(0.0, 100, 100 + 9 * 20, 10), exported(1.0, 100, 100 + 9 * 30, 10)
+    late, failed = exported(2.0, 3000, 3180, 10), exported(3.0, 0, 0, 0, {"code": 500})
+    (tmp_path / "code.jsonl").write_text(ok + slow + late + failed)
+    (tmp_path / "rest.jsonl").write_text(exported(0.0, 100, 280, 10))
+    (tmp_path / "definition.json").write_text(json.dumps(asdict(definition)))
+    runs = [f"2:{name}={tmp_path}/{'code' if name == 'code' else 'rest'}.jsonl" for name in ("code", "chat", "summary")]
+    out = tmp_path / "multi-slo.json"
+    from_aiperf.main(runs, tmp_path / "definition.json", "vLLM", "8B", "a GPU", out)
+    found = read_submission(out)
+    jsonschema.validate(json.loads(out.read_text()), json.loads(SCHEMA.read_text()))
+    (at,) = found.points
+    by_class = {each.name: each for each in at.classes}
+    code = by_class["code"]
+    assert (code.requests, code.met, code.lost) == (4, 1, 1) and code.tpot_p50_ms == pytest.approx(20)
+    assert code.goodput_tps == pytest.approx(10 / 5.18) and by_class["chat"].attainment == 1.0
+    assert found.verdict.levels[0].rate_rps is None and found.verdict.overload_rps is None
+    with pytest.raises(ConfigError, match="rate 2 lacks a run of class 'chat'"):
+        from_aiperf.points_of(runs[:1], definition.classes)
+    with pytest.raises(ConfigError, match="expected RATE:CLASS=FILE with a class of chat, code, summary, got 'code=x'"):
+        from_aiperf.points_of(["code=x"], definition.classes)
+    (tmp_path / "rest.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"rest.jsonl:1: not a record of aiperf: KeyError\('metadata'\)"):
+        from_aiperf.points_of(runs, definition.classes)
+    with pytest.raises(ConfigError, match=r"cannot read .*; give a profile_export.jsonl"):
+        from_aiperf.points_of(["2:code=nowhere"], definition.classes)
+    with pytest.raises(ConfigError, match="is not the definition of a suite"):
+        from_aiperf.main(runs, tmp_path / "code.jsonl", "vLLM", "8B", "a GPU", out)
