@@ -6,7 +6,7 @@
 
 Each argument is RATE:CLASS=FILE: the requests of one class, by the record of aiperf run at that class's share of RATE,
 at the same time as the runs of the other classes. The definition is that of the run to compare with, written by
-`adaserve bench --suite multi-slo`. Records: docs/tutorials/working-with-profile-exports.md of ai-dynamo/aiperf.
+`adaserve bench --suite multi-slo`. Format of the records: "Working with Profile Export Files" of ai-dynamo/aiperf.
 """
 
 from __future__ import annotations
