@@ -12,7 +12,7 @@ ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-clients test-aot coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
+.PHONY: help serve test test-slow test-clients test-aot coverage mutation lint type format bench-host bench-exactness bench-throughput bench-multi-slo demo-pair dist docs site clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -94,6 +94,9 @@ bench-exactness: $(STAMP).serve ## same seed, same text: every policy, draft sou
 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
 	@$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
+
+bench-multi-slo: $(STAMP).test ## highest rates that keep every class's targets: this package, llama.cpp, vLLM (an hour and a half)
+	@$(BIN)/python -m benchmarks.multi_slo.compare --out multi-slo $(ARGS)
 
 dist: $(STAMP).test ## build wheel and source distribution, install each elsewhere and use it (some minutes)
 	@rm -rf dist

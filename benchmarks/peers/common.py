@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from adaserve_jax.bench.multi_slo import held_definition
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.jsonl import read_good_rows
@@ -114,8 +115,11 @@ def policy_name(options: argparse.Namespace) -> str:
 
 
 def baseline_ms(folder: Path) -> float:
-    """Of the first row there: the latency per token that its relative targets multiply."""
+    """Of the suite or of the first row there: the latency per token that its relative targets multiply."""
     try:
+        held = held_definition(folder, resume=True)
+        if held is not None:
+            return float(held["baseline_ms"])
         rows, _ = read_good_rows(folder / RESULTS, ResultRow)
     except (OSError, AdaServeError) as error:
         raise stop(f"--targets-of must be the folder of a measured run: {error}") from None
@@ -178,7 +182,7 @@ def measure(peer: Peer, out: Path, bench: Sequence[str]) -> int:
         print(f"{peer.system}: starting, its output is in {out / LOG}", file=sys.stderr)
         wait_ready(server, f"http://{HOST}:{port}{peer.ready}", out / LOG)
         status = subprocess.run(bench_command(peer, f"http://{HOST}:{port}", out, bench), check=False).returncode
-    if (out / RESULTS).exists():
+    if (out / RESULTS).exists():  # a suite prints its own way on
         print(f"to compare: adaserve report {shlex.quote(str(out))} OTHER... -o report.html", file=sys.stderr)
     return status
 

@@ -41,7 +41,8 @@ from adaserve_jax.results.submission import (
     write_submission,
 )
 from adaserve_jax.workloads.workload import Workload, load_workload
-from benchmarks.multi_slo import from_aiperf
+from benchmarks.multi_slo import compare, from_aiperf
+from benchmarks.peers import common
 
 SCHEMA = Path("benchmarks/multi_slo/schema.json")
 
@@ -202,6 +203,23 @@ def test_a_submission_is_read_as_it_was_written_and_anything_else_is_refused(wor
         read_submission(path)
     with pytest.raises(ConfigError, match=r"cannot read .*: No such file or directory; give a multi-slo.json"):
         read_submission(tmp_path / "none.json")
+
+
+def test_every_server_is_asked_the_same_on_the_same_models(workload, tmp_path: Path):
+    places = {"target": "T", "draft": "D", "gguf": "G"}
+    commands = {entry.name: entry.command(places, tmp_path, tmp_path / "adaserve", ["--suite", "multi-slo"])
+                for entry in compare.ENTRIES}  # fmt: skip
+    for name, command in commands.items():
+        assert command[command.index("--targets-of") + 1] == str(tmp_path / "adaserve")
+        assert command[command.index("--out") + 1] == str(tmp_path / name)
+        assert command[command.index("--") + 1 :] == ["--suite", "multi-slo"]
+    assert "G/target.gguf" in commands["llama-draft"] and "G/draft.gguf" in commands["llama-draft"]
+    assert "--no-draft" in commands["vllm-plain"] and "D" in commands["vllm-draft"]
+    definition, _ = define(SETTINGS, workload, 20.0)
+    begin(tmp_path / "adaserve", definition, None)
+    assert common.baseline_ms(tmp_path / "adaserve") == 20.0
+    with pytest.raises(ConfigError, match=r"--systems must be ours and some of llama.cpp, vllm, got 'vllm'"):
+        compare.compare(tmp_path, systems="vllm")
 
 
 def test_the_committed_schema_is_that_of_the_code():

@@ -1,0 +1,115 @@
+"""This package, llama.cpp and vLLM under the multi-SLO benchmark, one after another on one machine.
+
+    python -m benchmarks.multi_slo.compare --out multi-slo [--duration 60] [--systems ours,llama.cpp,vllm]
+
+All serve the embedded target grown to 110M parameters, the peers with the embedded draft and without it. All are held
+to the targets that follow from this package's baseline. Repeated, the command goes on where it ended. A peer that is
+not installed is left out and named at the end. Writes a folder per server and README.md and index.html with the page.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaserve_jax.cli.options import comma_list
+from adaserve_jax.cli.report import write_suite_page
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.results.submission import FILE
+
+OURS = "ours"
+TITLE = "Multi-SLO benchmark: this package beside llama.cpp and vLLM"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One server. module: of benchmarks.peers. options: of it, in which {target}, {draft} name checkpoint folders and
+    {gguf} the folder of GGUF files."""
+
+    name: str
+    system: str
+    module: str
+    options: tuple[str, ...]
+
+    def command(self, places: dict[str, str], out: Path, first: Path | None, suite: Sequence[str]) -> list[str]:
+        own = [option.format(**places) for option in self.options]
+        targets = [] if first is None else ["--targets-of", str(first)]
+        return [sys.executable, "-m", f"benchmarks.peers.{self.module}", *own, "--out", str(out / self.name),
+                *targets, "--", *suite]  # fmt: skip
+
+
+MODELS = ("--target", "{target}", "--draft", "{draft}")
+PLAIN = ("--target", "{target}", "--no-draft")
+GGUF = ("--target", "{gguf}/target.gguf")
+ENTRIES = (
+    Entry("adaserve", OURS, "adaserve", (*MODELS, "--server-args", "--max-queue-wait 0")),
+    Entry("llama-draft", "llama.cpp", "llama_cpp", (*GGUF, "--draft", "{gguf}/draft.gguf")),
+    Entry("llama-plain", "llama.cpp", "llama_cpp", (*GGUF, "--no-draft")),
+    Entry("vllm-draft", "vllm", "vllm", MODELS),
+    Entry("vllm-plain", "vllm", "vllm", PLAIN),
+)
+SYSTEMS = tuple(dict.fromkeys(entry.system for entry in ENTRIES))
+
+
+def prepare(work: Path, systems: Sequence[str]) -> dict[str, str]:
+    """Make the checkpoints that are not there yet, and return what `Entry.options` name."""
+    target, draft = work / "grown-110M", "demo"
+    if not target.exists():
+        _run([sys.executable, "-m", "adaserve_jax.cli", "grow", str(target), "--params", "110M"])
+    if "llama.cpp" in systems:
+        for role, source in (("target", str(target)), ("draft", draft)):
+            if not (work / f"{role}.gguf").exists():
+                _run([sys.executable, "-m", "benchmarks.peers.to_gguf", source, "--role", role, "--out",
+                      str(work / f"{role}.gguf")])  # fmt: skip
+    return {"target": str(target), "draft": draft, "gguf": str(work)}
+
+
+def _run(command: Sequence[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
+        raise ConfigError(f"{' '.join(command[1:5])} failed; its message is above")
+
+
+def compare(
+    out: Annotated[Path, typer.Option(help="folder for checkpoints, runs and the page")],
+    duration: Annotated[float, typer.Option(help="seconds in which requests of a load arrive, at least")] = 60.0,
+    repeats: Annotated[int, typer.Option(help="times that each load is measured")] = 1,
+    systems: Annotated[str, typer.Option(help="servers, separated by commas")] = ",".join(SYSTEMS),
+) -> None:
+    """Measure the servers and write the page."""
+    wanted = comma_list("systems", systems, str)
+    unknown = sorted(set(wanted) - set(SYSTEMS))
+    if unknown or OURS not in wanted:
+        raise ConfigError(f"--systems must be {OURS} and some of {', '.join(SYSTEMS[1:])}, got {systems!r}")
+    out.mkdir(parents=True, exist_ok=True)
+    places = prepare(out, wanted)
+    suite = ["--suite", "multi-slo", "--duration", f"{duration:g}", "--repeats", str(repeats)]
+    done: list[Path] = []
+    missing: list[str] = []
+    for entry in (each for each in ENTRIES if each.system in wanted):
+        first = done[0].parent.parent if done else None
+        status = subprocess.run(entry.command(places, out, first, suite), check=False).returncode
+        found = sorted((out / entry.name).glob(f"*/{FILE}"))
+        if status == 0 and found:
+            done.append(found[0])
+        else:
+            missing.append(entry.name)
+            if entry.system == OURS:
+                raise ConfigError("this package was not measured, so that nothing has targets; its message is above")
+    for name in ("README.md", "index.html"):
+        write_suite_page(done, out / name, TITLE)
+    write_suite_page(done, None, TITLE)
+    if missing:
+        typer.echo(f"not measured, for the reasons above: {', '.join(missing)}", err=True)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(compare)
+    except AdaServeError as error:
+        sys.exit(f"error: {error}")
