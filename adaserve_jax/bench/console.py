@@ -3,51 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from adaserve_jax.results.run_folder import point_of
-from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow, Summary
 
-COLUMNS: dict[str, Callable[[ResultRow], str]] = {
-    "policy": lambda r: r.policy if r.label is None else f"{r.policy} ({r.label})",
-    "rate\n1/s": lambda r: (
-        f"{r.rate_rps:g}" if r.arrival_process == "poisson" else f"{r.arrival_process} {r.rate_rps:.3g}"
+Columns = dict[str, Callable[[Summary, ResultRow], str]]
+LOAD: Columns = {
+    "policy": lambda _, row: row.policy if row.label is None else f"{row.policy} ({row.label})",
+    "rate\n1/s": lambda _, row: (
+        f"{row.rate_rps:.4g}" if row.arrival_process in UNNAMED else f"{row.arrival_process} {row.rate_rps:.3g}"
     ),
-    "class": lambda r: r.slo_class,
-    "requests": lambda r: str(r.requests),
-    "joint\nmet": lambda r: _percent(r.attainment),
-    "TPOT\nmet": lambda r: _percent(r.attainment_tpot),
-    "goodput\ntokens/s": lambda r: f"{r.goodput_tps:.1f}",
-    "all\ntokens/s": lambda r: f"{r.throughput_tps:.1f}",
-    "TTFT p50/p99\nms": lambda r: f"{_ms(r.ttft_p50_s)} / {_ms(r.ttft_p99_s)}",
-    "TPOT p50/p99\nms": lambda r: f"{_ms(r.tpot_p50_s)} / {_ms(r.tpot_p99_s)}",
-    "accepted\n/verify": lambda r: "-" if r.mean_accepted is None else f"{r.mean_accepted:.2f}",
 }
-"""Headers and cells of the columns that are always shown."""
-VARIED = {"system": "system", "workload": "workload", "replicas": "replicas", "urgent_share": "urgent\nshare",
-          "slo_scale": "SLO\nscale", "burstiness": "CV", "repeat": "repeat"}  # fmt: skip
+COLUMNS: Columns = {
+    "reqs": lambda figures, _: str(figures.requests),
+    "joint\nmet": lambda figures, _: _percent(figures.attainment),
+    "TPOT\nmet": lambda figures, _: _percent(figures.attainment_tpot),
+    "goodput\ntok/s": lambda figures, _: f"{figures.goodput_tps:.1f}",
+    "TTFT, ms\np50 / p99": lambda figures, _: f"{_ms(figures.ttft_p50_s)} / {_ms(figures.ttft_p99_s)}",
+    "TPOT, ms\np50 / p99": lambda figures, _: f"{_ms(figures.tpot_p50_s)} / {_ms(figures.tpot_p99_s)}",
+}
+"""Headers and cells of the columns that are always shown. The row: for what holds for all repeats."""
+CLASS: Columns = {"class": lambda figures, _: figures.slo_class}
+MORE: Columns = {
+    "all\ntok/s": lambda figures, _: f"{figures.throughput_tps:.1f}",
+    "accepted\n/verify": lambda f, _: "-" if f.mean_accepted is None else f"{f.mean_accepted:.2f}",
+}
+"""Further columns of the table by class."""
+UNNAMED = ("poisson", "trace")
+"""Arrival processes that are not named beside a rate."""
+VARIED = {"system": "system", "replicas": "replicas", "urgent_share": "urgent\nshare", "slo_scale": "SLO\nscale",
+          "burstiness": "CV"}  # fmt: skip
 """Columns that are shown where they differ between rows, and their headers."""
-TEXT_COLUMNS = ("system", "workload", "policy", "class")
+TEXT_COLUMNS = ("system", "policy", "class")
+_SUMS = ("requests", "requests_with_slo")
+_SHARES = ("attainment", "attainment_tpot")
 
 
-def result_table(rows: Sequence[ResultRow]) -> Table:
-    """Return a table with a line per valid row; the lines of single classes are dimmed below the one over all. About
-    110 columns wide, and more where rows differ in what VARIED names."""
-    shown = [row for row in rows if row.valid]
-    table = Table(title=_title(rows), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def result_table(rows: Sequence[ResultRow], *, by_class: bool = False) -> Table:
+    """Return a table with a line per policy and load, over the valid repeats of each.
+
+    It is at most 80 columns wide unless rows differ in what VARIED names. Shares are of the requests of all repeats,
+    other figures are means over repeats. by_class: also a line for each SLO class, dimmed, and the columns of MORE.
+    """
+    shown = [row for row in rows if row.valid and (by_class or row.slo_class == ALL_CLASSES)]
+    table = Table(title=_title(rows), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     varied = [name for name in VARIED if len({getattr(row, name) for row in shown}) > 1]
-    changes = {(row.urgent_share, row.slo_scale) for row in shown}
-    if "workload" in varied and len(changes) == len({row.workload for row in shown}):
-        varied.remove("workload")  # it says no more than these do
-    for name in (*(VARIED[each] for each in varied), *COLUMNS):
+    columns = {**LOAD, **CLASS, **COLUMNS, **MORE} if by_class else {**LOAD, **COLUMNS}
+    for name in (*(VARIED[each] for each in varied), *columns):
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
+    lines: dict[tuple[object, ...], list[ResultRow]] = {}
     for row in shown:
-        overall = row.slo_class == ALL_CLASSES
-        cells = (*(_plain(getattr(row, name)) for name in varied), *(cell(row) for cell in COLUMNS.values()))
-        table.add_row(*cells, style=None if overall else "dim")
+        load = (row.arrival_process, row.rate_rps, *(getattr(row, name) for name in VARIED), row.workload)
+        lines.setdefault((load, row.policy, row.label, row.slo_class), []).append(row)
+    loads = list(dict.fromkeys(key[0] for key in lines))
+    policies = list(dict.fromkeys(key[1:3] for key in lines))
+    for key in sorted(lines, key=lambda key: (loads.index(key[0]), policies.index(key[1:3]))):
+        repeats = lines[key]
+        first, figures = repeats[0], _pooled(repeats)
+        cells = (_plain(getattr(first, name)) for name in varied)
+        dim = first.slo_class != ALL_CLASSES
+        table.add_row(*cells, *(cell(figures, first) for cell in columns.values()), style="dim" if dim else None)
     return table
+
+
+def _pooled(repeats: Sequence[ResultRow]) -> Summary:
+    """Return one summary of the repeats of a point, for the columns above."""
+    first = repeats[0]
+    if len(repeats) == 1:
+        return first
+    values: dict[str, Any] = {name: sum(getattr(row, name) for row in repeats) for name in _SUMS}
+    for column in fields(Summary):
+        known = [(getattr(row, column.name), row) for row in repeats]
+        known = [(value, row) for value, row in known if isinstance(value, int | float)]
+        if column.name in _SUMS or not known:
+            continue
+        weights = [row.requests_with_slo if column.name in _SHARES else 1 for _, row in known]
+        total = sum(weights)
+        values[column.name] = sum(w * v for w, (v, _) in zip(weights, known, strict=True)) / total if total else None
+    return replace(first, **values)
 
 
 def refused(rows: Sequence[ResultRow]) -> list[str]:
@@ -76,4 +114,6 @@ def _percent(share: float | None) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.1f}"

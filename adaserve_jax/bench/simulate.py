@@ -82,7 +82,7 @@ def result_rows(
     provenance = Provenance(
         run_id=run_id,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        **code_and_machine(adaserve_jax.__version__),
+        **code_and_machine(adaserve_jax.__version__) | {"machine": f"{machine.name}, simulated"},
         device=f"simulated: {machine.name}",
         jax_version="none",
         target=machine.name,

@@ -34,6 +34,7 @@ from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
 from adaserve_jax.bench.resume import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
 from adaserve_jax.cli.options import (
+    ByClassOption,
     FormatOption,
     LengthsOption,
     SlosOption,
@@ -254,6 +255,7 @@ def bench(
         float, typer.Option(help="a point is not valid when the client submits later than this, 99th percentile")
     ] = 50.0,
     warmup_requests: Annotated[int, typer.Option(help="requests before each point, left out of its result")] = 4,
+    by_class: ByClassOption = False,
     record: Annotated[
         bool, typer.Option(help="also write acceptance.jsonl, which `adaserve simulate --acceptance` reads")
     ] = False,
@@ -322,7 +324,7 @@ def bench(
                 )
     except KeyboardInterrupt:
         interrupted = True
-    _finish(rows, folder, interrupted=interrupted)
+    _finish(rows, folder, interrupted=interrupted, by_class=by_class)
 
 
 def _run_suite(
@@ -440,10 +442,10 @@ def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
     return "resume" if resume else "append" if append else "new"
 
 
-def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> None:
+def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool, by_class: bool) -> None:
     """Print the rows. Raises typer.Exit with a status if the run was interrupted or a point is not valid."""
     if rows:
-        print_rows(rows)
+        print_rows(rows, by_class=by_class)
         say_next_step(folder)
     if interrupted or any(row.invalid_reason == INTERRUPTED for row in rows):
         say(f"interrupted; to go on: {_resume_command(folder)}")

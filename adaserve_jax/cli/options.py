@@ -31,6 +31,9 @@ TRACE = "trace"
 FormatOption = Annotated[
     str, typer.Option(help=f"format of the files: {', '.join(FORMATS)}; auto: found out from what they hold")
 ]
+ByClassOption = Annotated[
+    bool, typer.Option("--by-class", help="show each SLO class in the table, which is then 110 columns wide")
+]
 LengthsOption = Annotated[
     str | None,
     typer.Option(

@@ -12,6 +12,7 @@ import typer
 from adaserve_jax.bench.resume import check_folder
 from adaserve_jax.bench.simulate import Varied, simulate_all
 from adaserve_jax.cli.options import (
+    ByClassOption,
     FormatOption,
     LengthsOption,
     SlosOption,
@@ -36,6 +37,9 @@ from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.reshaping import Shape, reshape
 from adaserve_jax.workloads.traces import RATE_RPS, Trace, adjusted, fluctuating_trace, save_trace, trace_of
 from adaserve_jax.workloads.workload import load_workload, parse_slos
+
+RATE_TOLERANCE = 0.02
+"""Share by which the mean rate of a generated trace may be off what was asked for without a word."""
 
 
 def simulate(
@@ -121,6 +125,7 @@ def simulate(
             "tokens, and 200 bytes a request, for a million of them"
         ),
     ] = True,
+    by_class: ByClassOption = False,
     save_traces: Annotated[bool, typer.Option(help="also write the traces as simulated to the folder")] = False,
     append: Annotated[bool, typer.Option(help="add the rows to what --out holds")] = False,
 ) -> None:
@@ -157,6 +162,7 @@ def simulate(
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
     loaded = [_load(path, format, slos, lengths, ttft_slo or None, time_scale) for path in traces or []]
+    asked = shapes if fluctuating else [shape for _ in loaded for shape in shapes]
     if fluctuating:
         pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None)
     elif loaded:
@@ -170,6 +176,10 @@ def simulate(
     if save_traces:
         for number, trace in enumerate(reshaped):
             save_trace(trace, out / f"trace-{number:02d}-{trace.sha256[:8]}.jsonl.gz")
+    for trace, shape in zip(reshaped, asked, strict=True):
+        if shape.rate_rps is not None and abs(trace.rate_rps / shape.rate_rps - 1) > RATE_TOLERANCE:
+            say(f"{trace.name}: {shape.rate_rps:g} requests/s were asked for; the requests that are simulated come at "
+                f"{trace.rate_rps:.4g}/s on average")  # fmt: skip
     total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
     done = count(1)
 
@@ -179,7 +189,7 @@ def simulate(
         append_rows(out / RESULTS, rows)
         say(point_line(next(done), total, rows))
 
-    print_rows(simulate_all(plan, simulated, reshaped, on_point, varied))
+    print_rows(simulate_all(plan, simulated, reshaped, on_point, varied), by_class=by_class)
     say_next_step(out)
 
 

@@ -135,9 +135,9 @@ def progress_bar() -> Iterator[ProgressCall]:
         yield show
 
 
-def print_rows(rows: Sequence[ResultRow]) -> None:
+def print_rows(rows: Sequence[ResultRow], *, by_class: bool = False) -> None:
     """Print valid rows to stdout, into a pipe at full width whatever the terminal; name invalid points on stderr."""
-    table = result_table(rows)
+    table = result_table(rows, by_class=by_class)
     table_console(table).print(table)
     reasons = refused(rows)
     if reasons:

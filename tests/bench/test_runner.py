@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from adaserve_jax.bench.console import result_table
 from adaserve_jax.bench.engine import EngineAbout
@@ -174,12 +176,31 @@ def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path
         run_bench(BenchPlan(("ar",), (None,), 1.0), workload, never, tmp_path)
 
 
-def test_the_table_has_a_line_per_row(make_bench, workload, tmp_path: Path):
-    rows = run_bench(PLAN, workload, make_bench, tmp_path)
-    table = result_table(rows)
-    assert table.row_count == len(rows)
-    assert "scripted" in str(table.title)
-    assert result_table([]).row_count == 0
+def shown(rows: list[ResultRow], width: int, **more: bool) -> list[str]:
+    """Return the lines of the table on a terminal of so many columns."""
+    console = Console(width=width, force_terminal=True, color_system=None, file=StringIO())
+    console.print(result_table(rows, **more))
+    return console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_table_has_a_line_per_policy_and_load_and_fits_80_columns(make_bench, workload, tmp_path: Path):
+    plan = replace(PLAN, policies=("ar", "adaserve-paper"), repeats=2)
+    rows = run_bench(plan, workload, make_bench, tmp_path)
+    assert result_table(rows).row_count == 2 and result_table([]).row_count == 0
+    assert result_table(rows, by_class=True).row_count == 2 * 4
+    lines = shown(rows, 80)
+    assert "scripted" in lines[0] and not any("…" in line for line in lines)
+    assert any(line.split()[:2] == ["adaserve-paper", "60"] for line in lines)
+    assert any(line.split()[2:3] == ["loose"] for line in shown(rows, 120, by_class=True))
+
+
+def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
+    row = run_bench(PLAN, workload, make_bench, tmp_path)[0]
+    repeats = [replace(row, repeat=n, requests=100 * (n + 1), requests_with_slo=100 * (n + 1), attainment=n / 1.0,
+                       goodput_tps=10.0 + n, ttft_p50_s=None) for n in (0, 1)]  # fmt: skip
+    (line,) = (line.split() for line in shown(repeats, 80) if line.strip().startswith("ar"))
+    assert line[:4] == ["ar", "60", "300", "66.7%"], "200 of 300 requests"
+    assert "10.5" in line and "-" in line
 
 
 class Noting:

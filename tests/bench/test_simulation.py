@@ -308,7 +308,7 @@ def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_po
     )
 
 
-def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path) -> None:
+def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path, capsys) -> None:
     out, recorded = tmp_path / "out", tmp_path / "acceptance.jsonl"
     ranks = (0, 0, 0, -1) * 10
     place = tuple(range(40))
@@ -318,6 +318,9 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
     app(["simulate", *arguments], standalone_mode=False)
     (row,) = rows_of(out)
     assert row.workload == "fluctuating at 0.2/s seed 4 first 6"
+    assert (row.machine, row.device) == ("llama-70b, simulated", "simulated: llama-70b")
+    said = f"0.2 requests/s were asked for; the requests that are simulated come at {row.rate_rps:.4g}/s on average"
+    assert said in " ".join(capsys.readouterr().err.split())
     assert row.itl_p50_s is None
     assert row.acceptance_rate == pytest.approx(0.65, abs=0.12)  # (0.75 + 0.75^2) / 2
 
