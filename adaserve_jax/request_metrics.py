@@ -48,6 +48,8 @@ class RequestMetrics:
     verify_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_steps: tuple[int, ...] = ()
+    """Steps that verified candidates, by how many of them were accepted, from none to the deepest tree's depth."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache when the sequence was first scheduled."""

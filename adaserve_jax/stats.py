@@ -115,6 +115,7 @@ class StepStats(Statistics):
     generation_tokens: int = counter("generation_tokens", "Output tokens.")
     preemptions: int = counter("preemptions", "Requests that lost their pages and were computed again.")
     spec_steps: int = counter("spec_drafts", "Steps that speculated.")
+    drafts: int = counter("spec_trees", "Trees verified: one for each request with candidates in a step.")
     draft_tokens: int = counter("spec_draft_tokens", "Draft tokens verified.")
     accepted_tokens: int = counter("spec_accepted_tokens", "Draft tokens accepted.")
     suffix_tokens: int = counter("suffix_draft_tokens", "Verified draft tokens that text already seen proposed.")

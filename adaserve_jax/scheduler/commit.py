@@ -91,6 +91,7 @@ class Verified:
         if not self.num_drafted:
             return
         stats.spec_steps += 1
+        stats.drafts += int(np.count_nonzero(self.drafted))
         stats.draft_tokens += self.num_drafted
         stats.accepted_tokens += self.num_accepted
         per_depth = np.bincount(self.accepted_depths).tolist()
@@ -174,6 +175,8 @@ def _advance(
     if verified.num_drafted:
         table.drafted_tokens[decode] += verified.drafted
         table.accepted_tokens[decode] += verified.accepted
+        rows = verified.drafted.nonzero()[0]
+        table.accepted_steps[decode[rows], verified.accepted[rows]] += 1
     if plan.scored is not None:
         for row, count in zip(plan.scored.rows.tolist(), plan.scored.counts.tolist(), strict=True):
             if (state := table.states[slots[row]]) is not None:

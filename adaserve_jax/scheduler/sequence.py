@@ -76,8 +76,9 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions", "prompt_s", "rank",
-        "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked", "_feasible",
+        "accepted_steps", "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions",
+        "prompt_s", "rank", "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked",
+        "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -120,6 +121,8 @@ class SequenceState:
         self.num_scored = prompt_len - 1 if sequence.sampling.prompt_logprobs is None else 0
         self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0, prompt_len + 1], np.int64)
         self.times = np.full(NUM_TIMES, np.nan)
+        self.accepted_steps = np.zeros(0, np.int64)
+        """Steps that verified candidates, by how many of them were accepted."""
         thinking = None if self._asked.thinking_tpot_slo_s is None else sequence.sampling.thinking
         self.text_state = ANSWERING if thinking is None else thinking.state
         self.thinking_tokens = 0
@@ -201,6 +204,7 @@ class SequenceState:
             verify_steps=counts[VERIFY_STEPS],
             drafted_tokens=counts[DRAFTED_TOKENS],
             accepted_tokens=counts[ACCEPTED_TOKENS],
+            accepted_steps=tuple(self.accepted_steps.tolist()),
             preemptions=self.preemptions,
             cached_tokens=self.cached_tokens,
             tpot_slo_s=asked.tpot_slo_s,
@@ -235,6 +239,8 @@ class SlotTable:
         ) = self.counts  # fmt: skip
         self.times = np.full((NUM_TIMES, size), np.nan)
         self.first_scheduled_s, self.first_token_s, self.last_token_s, self.pace_start_s = self.times
+        self.accepted_steps = np.zeros((size, limits.max_tree_depth + 1), np.int64)
+        """i64[S, 1 + depth]: steps of each slot that verified candidates, by how many were accepted."""
         self.token_ids = np.empty((size, 0), np.int32)
         self._most_emitted = limits.max_tree_depth + 1
         self.states: list[SequenceState | None] = [None] * size
@@ -314,6 +320,7 @@ class SlotTable:
         state.num_pages = 0
         state.token_ids = state.token_ids[: state.num_tokens].copy()
         state.counts, state.times = state.counts.copy(), state.times.copy()
+        state.accepted_steps = state.accepted_steps.copy()
         state.slot = NO_SLOT
         self.states[slot] = None
         self._before_answer.discard(slot)
@@ -404,4 +411,7 @@ class SlotTable:
         self.token_ids[slot, :num_tokens] = state.token_ids[:num_tokens]
         self.counts[:, slot] = state.counts
         self.times[:, slot] = state.times
+        self.accepted_steps[slot] = 0
+        self.accepted_steps[slot, : len(state.accepted_steps)] = state.accepted_steps
+        state.accepted_steps = self.accepted_steps[slot]
         state.token_ids, state.counts, state.times = self.token_ids[slot], self.counts[:, slot], self.times[:, slot]

@@ -21,6 +21,7 @@ from adaserve_jax.server.schema import (
     PromptTokensDetails,
     ResponseMetrics,
     SloMetrics,
+    SpeculativeDecodingMetrics,
     SpeculativeMetrics,
     Usage,
 )
@@ -251,6 +252,7 @@ def response_metrics(choices: list[RequestMetrics]) -> ResponseMetrics:
         speculative=SpeculativeMetrics(
             verify_steps=steps, accepted_tokens=accepted, mean_accepted=round(accepted / steps, 4) if steps else 0.0
         ),
+        speculative_decoding=_speculative_decoding(choices[0]) if len(choices) == 1 else None,
         slo=SloMetrics(
             tpot_target_ms=_slowest_ms(c.tpot_slo_s for c in choices),
             ttft_target_ms=_slowest_ms(c.ttft_slo_s for c in choices),
@@ -263,6 +265,23 @@ def response_metrics(choices: list[RequestMetrics]) -> ResponseMetrics:
             met=all(met) if met else None,
             feasible=all(feasible) if feasible else None,
         ),
+    )
+
+
+def _speculative_decoding(choice: RequestMetrics) -> SpeculativeDecodingMetrics | None:
+    """Return vLLM's metrics of one choice; None if it never speculated."""
+    steps = sum(choice.accepted_steps)
+    if not steps:
+        return None
+    accepted, drafted = choice.accepted_tokens, choice.drafted_tokens
+    return SpeculativeDecodingMetrics(
+        mean_acceptance_length=1 + accepted / steps,
+        draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+        acceptance_histogram=list(choice.accepted_steps),
+        num_spec_steps=steps,
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=len(choice.accepted_steps) - 1,
     )
 
 

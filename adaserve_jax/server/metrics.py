@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import PurePath
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -33,9 +34,10 @@ class ServerMetrics:
     Used from the event loop, except records_dropped and spans_dropped, which other threads count.
     """
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: EngineClient, model_name: str | None = None):
+        """Register everything. model_name: of the API; None: that of the target's folder."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client))
+        self.registry.register(EngineCollector(client, model_name))
         self._slo = Counter(
             "adaserve_slo_requests",
             "Choices with a target, by class, metric (tpot, thinking_tpot, ttft, e2e) and outcome (met, missed, "
@@ -139,14 +141,19 @@ class EngineCollector(Collector):
     A statistic declares its metric (`stats.MetricSpec`); only what follows from several statistics is written here.
     """
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: EngineClient, model_name: str | None = None):
         self._client = client
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         stats = self._client.stats()
         up = "1 while the engine can serve; 0 while it starts, is started again, or is dead."
         yield GaugeMetricFamily("adaserve_engine_up", up, int(self._client.is_alive()))
         yield from _page_metrics(stats.scheduler)
+        if self._model_name is None and self._client.is_alive():
+            self._model_name = PurePath(self._client.info.target).name
+        if self._model_name is not None:
+            yield from _vllm_metrics(stats.scheduler, self._model_name)
         drafter = stats.drafter or DrafterStats()
         for part in (stats, stats.scheduler, stats.learning, drafter):
             yield from _families(metrics_of(part), vars(part), stats.learning.version)
@@ -196,6 +203,27 @@ def _samples(value: Any, states: Sequence[str]) -> Iterator[tuple[tuple[str, ...
             yield (state,), int(value == state)
     else:
         yield (), float(value)
+
+
+def _vllm_metrics(steps: StepStats, model: str) -> Iterator[Metric]:
+    """Yield the counters of speculation under vLLM's names and labels (vllm/v1/spec_decode/metrics.py), which load
+    generators and dashboards read."""
+    labels, values = ("model_name", "engine"), (model, "0")
+    for name, text, value in (
+        ("drafts", "Trees verified", steps.drafts),
+        ("draft_tokens", "Draft tokens verified", steps.draft_tokens),
+        ("accepted_tokens", "Draft tokens accepted", steps.accepted_tokens),
+    ):
+        family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", f"{text}, under vLLM's name.", labels=labels)
+        family.add_metric(values, value)
+        yield family
+    by_position = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted by position from 0, under vLLM's name.",
+        labels=(*labels, "position"),
+    )  # fmt: skip
+    for position, value in enumerate(steps.accepted_per_position):
+        by_position.add_metric((*values, str(position)), value)
+    yield by_position
 
 
 def _page_metrics(steps: StepStats) -> Iterator[Metric]:

@@ -448,6 +448,18 @@ class SpeculativeMetrics(ResponseModel):
     mean_accepted: float = Field(description="Accepted tokens per verification.")
 
 
+class SpeculativeDecodingMetrics(ResponseModel):
+    """vLLM's acceptance metrics of one request, which AIPerf reads, under vLLM's names (its PR 48915)."""
+
+    mean_acceptance_length: float = Field(description="Tokens per such step, the target's own counted.")
+    draft_acceptance_rate: float = Field(description="Accepted tokens over verified ones.")
+    acceptance_histogram: list[int] = Field(description="Steps by how many draft tokens were accepted, from none.")
+    num_spec_steps: int = Field(description="Steps that verified draft tokens.")
+    num_accepted_draft_tokens: int = Field(description="Draft tokens that were accepted.")
+    num_draft_tokens: int = Field(description="Draft tokens that were verified, all branches of trees counted.")
+    num_spec_tokens: int = Field(description="Depth of the deepest tree that the engine can verify.")
+
+
 class SloMetrics(ResponseModel):
     tpot_target_ms: float | None = Field(description="Target in force, after class, baseline and the server's limits.")
     ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
@@ -483,6 +495,10 @@ class ResponseMetrics(ResponseModel):
     queue_time_ms: float | None = Field(description="From arrival until first scheduled.")
     tokens_per_second: float | None = Field(description="Output tokens / (last token - arrival).")
     speculative: SpeculativeMetrics = Field(description="What speculation brought.")
+    speculative_decoding: SpeculativeDecodingMetrics | None = Field(
+        default=None, description="The same as vLLM says it; absent without speculation, and of several choices.",
+        exclude_if=_none,
+    )  # fmt: skip
     slo: SloMetrics = Field(description="The targets, and whether they were met.")
 
 

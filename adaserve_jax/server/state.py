@@ -93,7 +93,7 @@ class ServerState:
         self.client = client
         self.settings = settings
         self.classes = settings.class_table()
-        self.metrics = ServerMetrics(client)
+        self.metrics = ServerMetrics(client, settings.served_model_name)
         self.observers: list[Observer] = []
         self.mailbox = Mailbox()
         self.slots = Slots(settings.max_inflight)

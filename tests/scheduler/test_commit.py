@@ -23,6 +23,7 @@ class Plain:
     verify_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    steps: dict[int, int] = field(default_factory=dict)
     first_s: float | None = None
     last_s: float | None = None
     times: list[float] = field(default_factory=list)
@@ -32,7 +33,8 @@ class Plain:
         metrics = state.metrics()
         return cls(
             state.token_ids[: state.num_tokens].tolist(), state.max_total, state.num_computed, state.draft_computed,
-            metrics.verify_steps, metrics.drafted_tokens, metrics.accepted_tokens, metrics.first_token_s,
+            metrics.verify_steps, metrics.drafted_tokens, metrics.accepted_tokens,
+            {number: count for number, count in enumerate(metrics.accepted_steps) if count}, metrics.first_token_s,
             metrics.last_token_s,
         )  # fmt: skip
 
@@ -55,10 +57,12 @@ def replay(plain, running, plan, trees, candidates, outcome, now, stop_check):
         if row < plan.num_decode:
             told.computed += count
             told.verify_steps += 1
-            for node in range(trees.num_nodes):
-                if trees.row[node] == row and trees.candidate[node] >= 0:
-                    told.drafted += 1
-                    told.accepted += bool(outcome.accepted[node])
+            nodes = [n for n in range(trees.num_nodes) if trees.row[n] == row and trees.candidate[n] >= 0]
+            hits = sum(bool(outcome.accepted[node]) for node in nodes)
+            told.drafted += len(nodes)
+            told.accepted += hits
+            if nodes:
+                told.steps[hits] = told.steps.get(hits, 0) + 1
         else:
             told.computed += int(plan.prefill_counts[row - plan.num_decode])
         if not count:

@@ -53,6 +53,16 @@ def test_a_stream_and_a_body_are_the_same_text_and_tell_of_the_target(demo):
         assert spoken["verify_steps"] >= 1
         assert spoken["accepted_tokens"] + spoken["verify_steps"] >= 23
         assert metrics["time_to_first_token_ms"] >= metrics["queue_time_ms"] >= 0
+        as_vllm = metrics["speculative_decoding"]
+        steps, by_accepted = as_vllm["num_spec_steps"], as_vllm["acceptance_histogram"]
+        assert 1 <= steps == sum(by_accepted) <= spoken["verify_steps"]
+        assert as_vllm["num_spec_tokens"] == len(by_accepted) - 1
+        accepted = sum(number * count for number, count in enumerate(by_accepted))
+        assert accepted == as_vllm["num_accepted_draft_tokens"] == spoken["accepted_tokens"]
+        assert as_vllm["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+        assert as_vllm["draft_acceptance_rate"] == pytest.approx(accepted / as_vllm["num_draft_tokens"])
+    several = demo.post(**body, n=2).json()["metrics"]
+    assert "speculative_decoding" not in several and several["speculative"]["verify_steps"] >= 2
     wait_idle(demo)
 
 

@@ -25,7 +25,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
     engine = ScriptedEngine(EngineConfig())
     stats = StepStats(
         steps=9, running=2, waiting=3, pages_used=4, pages_total=16, prompt_tokens=100, generation_tokens=50,
-        preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
+        preemptions=1, spec_steps=7, drafts=12, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
         finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
         elastic_moves={"expand": 2, "failed": 1}, elastic_s={"expand": 0.3, "reload": 0.01},
         pages_cached=5, extension_used=2, extension_cached=1, extension_total=4, cache_queried_tokens=90,
@@ -34,7 +34,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         arms={"32": "off", "8": "4x2"}, arm_regret_s=0.75, draft_resident=True,
     )  # fmt: skip
     engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, step_age_s=0.5)
-    found = samples(ServerMetrics(engine))
+    found = samples(ServerMetrics(engine, "mine"))
     expected = {
         ("adaserve_requests_running",): 2,
         ("adaserve_requests_waiting",): 3,
@@ -54,6 +54,16 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         ("adaserve_generation_tokens_total",): 50,
         ("adaserve_preemptions_total",): 1,
         ("adaserve_spec_drafts_total",): 7,
+        ("adaserve_spec_trees_total",): 12,
+        ("vllm:spec_decode_num_drafts_total", ("engine", "0"), ("model_name", "mine")): 12,
+        ("vllm:spec_decode_num_draft_tokens_total", ("engine", "0"), ("model_name", "mine")): 40,
+        ("vllm:spec_decode_num_accepted_tokens_total", ("engine", "0"), ("model_name", "mine")): 30,
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            ("engine", "0"),
+            ("model_name", "mine"),
+            ("position", "1"),
+        ): 10,
         ("adaserve_spec_draft_tokens_total",): 40,
         ("adaserve_spec_accepted_tokens_total",): 30,
         ("adaserve_spec_accepted_tokens_per_position_total", ("position", "2")): 10,
