@@ -42,7 +42,8 @@ SET_HERE = ("--url", "--system", "--model", "--policies", "--out", "--resume", "
 @dataclass(frozen=True)
 class Peer:
     """A server to measure. command: starts it, but for `--port N`. ready: a path that answers 200 once it serves.
-    policy: what its rows are called. model: None: the first that it lists. extra_body: more fields of each request."""
+    policy: what its rows are called. model: None: the first that it lists. extra_body: more fields of each request.
+    environment: beside this process's own."""
 
     system: str
     command: tuple[str, ...]
@@ -51,6 +52,7 @@ class Peer:
     version: str = ""
     model: str | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def stop(message: str) -> SystemExit:
@@ -178,7 +180,7 @@ def measure(peer: Peer, out: Path, bench: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     held = {"system": peer.system, "version": peer.version, "command": command, "port": port}
     (out / SERVER).write_text(json.dumps(held, indent=1) + "\n")
-    with running(command, out / LOG) as server:
+    with running(command, out / LOG, os.environ | peer.environment) as server:
         print(f"{peer.system}: starting, its output is in {out / LOG}", file=sys.stderr)
         wait_ready(server, f"http://{HOST}:{port}{peer.ready}", out / LOG)
         status = subprocess.run(bench_command(peer, f"http://{HOST}:{port}", out, bench), check=False).returncode

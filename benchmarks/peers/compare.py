@@ -338,7 +338,7 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
         ),
         "vLLM": lambda o: Server(
             _named("vLLM", o), tuple(vllm.command(o.vllm, o)), "/health", _version(o.vllm), common.drafted(o),
-            {"model": Path(o.target).name}, _all_cores(o.vllm),
+            {"model": Path(o.target).name}, vllm.environment(o.vllm),
         ),
         "transformers": lambda o: Server(
             "transformers, assisted", tuple(transformers_serve.command(o)), "/health", _transformers(), True
@@ -355,15 +355,6 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
                 given.server_args = options.vllm_args
             found.append(made[name](given))
     return found
-
-
-def _all_cores(program: str) -> dict[str, str]:
-    """Return vLLM's environment: by itself it leaves a core to others, and takes much memory for KV pages."""
-    return {
-        "PATH": f"{Path(program).parent}{os.pathsep}{os.environ['PATH']}",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
 
 
 def _named(system: str, options: argparse.Namespace) -> str:
