@@ -22,6 +22,12 @@ NARROW = (
     "| distilled offline, same prompts | share of that | the embedded draft | updates | training, s | serving, s |\n"
     f"|{'---|' * (10 + len(SERVED))}"
 )
+HEAD_SERVED = (124, 248, 496)
+HEAD = (
+    f"| traffic | at the start | {' | '.join(f'after {count} requests' for count in HEAD_SERVED)} "
+    "| distilled offline, same prompts | share of that | updates | training, s | serving, s |\n"
+    f"|{'---|' * (7 + len(HEAD_SERVED))}"
+)
 SHIFT = (
     "| traffic | requests | when it begins | when it ends | gain | after all traffic | at the start "
     "| the embedded draft |\n|---|---|---|---|---|---|---|---|"
@@ -51,6 +57,28 @@ def online_tables(folder: Path) -> list[str]:
         if path.exists():
             parts.append(table_of(_read(path)))
     return parts
+
+
+def online_head_table(folder: Path) -> list[str]:
+    """Return the table of what `online_learning.py head` has written to a folder; empty before it has."""
+    results = {path.stem.removeprefix("head-"): _read(path) for path in sorted(folder.glob("head-*.json"))}
+    if not results:
+        return []
+    rows = []
+    for domain, result in results.items():
+        (run,) = result["runs"]
+        start, offline = (result["acceptance"][name][domain] for name in (START, OFFLINE))
+        rows.append(line(
+            domain, _share(start), *(_share(once_served(run, domain, count)) for count in HEAD_SERVED),
+            _share(offline), f"{last(run, domain) / offline:.0%}", str(sum(run["learning"]["updates"].values())),
+            f"{run['train_s']:.0f}", f"{run['serve_s']:.0f}",
+        ))  # fmt: skip
+    about = (
+        f"A new head, {_settings(next(iter(results.values())))}. Measured with "
+        "`python -m benchmarks.osd.online_learning head`; acceptance is the mean over the five levels that a head is "
+        "trained for:"
+    )
+    return [about, "\n".join([HEAD, *rows]), *dict.fromkeys(_where(result) for result in results.values())]
 
 
 def latency_table(result: dict[str, Any]) -> str:

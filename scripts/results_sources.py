@@ -8,6 +8,10 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+import numpy as np
+
+from adaserve_jax.results.bootstrap import Ratio, between, distributions
+
 REPEATS = ("code edit", "quoting summary")
 """Tasks whose texts repeat, and the least speed over the reference that was aimed at."""
 WANTED, LEAST_OF_BOTH, LEAST_OPEN = 2.5, 0.98, 0.99
@@ -67,6 +71,52 @@ def _aims(speeds: dict[tuple[str, float], dict[str, float]]) -> list[str]:
             add("text alone, over plain decoding", task, LEAST_OPEN, ratios[TEXT])
             add("both, over the model", task, LEAST_OPEN, ratios[BOTH] / ratios[MODEL])
     return lines
+
+
+def head_tables(result: dict[str, Any]) -> str:
+    """Return tokens per step and speed of every policy of a run with a head, and those of the head over the draft's.
+
+    Intervals are 95 % bootstrap intervals over prompts; ratios are of the same prompts and seeds.
+    """
+    tasks: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        tasks.setdefault((row["task"], row["temperature"]), {})[row["policy"]] = row
+    reference = result["rows"][0]["policy"]
+    lines = ["| task | temperature | policy | tokens per step | times the tokens/s of `ar` |", "|---|---|---|---|---|"]
+    pairs = ["| task | temperature | policy | tokens per step | tokens/s |", "|---|---|---|---|---|"]
+    for (task, temperature), rows in tasks.items():
+        cells = [task, f"{temperature:g}"]
+        for name, row in rows.items():
+            if name == reference:
+                continue
+            tokens, steps, seconds = (_by_prompt(row, key) for key in ("request_tokens", "request_steps", "seconds"))
+            length, speed = _ratio(tokens, steps), _ratio(_by_prompt(rows[reference], "seconds"), seconds)
+            lines.append(f"| {' | '.join([*cells, f'`{name}`', length, speed])} |")
+            draft = rows.get(name.removesuffix("head") + "model") if name.endswith("head") else None
+            if draft is not None:
+                length = _ratio(_by_prompt(draft, "request_steps"), steps)
+                speed = _ratio(_by_prompt(draft, "seconds"), seconds)
+                pairs.append(f"| {' | '.join([*cells, f'`{name}`', length, speed])} |")
+    rows = result["rows"]
+    about = (
+        f"Target {result['target']}. Measured with `{result['command']}`: "
+        f"{len(_by_prompt(rows[0], 'seconds'))} prompts of each task, {max(row['seeds'] for row in rows)} seeds of "
+        f"each above temperature 0, one request at a time, {len(rows[0]['seconds'])} rounds; 95 % intervals over "
+        f"prompts in brackets. {sum(row['texts_differ'] for row in rows)} texts differ from those of `{reference}`. "
+        f"{result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n".join([*lines, "", "The head over the draft:", "", *pairs, "", about])
+
+
+def _by_prompt(row: dict[str, Any], key: str) -> np.ndarray:
+    """Return sums over the seeds of each prompt; of seconds, each request at the median of its rounds."""
+    found = np.median(row[key], axis=0) if key == "seconds" else np.array(row[key])
+    return found.reshape(-1, row["seeds"]).sum(axis=1)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> str:
+    found = between(distributions([Ratio(above, below)], [len(above)])[0])
+    return f"{above.sum() / below.sum():.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def sources_load_table(result: dict[str, Any]) -> str:

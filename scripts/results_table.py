@@ -28,12 +28,12 @@ from typing import Any
 from results_absent import absent_table
 from results_client import client_table
 from results_cluster import cluster_tables, star_tables
-from results_learning import cost_table, latency_table, online_tables
+from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
 from results_peers import peer_tables
 from results_policies import calibration_table, contenders_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
-from results_sources import sources_load_table, sources_table
+from results_sources import head_tables, sources_load_table, sources_table
 from results_star import overhead_tables, table1_tables
 from results_tiles import tile_tables
 
@@ -46,6 +46,7 @@ PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
+LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 FIGURES = (
@@ -352,6 +353,10 @@ def main() -> int:
     loaded = _tables(sources_load_table, results.glob("draft-sources-load-*.json"))
     drafts = between(drafting, "draft-sources", sources, SOURCES_PAGE)
     drafts = between(drafts, "draft-sources-load", loaded, SOURCES_PAGE)
+    heads = _tables(head_tables, sorted(results.glob("draft-heads-*.json"), reverse=True))
+    drafts = between(drafts, "draft-heads", heads, SOURCES_PAGE)
+    learning = LEARNING_PAGE.read_text()
+    learned = online_head_table(results / "online-learning")
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = _tables(absent_table, results.glob("absent-devices.json"))
     device_page = DEVICE_PAGE.read_text()
@@ -360,6 +365,7 @@ def main() -> int:
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
         SOURCES_PAGE: (drafting, drafts),
+        LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip

@@ -1,14 +1,16 @@
-"""Tokens per second of one request by what drafts: nothing, text already seen, the draft model, or both.
+"""Tokens per second of one request by what drafts: nothing, text already seen, the draft model, a head, or several.
 
-    python -m benchmarks.engine.draft_sources --out draft-sources.json [--data FOLDER]
+    python -m benchmarks.engine.draft_sources --out draft-sources.json [--data FOLDER] [--head FOLDER]
 
 Every task is completed request by request under each policy, in rotation; the target is the demo's, grown to 110M
-parameters. "Open text" is what the target itself writes, at temperatures 0 and 0.8. Tasks with a reference are
-replayed, because the embedded target is too small to follow an instruction such as "rewrite this file": the target
-may draw nothing but the reference's next token, while the forwards, the trees, the drafts and the times are real. The
-forced draw is the engine's own second draw from edited logits, so that every policy pays for it alike. Speed is that
-of decoding: tokens after the first over the time since.
+parameters. "Open text", "packaged workload" and "GSM8K questions" are continued by the target itself, at temperatures 0
+and 0.8. Tasks with a reference are replayed, because the embedded target is too small to follow an instruction such as
+"rewrite this file": the target may draw nothing but the reference's next token, while the forwards, the trees, the
+drafts and the times are real. The forced draw is the engine's own second draw from edited logits, so that every policy
+pays for it alike. Speed is that of decoding: tokens after the first over the time since.
 --data names a folder with Spec-Bench, HumanEval and GSM8K; without it, the tasks that need none are measured.
+--head names an EAGLE-3 head of the demo target. It is grown with the target, runs in a second engine, and drafts under
+policies whose sources name HEAD in place of `model`, such as adaserve@head or spec:4@suffix+head.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,16 +38,22 @@ from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import AdaServeError
-from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.grow import SHAPES, grow_head
+from adaserve_jax.models.held_out import held_out_code, is_held_out
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
+from adaserve_jax.workloads.items import WorkloadItem
 from adaserve_jax.workloads.workload import load_workload
 from benchmarks.engine.throughput import grown_target
 
 POLICIES = "ar,adaserve@suffix,adaserve@model,adaserve@suffix+model"
+HEAD, MODEL = "head", "model"
+"""Last source of a policy that drafts by the head, and what its engine calls it."""
 MOST_PROMPT, MOST_NEW, OPEN_NEW = 900, 320, 192
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
 
 @dataclass(frozen=True)
@@ -124,10 +135,12 @@ class Item:
 def tasks(data: Path | None, count: int, seed: int) -> dict[str, list[Item]]:
     """Return `count` items of every task by name; those of real data where `data`, a folder, has them."""
     rng = np.random.default_rng(seed)
+    packaged = load_workload().items
     found = {
         "code edit": code_edits(count, rng),
         "JSON records": json_records(count, rng),
-        "open text": [Item(each.prompt) for each in load_workload().items if isinstance(each.prompt, str)][:count],
+        "open text": [Item(each.prompt) for each in packaged if isinstance(each.prompt, str)][:count],
+        "packaged workload": [_packaged(packaged[index]) for index in rng.permutation(len(packaged))[:count]],
     }
     if data is not None:
         questions = _lines(data / "spec-bench" / "question.jsonl.gz")
@@ -143,6 +156,8 @@ def tasks(data: Path | None, count: int, seed: int) -> dict[str, list[Item]]:
         found["HumanEval"] = [Item(each["prompt"], each["canonical_solution"]) for each in problems]
         sums = _lines(data / "gsm8k" / "train.jsonl.gz")[:count]
         found["GSM8K"] = [Item(f"Question: {each['question']}\nAnswer: ", each["answer"]) for each in sums]
+        unseen = [each for each in _lines(data / "gsm8k" / "train.jsonl.gz") if is_held_out(each["question"].strip())]
+        found["GSM8K questions"] = [Item(f"Question: {each['question']}\nAnswer:") for each in unseen[:count]]
     return found
 
 
@@ -210,6 +225,13 @@ def encoded(
     return encode(item.prompt)[-most_prompt:], encode(item.reference)[:most_new] if item.reference else []
 
 
+def _packaged(item: WorkloadItem) -> Item:
+    """Return an item of the packaged workload, a chat as the demo's template writes it."""
+    marks = {"user": USER, "assistant": ASSISTANT}
+    chat = "".join(marks.get(each.role, USER) + each.content for each in item.messages)
+    return Item(item.prompt or chat + ASSISTANT)
+
+
 def _answered(question: dict[str, Any]) -> Item:
     return Item(f"{question['turns'][0]}\nAnswer: ", _text(question["reference"]))
 
@@ -230,7 +252,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 class SourceRow:
     """Decoding of one task under one policy.
 
-    seconds: of each round, by request. tokens: of one round. texts_differ: texts that are not those of the first
+    seconds: of each round, by request. tokens, steps: of one round. request_tokens, request_steps: the same by request;
+    requests of one prompt stand together, one for each of `seeds`. texts_differ: texts that are not those of the first
     policy.
     """
 
@@ -246,6 +269,9 @@ class SourceRow:
     suffix_drafted: int
     suffix_accepted: int
     texts_differ: int
+    seeds: int
+    request_tokens: list[int]
+    request_steps: list[int]
 
     @property
     def rate(self) -> float:
@@ -254,14 +280,17 @@ class SourceRow:
 
 
 def measure(
-    engine: LocalEngine, replay: Replay, name: str, items: list[Item], policies: tuple[str, ...], repeats: int,
-    temperature: float,
+    engine: Callable[[str], tuple[LLM, str]], replay: Replay, name: str, items: list[Item], policies: tuple[str, ...],
+    repeats: int, temperature: float, seeds: int,
 ) -> list[SourceRow]:  # fmt: skip
-    """Complete the items of a task one by one, under each policy in rotation."""
-    llm = LLM.over(engine)
-    encode = llm.tokenizer.encode
+    """Complete the items of a task one by one, under each policy in rotation.
+
+    engine: returns the engine of a policy, and what it calls the policy. seeds: of each item.
+    """
+    encode = engine(policies[0])[0].tokenizer.encode
     prompts = [encoded(item, encode, MOST_PROMPT, MOST_NEW) for item in items]
     prompts = [each for each, item in zip(prompts, items, strict=True) if len(each[1]) > 1 or not item.reference]
+    prompts = [each for each in prompts for _ in range(seeds)]
     replayed = bool(prompts[0][1])
     replay.references = {
         index: Reference(len(ids), np.array(text, np.int32)) for index, (ids, text) in enumerate(prompts) if text
@@ -271,7 +300,8 @@ def measure(
     for number in range(repeats):
         first = number % len(policies)
         for policy in policies[first:] + policies[:first]:
-            llm.set_policy(policy)  # a new scheduler, which knows no texts
+            llm, called = engine(policy)
+            llm.set_policy(called)  # a new scheduler, which knows no texts
             seconds, outputs = [], []
             for index, (ids, text) in enumerate(prompts):
                 params = SamplingParams(
@@ -286,10 +316,12 @@ def measure(
             if policy in rows:
                 rows[policy].seconds.append(seconds)
                 continue
+            tokens = [len(output.token_ids) - 1 for output in outputs]
+            steps = [m.verify_steps for m in found]
             rows[policy] = SourceRow(
-                name, policy, replayed, temperature, sum(len(output.token_ids) - 1 for output in outputs), [seconds],
-                sum(m.verify_steps for m in found), sum(m.drafted_tokens for m in found),
-                sum(m.accepted_tokens for m in found), stats.suffix_tokens, stats.suffix_accepted_tokens, 0,
+                name, policy, replayed, temperature, sum(tokens), [seconds], sum(steps),
+                sum(m.drafted_tokens for m in found), sum(m.accepted_tokens for m in found), stats.suffix_tokens,
+                stats.suffix_accepted_tokens, 0, seeds, tokens, steps,
             )  # fmt: skip
     for policy, row in rows.items():
         row.texts_differ = sum(a != b for a, b in zip(texts[policy], texts[policies[0]], strict=True))
@@ -308,42 +340,70 @@ def show(rows: list[SourceRow], console: Console) -> None:
     console.print(table)
 
 
+@contextmanager
+def engines(config: EngineConfig, replay: Replay, head: str, params: str) -> Iterator[dict[str, LocalEngine]]:
+    """Start an engine with the draft, MODEL, and one with the head, HEAD, if there is one."""
+    configs = {MODEL: config if params == "none" else replace(config, target=str(grown_target(params)))}
+    with ExitStack() as stack:
+        if head:
+            folder = resolve_folder(head, "draft")
+            if params != "none":
+                grown = Path(stack.enter_context(TemporaryDirectory(prefix="adaserve-head-"))) / "grown"
+                grow_head(folder, resolve_folder("demo", "target"), grown, SHAPES[params].hidden)
+                folder = grown
+            configs[HEAD] = replace(configs[MODEL], draft=str(folder))
+        found = {}
+        with progress_bar() as progress:
+            for name, each in configs.items():
+                found[name] = LocalEngine(each, progress, replay.observe)
+                stack.callback(found[name].close)
+                found[name].start()
+        yield found
+
+
 @takes("config", EngineConfig, without=("policy", "target"))
 def draft_sources(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],
     data: Annotated[Path | None, typer.Option(help="folder with spec-bench/, human-eval/ and gsm8k/")] = None,
+    head: Annotated[str, typer.Option(help="EAGLE-3 head of the demo target; none: only the draft")] = "",
     policies: Annotated[str, typer.Option(help="policies, separated by commas; the first is the reference")] = POLICIES,
     params: Annotated[str, typer.Option(help="size to grow the demo target to; none: the demo target itself")] = "110M",
     count: Annotated[int, typer.Option(help="requests of each task")] = 6,
+    seeds: Annotated[int, typer.Option(help="seeds of each request at a temperature above 0")] = 1,
     repeats: Annotated[int, typer.Option(help="rounds")] = 3,
     only: Annotated[str, typer.Option(help="tasks, separated by commas; none: all")] = "",
 ) -> None:
     """Measure what each draft source is worth, task by task."""
     names, console, replay = comma_list("policies", policies, str), Console(width=160), Replay()
-    if params != "none":
-        config = replace(config, target=str(grown_target(params)))
-    with progress_bar() as progress:
-        engine = LocalEngine(config, progress, replay.observe)
-        engine.start()
+    if not head and any(name.endswith(HEAD) for name in names):
+        raise ConfigError(f"policies that draft by a head need one; give --head, got --policies {policies}")
     wanted = comma_list("only", only, str) if only else ()
     started, rows = time.perf_counter(), []
-    try:
+    with engines(config, replay, head, params) as running:
+        llms = {name: LLM.over(engine) for name, engine in running.items()}
+
+        def engine(policy: str) -> tuple[LLM, str]:
+            drafts = HEAD if policy.endswith(HEAD) else MODEL
+            return llms[drafts], policy.removesuffix(HEAD) + MODEL if drafts == HEAD else policy
+
         for name, items in tasks(data, count, config.seed).items():
             if wanted and name not in wanted:
                 continue
             for temperature in (0.0,) if items[0].reference else (0.0, 0.8):
-                rows += measure(engine, replay, name, items, names, repeats, temperature)
+                each = seeds if temperature else 1
+                rows += measure(engine, replay, name, items, names, repeats, temperature, each)
                 console.print(f"{name}: {time.perf_counter() - started:.0f} s so far", highlight=False)
-        compiles = engine.executor.compiles_after_ready
-    finally:
-        engine.close()
+        compiles = sum(each.executor.compiles_after_ready for each in running.values())
     show(rows, console)
+    options = {"head": head, "only": only, "seeds": "" if seeds == 1 else str(seeds)}
+    given = "".join(f" --{name} {shlex.quote(value)}" for name, value in options.items() if value)
     result = {
         "command": f"python -m benchmarks.engine.draft_sources --out {out.name} --data FOLDER "
-        f"--policies {policies} --params {params} --count {count} --repeats {repeats}",
-        "commit": source_commit(), "machine": machine_name(), "target": f"demo grown to {params}",
-        "draft": config.draft, "compiles_after_ready": compiles, "rows": [asdict(row) for row in rows],
+        f"--policies {policies} --params {params} --count {count} --repeats {repeats}{given}",
+        "commit": source_commit(), "machine": machine_name(),
+        "target": "demo" if params == "none" else f"demo grown to {params}",
+        "draft": config.draft, "head": head, "compiles_after_ready": compiles, "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,6 +1,7 @@
 """How much of what the target says a draft would say: measured on texts of the target that nobody was served.
 
-Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q).
+Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q). Of an
+EAGLE-3 head it is the mean over the levels that a head is trained for, too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adaserve_jax.distill.heads import HeadTarget
 from adaserve_jax.distill.offline import Scorer
-from adaserve_jax.distill.programs import batch_sums
+from adaserve_jax.distill.programs import batch_sums, head_sums
 from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -38,17 +40,27 @@ class Judge:
             packed = pack(records, NUM_TOKENS, np.random.default_rng(0))
             self._batches[name] = [PackedBatch(*map(jnp.asarray, batch)) for batch in packed]
         learn = LearnConfig(learn_top_k=top_k, learn_temperature=temperature)
-        self._sums: Any = jax.jit(partial(_sums, draft, learn))
+        self._target_params = target_params
+        self._sums: Any = jax.jit(partial(_sums, draft, target, learn))
 
     def acceptance(self, params: Params) -> dict[str, float]:
         """By domain."""
         found = {}
         for name, batches in self._batches.items():
-            overlap, rows = np.sum([np.asarray(self._sums(params, batch)) for batch in batches], axis=0)
+            sums = [np.asarray(self._sums(params, self._target_params, batch)) for batch in batches]
+            overlap, rows = np.sum(sums, axis=0)
             found[name] = float(overlap / rows)
         return found
 
 
-def _sums(draft: ModelConfig, learn: LearnConfig, params: Params, batch: PackedBatch) -> jax.Array:
-    overlap = batch_sums(params, draft, learn, batch)[1]
-    return jnp.stack([overlap, batch.weight.sum()])
+def _sums(
+    draft: ModelConfig, target: ModelConfig, learn: LearnConfig, params: Params, target_params: Params,
+    batch: PackedBatch,
+) -> jax.Array:  # fmt: skip
+    """Return the sums of overlaps and of weights, f32[2]."""
+    if draft.eagle3 is None:
+        overlap, weight = batch_sums(params, draft, learn, batch)[1], batch.weight.sum()
+    else:
+        features = HeadTarget(target, target_params).features(target_params, draft, batch)
+        _, overlap, weight = head_sums(params, draft, learn, batch, features, 1.0)
+    return jnp.stack([overlap, weight])

@@ -2,10 +2,12 @@
 
     python -m benchmarks.osd.online_learning narrow code --work FOLDER --out benchmarks/results/online-learning
     python -m benchmarks.osd.online_learning narrow maths --gsm8k train.jsonl.gz ...
+    python -m benchmarks.osd.online_learning head code --work FOLDER ...    # an EAGLE-3 head in place of the draft
     python -m benchmarks.osd.online_learning shift --gsm8k ...      # four kinds of traffic, one after another
     python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
-The draft begins with a top layer of random weights, for mixed traffic with no top layer at all. Each command writes
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and a head as
+`adaserve distill --head eagle3` begins with it. Each command writes
 NAME.json below --out: what it began with, what serving taught it, and what `adaserve distill` makes of the same prompts
 beforehand, in two epochs. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
 nothing is left to be learned from the last, so that training takes no time from serving. `learning_figures.py` draws
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 import typer
 
 from adaserve_jax.cli.terminal import notes
+from adaserve_jax.distill.heads import write_new_head
 from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
@@ -100,6 +103,32 @@ def narrow(
         keep = work / f"{name}-{domain}"
         runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note, keep=keep))
         write(out / f"narrow-{domain}.json", policy, found, runs)
+
+
+@app.command()
+def head(
+    domain: Annotated[str, typer.Argument(help=f"one of {', '.join(NAMES)}")],
+    work: Work,
+    out: Out,
+    gsm8k: Gsm8k = None,
+    requests: Requests = 500,
+    judged: Judged = 24,
+    every: Every = 100,
+    policy: Policy = "spec:4",
+) -> None:
+    """One kind of traffic: a new EAGLE-3 head online against the same prompts offline."""
+    (each,) = domains((domain,), gsm8k, requests, judged)
+    folder = work / "start-head"
+    if not folder.exists():
+        write_new_head(resolve_folder(DEMO, "target"), folder)
+    start = str(folder)
+    judge = judge_of(DEMO, start, {domain: each.judged})
+    found = {START: acceptance_of(start, judge), OFFLINE: acceptance_of(offline_of(work, start, each), judge)}
+    note(f"{domain}: {found}")
+    stream = [Asked(domain, prompt) for prompt in each.served]
+    online = run(f"{domain}/online", learning_config(start, LEARN, {}, "tag", policy), stream, judge, every=every,
+                 note=note)  # fmt: skip
+    write(out / f"head-{domain}.json", policy, found, [online])
 
 
 @app.command()
@@ -183,7 +212,7 @@ def one_layer_of(work: Path) -> str:
 
 def offline_of(work: Path, start: str, domain: Domain) -> str:
     """What `adaserve distill` makes of the prompts that are served, before any is."""
-    folder = work / f"offline-{domain.name}-{len(domain.served)}"
+    folder = work / f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
     if not (folder / "config.json").exists():
         prompts = work / f"{domain.name}.jsonl"
         write_prompts(prompts, domain.served)

@@ -23,6 +23,7 @@ WAVE = 8
 """Requests that come together; the next ones come when nothing is left to be learned from them."""
 MAX_TOKENS, TEMPERATURE = 64, 1.0
 MAX_CONTEXT = 512
+F32 = np.dtype(np.float32)
 SERVED_WINDOW = 50
 
 
@@ -73,18 +74,17 @@ def judge_of(target: str, draft: str, judged: dict[str, list[str]]) -> Judge:
             ]
             for name, prompts in judged.items()
         }
-    folders = resolve_folder(target, "target"), resolve_folder(draft, "draft")
-    configs = [ModelConfig.from_folder(folder) for folder in folders]
-    return Judge(configs[0], _load(folders[0]), configs[1], texts, TEMPERATURE)
+    folder = resolve_folder(target, "target")
+    config = ModelConfig.from_folder(folder)
+    head_or_draft = ModelConfig.from_folder(resolve_folder(draft, "draft"), may_be_head=True)
+    return Judge(config, load_params(folder, config, F32), head_or_draft, texts, TEMPERATURE)
 
 
-def _load(folder: Path) -> Any:
-    return load_params(folder, ModelConfig.from_folder(folder), np.dtype(np.float32))
-
-
-def acceptance_of(draft: str, judge: Judge) -> dict[str, float]:
-    """Of a draft as it lies in a folder."""
-    return judge.acceptance(_load(resolve_folder(draft, "draft")))
+def acceptance_of(draft: str, judge: Judge, target: str = "demo") -> dict[str, float]:
+    """Return the acceptance of a draft or a head as it lies in a folder."""
+    folder = resolve_folder(draft, "draft")
+    config = ModelConfig.from_folder(folder, may_be_head=True)
+    return judge.acceptance(load_params(folder, config, F32, target=resolve_folder(target, "target")))
 
 
 def run(

@@ -17,6 +17,8 @@ from pathlib import Path
 from adaserve_jax.models.held_out import is_held_out, is_test, library_files
 
 EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
+MIX = {"lib": 0.52, "test": 0.12, "maths": 0.14, "maths_chat": 0.16, "code_chat": 0.06}
+"""Shares of the kinds of documents in what is trained on."""
 SYSTEM_TURNS = ("You are a helpful assistant.", "Answer step by step.", "You solve school maths problems.")
 
 

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bpe import train_tokenizer
-from corpus import EOS, documents
+from corpus import EOS, MIX, documents
 from llama import DRAFT, TARGET, Llama
 from tokenizers import Tokenizer
 from torch import Tensor
 
-MIX = {"lib": 0.52, "test": 0.12, "maths": 0.14, "maths_chat": 0.16, "code_chat": 0.06}
 BATCH_TOKENS = 4096
 
 
