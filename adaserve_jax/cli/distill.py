@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED_STATUS = 130
 DTYPES = ("auto", "f32", "bf16")
-HEADS = ("none", "eagle3")
+HEADS = ("none", "eagle3", "medusa")
 OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
 """Parameters that --from-checkpoint takes."""
 
@@ -47,10 +47,14 @@ def distill(
         str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs none")
     ] = "demo",
     draft: Annotated[
-        str, typer.Option(help="checkpoint folder of the draft or EAGLE-3 head to begin with, or 'demo'")
+        str, typer.Option(help="checkpoint folder of the draft or head to begin with, or 'demo'")
     ] = "demo",
     head: Annotated[
-        str, typer.Option(help="eagle3: begin with a new EAGLE-3 head of the target, in place of --draft; none: do not")
+        str,
+        typer.Option(
+            help="begin with new heads of the target, in place of --draft: eagle3, an EAGLE-3 head; medusa, four "
+            "Medusa heads; none: do not"
+        ),
     ] = "none",
     prompts: Annotated[
         str,
@@ -93,10 +97,13 @@ def distill(
 
         begins_with = None
         if head != "none":
-            from adaserve_jax.distill.heads import write_new_head
+            from adaserve_jax.distill.heads import write_new_head, write_new_medusa
 
             draft_folder, begins_with = Path(new) / "head", f"a new {head} head"
-            write_new_head(target_folder, draft_folder, config.seed)
+            if head == "medusa":
+                write_new_medusa(target_folder, draft_folder)
+            else:
+                write_new_head(target_folder, draft_folder, config.seed)
         models = Models.find(target_folder, draft_folder, begins_with)
         if from_checkpoint is not None:
             params, noted = load_online_draft(models, from_checkpoint, draft_name, config, _type(dtype), progress)

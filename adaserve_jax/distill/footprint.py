@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adaserve_jax.distill.heads import HEAD_STEPS, HeadTarget
+from adaserve_jax.distill.heads import HeadTarget, num_steps
 from adaserve_jax.distill.programs import TrainPrograms, check_trainable, frozen_of, num_trained
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
@@ -36,7 +36,7 @@ def choose_length(
 ) -> TrainPrograms:  # fmt: skip
     """Compile the programs for the longest of LENGTHS whose micro-step, measured here, takes at most learn_delay_ms.
 
-    target: of an EAGLE-3 head, whose micro-step runs it too. Raises ConfigError if not even the shortest does.
+    target: of a head, whose micro-step runs it too. Raises ConfigError if not even the shortest does.
     """
     tried: dict[int, TrainPrograms] = {}
     first = TrainPrograms(config, learn, LENGTHS[0], dtype, device, counter, target)
@@ -75,7 +75,7 @@ def training_bytes(
 ) -> int:
     """Return the bytes of training num_drafts drafts of `config`, beside their serving weights; workspace included.
 
-    target: of EAGLE-3 heads. Raises UnsupportedModelError: they cannot be trained.
+    target: of heads. Raises UnsupportedModelError: they cannot be trained.
     """
     check_trainable(config)
     return num_drafts * state_bytes(config, learn, dtype) + workspace_bytes(config, learn, dtype, target=target)
@@ -97,7 +97,7 @@ def workspace_bytes(
 
     A micro-step of num_tokens holds scores; for each layer the attention weights, their gradients and every activation;
     and for every weight its gradient, the operand of the product, and that in f32, which some devices need. Copies
-    between training and the good version are made in place. An EAGLE-3 head is run HEAD_STEPS times, behind one forward
+    between training and the good version are made in place. A head is run `num_steps` times, behind one forward
     of its target.
     """
     attention = 2 * config.num_heads * num_tokens**2
@@ -105,7 +105,7 @@ def workspace_bytes(
     micro_step = SCORES * num_tokens * config.vocab_size + config.num_layers * (attention + num_tokens * widths)
     if target is not None:
         widest = target.q_size + 2 * target.kv_size + 2 * target.intermediate_size + 4 * target.hidden_size
-        micro_step = HEAD_STEPS * micro_step + 2 * target.num_heads * num_tokens**2 + num_tokens * widest
+        micro_step = num_steps(config) * micro_step + 2 * target.num_heads * num_tokens**2 + num_tokens * widest
     weights = 2 * _whole_bytes(config, jnp.float32) + _whole_bytes(config, dtype)
     apply = APPLIED * 4 * num_trained(config, learn.learn_lora_rank)
     return max(4 * micro_step + weights, apply) + _whole_bytes(config, dtype)

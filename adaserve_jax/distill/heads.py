@@ -1,9 +1,10 @@
-"""Training of EAGLE-3 heads: features of the target, and training-time test, where a head reads its own.
+"""Training of heads: features of the target, and for EAGLE-3 training-time test, where a head reads its own.
 
 While it drafts, a head reads the target's features up to the root and its own further on. So it is trained on both:
 step 0 reads the target's at every position, step s what step s - 1 returned at the position before. In step s the query
 at position p stands for a node s levels below a root at p - s: it sees the keys of step 0 up to the root, and below it
-those of steps 1 to s, one position each. Source: EAGLE-3, section 3.2. Axes: T packed tokens, d features.
+those of steps 1 to s, one position each. Source: EAGLE-3, section 3.2. Medusa heads are trained at the same positions:
+step s is head s, which reads the target's feature before that root. Axes: T packed tokens, N rows, d features.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from adaserve_jax.models.decoder import (
     decode,
     decode_head,
     init_params,
+    logits,
+    medusa_logits,
     param_specs,
     reduce_features,
 )
@@ -39,7 +42,9 @@ HEAD_STEPS = 5
 STEP_DECAY = 0.8
 """Factor of each step's loss on that of the one before: deeper nodes are drafted less often."""
 FROZEN = ("embed", HEAD_ROW)
-"""Weights of a head that are not trained: it shares its target's embedding."""
+"""Weights of an EAGLE-3 head that are not trained: it shares its target's embedding."""
+MEDUSA_HEADS = 4
+"""Heads of a new set of Medusa heads, as the published ones have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,26 +57,52 @@ class HeadTarget:
     def features(self, params: Params, head: ModelConfig, batch: PackedBatch) -> jax.Array:
         """Return the features before each token, f[F, T]: those of the position before it. The first token of a text
         has none, and what is there has no meaning. params: as `self.params`, traced."""
-        assert head.eagle3 is not None
         outputs: dict[int, jax.Array] = {}
         attend = attend_dense(self.config, batch.segment)
-        decode(params, self.config, batch.tokens, batch.position, attend, watch=outputs.__setitem__)
-        layers = head.eagle3.layers_of(self.config.num_layers)
+        hidden = decode(params, self.config, batch.tokens, batch.position, attend, watch=outputs.__setitem__)
+        outputs[self.config.num_layers] = hidden
+        layers = head.feature_layers(self.config.num_layers)
         return _after(jax.lax.stop_gradient(jnp.concatenate([outputs[layer] for layer in layers])))
 
 
 def head_steps(
     params: Params, config: ModelConfig, batch: PackedBatch, features: jax.Array
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield for each step of training-time test the head's output f32[d, T], and which positions are s levels below a
-    root, bool[T]. features: of `HeadTarget.features`."""
+    """Yield for each step s the head's scores of the rows, f32[N, V], and which positions are s levels below a root,
+    bool[T]. features: of `HeadTarget.features`."""
+    if config.medusa is not None:
+        for head in range(config.medusa.num_heads):
+            before_root = jnp.roll(features, head, axis=1)[:, batch.at]
+            yield medusa_logits(params, config, head, before_root), batch.position - head >= 1
+        return
     kept: list[tuple[jax.Array, jax.Array]] = []
     before = reduce_features(params, config, features)
     for step in range(HEAD_STEPS):
         attend = _attend(config, batch, step, kept)
         out = decode_head(params, config, batch.tokens, batch.position, before, attend)
-        yield out, batch.position - step >= 1
+        yield logits(params, config, out[:, batch.at]), batch.position - step >= 1
         before = _after(out)
+
+
+def num_steps(config: ModelConfig) -> int:
+    """Return the steps that `head_steps` takes."""
+    return HEAD_STEPS if config.medusa is None else config.medusa.num_heads
+
+
+def write_new_medusa(target_folder: Path, out: Path) -> None:
+    """Write Medusa heads for a target, to begin training with: each says at first what the target's own logits say."""
+    target = ModelConfig.from_folder(target_folder)
+    params = load_params(target_folder, target, without=param_specs(target).keys() - {_logits_of(target)})
+    settings = {"medusa_num_heads": MEDUSA_HEADS, "medusa_num_layers": 1, "torch_dtype": "float32"}
+    config = new_head_folder(out, settings | {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
+    heads = {name: jnp.zeros(shape) for name, (shape, _) in param_specs(config).items()}
+    rows = params[_logits_of(target)]
+    export_head({name: rows if name.endswith(".out") else each for name, each in heads.items()}, out)
+
+
+def _logits_of(target: ModelConfig) -> str:
+    """Return the weight that a target's logits are a product with."""
+    return "embed" if target.tie_embeddings else "head"
 
 
 def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
@@ -81,7 +112,7 @@ def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
     target said one position before.
     """
     target = ModelConfig.from_folder(target_folder)
-    scores = "embed" if target.tie_embeddings else "head"
+    scores = _logits_of(target)
     params = load_params(target_folder, target, without=param_specs(target).keys() - {scores, "norm"})
     config = new_head_folder(out, head_settings(target, read_json(target_folder / "config.json")))
     head = init_params(config, seed)

@@ -117,9 +117,9 @@ class Learner:
             self._calibrator = calibrator
 
     def _head_target(self) -> HeadTarget | None:
-        """Return what an EAGLE-3 head reads of the target while it is trained; None for a draft model."""
+        """Return what a head reads of the target while it is trained; None for a draft model."""
         drafter, target = self._executor.local_drafter, self._executor.target
-        if drafter is None or drafter.model.config.eagle3 is None:
+        if drafter is None or not drafter.model.config.is_head:
             return None
         # room for adapters is left out: they are exchanged in place, and heads learn from the model alone
         params = {name: w for name, w in target.params.items() if not name.endswith((LORA_A, LORA_B))}

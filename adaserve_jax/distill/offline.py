@@ -430,11 +430,11 @@ class Models:
 
     @classmethod
     def find(cls, target_folder: Path, draft_folder: Path, begins_with: str | None = None) -> Models:
-        """Read both configurations. The draft may be an EAGLE-3 head. Raises CheckpointError if a folder cannot be read
+        """Read both configurations. The draft may be a head. Raises CheckpointError if a folder cannot be read
         or the vocabularies differ."""
         tokenizer, target = Tokenizer.from_folder(target_folder), ModelConfig.from_folder(target_folder)
         draft = ModelConfig.from_folder(draft_folder, may_be_head=True)
-        if draft.eagle3 is not None:
+        if draft.is_head:
             draft.check_target(target)
         else:
             check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder), target.vocab_size)
@@ -448,7 +448,7 @@ class Models:
     @property
     def max_context(self) -> int:
         longest = self.target.max_position
-        return longest if self.draft.eagle3 is not None else min(longest, self.draft.max_position)
+        return longest if self.draft.is_head else min(longest, self.draft.max_position)
 
 
 @dataclass(frozen=True)
@@ -482,15 +482,15 @@ def open_distillation(
 ) -> Distillation:  # fmt: skip
     """Load both models and compile training.
 
-    Raises CheckpointError if a model cannot be loaded; ConfigError: the settings are not for an EAGLE-3 head.
+    Raises CheckpointError if a model cannot be loaded; ConfigError: the settings are not for a head.
     """
-    is_head = models.draft.eagle3 is not None
+    is_head = models.draft.is_head
     if is_head and config.sampling != "teacher":
         raise ConfigError(
-            f"sampling must be teacher for an EAGLE-3 head, which writes no texts, got {config.sampling!r}"
+            f"sampling must be teacher for {models.draft.head_name}, which writes no texts, got {config.sampling!r}"
         )
     if is_head and config.reset_top_layer:
-        raise ConfigError("reset_top_layer is not for an EAGLE-3 head, which has one layer; begin with a new head")
+        raise ConfigError(f"reset_top_layer is not for {models.draft.head_name}; begin with a new head")
     target = load_params(models.target_folder, models.target, dtype, _named(progress, "loading target"))
     draft = load_draft(models, config, dtype, progress)
     source = HeadTarget(models.target, target) if is_head else None
@@ -534,7 +534,7 @@ def load_online_draft(
     if name not in drafts:
         found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
         raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
-    source = None if models.draft.eagle3 is None else HeadTarget(models.target, {})  # no micro-step is run here
+    source = HeadTarget(models.target, {}) if models.draft.is_head else None  # no micro-step is run here
     programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype, target=source)
     programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
     trainer = Trainer(programs, load_draft(models, config, dtype, progress))

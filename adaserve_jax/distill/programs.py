@@ -121,7 +121,7 @@ def _sums(scores: jax.Array, learn: LearnConfig, batch: PackedBatch, weight: jax
 def head_sums(
     params: Params, config: ModelConfig, learn: LearnConfig, batch: PackedBatch, features: jax.Array, decay: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the weighted sums of loss, overlap and weights of an EAGLE-3 head over the rows of all steps.
+    """Return the weighted sums of loss, overlap and weights of a head over the rows of all steps.
 
     features: as for `head_steps`. decay: factor of a step's weights on those of the one before. A row counts in the
     steps that have a root before it. Tokens that the head lacks are left out of the target's distribution, since no
@@ -134,9 +134,9 @@ def head_sums(
         log_p = jnp.where(lacking, LEAST_LOG_P, batch.log_p - jnp.log(jnp.maximum(1 - lost, TAIL_FLOOR)))
         reachable = batch._replace(log_p=log_p)
     sums = []
-    for step, (hidden, below) in enumerate(head_steps(params, config, batch, features)):
+    for step, (scores, below) in enumerate(head_steps(params, config, batch, features)):
         weight = jnp.where(below[batch.at], batch.weight * decay**step, 0)
-        scores = jnp.maximum(logits(params, config, hidden[:, batch.at]), LEAST_LOG_P)
+        scores = jnp.maximum(scores, LEAST_LOG_P)
         loss, overlap = _sums(scores, learn, reachable, weight)[0], _sums(scores, learn, batch, weight)[1]
         sums.append(jnp.stack([loss, overlap, weight.sum()]))
     loss, overlap, weights = sum(sums[1:], sums[0])
@@ -229,11 +229,11 @@ class TrainPrograms:
         """Declare the programs.
 
         dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
-        first local one. counter: counts compilations while a program runs. target: of an EAGLE-3 head.
+        first local one. counter: counts compilations while a program runs. target: of a head.
         Raises UnsupportedModelError: the draft is a mixture of experts.
         """
         check_trainable(config)
-        assert (config.eagle3 is None) == (target is None)
+        assert config.is_head == (target is not None)
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self._target = target
         self.dtype = jnp.dtype(dtype)

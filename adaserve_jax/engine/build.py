@@ -144,7 +144,7 @@ def _learning_bytes(config: EngineConfig) -> int:
         return 0
     pair = find_pair(config)
     assert pair.draft is not None, "a LearnConfig comes with a draft"
-    target = None if pair.draft.eagle3 is None else pair.target
+    target = pair.target if pair.draft.is_head else None
     return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names), target)
 
 

@@ -264,6 +264,18 @@ class Eagle3Config:
 
 
 @dataclass(frozen=True)
+class MedusaConfig:
+    """Settings of Medusa heads, which read the target's output after its last norm and know no other token.
+
+    num_heads: head i says what stands i + 2 positions behind that output. num_blocks: residual blocks of a head before
+    its product with the vocabulary.
+    """
+
+    num_heads: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
 class ExpertConfig:
     """Experts that take the place of a layer's MLP: `count` of them, of which each token goes through `per_token`.
 
@@ -297,8 +309,8 @@ class ModelConfig:
     logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
     the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
     checkpoints hold queries, keys and values as one tensor, and gate and up. eagle3: of an EAGLE-3 head, which drafts
-    for a target of its vocabulary; None: a model of its own. weight_format: of a quantised checkpoint; it does not tell
-    models apart.
+    for a target of its vocabulary; None: a model of its own. medusa: of Medusa heads, likewise; they have no layers.
+    weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
     vocab_size: int
@@ -332,24 +344,45 @@ class ModelConfig:
     fused_tensors: bool = False
     sinks: bool = False
     eagle3: Eagle3Config | None = None
+    medusa: MedusaConfig | None = None
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
+    @property
+    def is_head(self) -> bool:
+        """Return True for a head, which reads its target's features and has no tokenizer."""
+        return self.eagle3 is not None or self.medusa is not None
+
+    @property
+    def head_name(self) -> str:
+        """Return what kind of head this is, for messages."""
+        return "an EAGLE-3 head" if self.medusa is None else "a set of Medusa heads"
+
+    def feature_layers(self, target_layers: int) -> tuple[int, ...]:
+        """Return the layers of a target with so many whose outputs this head reads; `target_layers`: the output of the
+        last norm. None of a model of its own.
+
+        Raises UnsupportedModelError: the target has too few layers.
+        """
+        if self.eagle3 is not None:
+            return self.eagle3.layers_of(target_layers)
+        return () if self.medusa is None else (target_layers,)
+
     def check_target(self, target: ModelConfig) -> None:
-        """Check that this EAGLE-3 head fits a target.
+        """Check that this head fits a target.
 
         Raises CheckpointError: their sizes differ; UnsupportedModelError: the target has too few layers.
         """
-        assert self.eagle3 is not None
-        for name, own, its in (
-            ("target_hidden_size", self.eagle3.target_hidden_size, target.hidden_size),
-            ("vocab_size", self.vocab_size, target.vocab_size),
-        ):
+        assert self.is_head
+        hidden = ("hidden_size", self.hidden_size)
+        if self.eagle3 is not None:
+            hidden = ("target_hidden_size", self.eagle3.target_hidden_size)
+        for (name, own), its in ((hidden, target.hidden_size), (("vocab_size", self.vocab_size), target.vocab_size)):
             if own != its:
                 raise CheckpointError(
-                    f"the draft is an EAGLE-3 head whose {name} is {own}, and its target's is {its}; use a head that "
+                    f"the draft is {self.head_name} whose {name} is {own}, and its target's is {its}; use a head that "
                     "was made for this target"
                 )
-        self.eagle3.layers_of(target.num_layers)
+        self.feature_layers(target.num_layers)
 
     @property
     def q_size(self) -> int:
@@ -389,12 +422,14 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path, *, may_be_head: bool = False) -> ModelConfig:
         """Read config.json, and the EOS ids of generation_config.json if there is one.
 
-        may_be_head: read an EAGLE-3 head too, which is no model of its own.
+        may_be_head: read an EAGLE-3 head or Medusa heads too, which are no model of their own.
         Raises CheckpointError: a file or key is missing or malformed. UnsupportedModelError: the decoder does not
         implement a setting.
         """
         path = Path(folder) / "config.json"
         given = read_json(path)
+        if "medusa_num_heads" in given:
+            return _medusa(Settings(given, path), may_be_head=may_be_head)
         is_head = _is_head(given)
         if is_head and not may_be_head:
             raise UnsupportedModelError(f"{path}: this is an EAGLE-3 head, which is no model without its target")
@@ -493,6 +528,22 @@ def _eagle3(values: Settings) -> Eagle3Config:
         raise reading.wrong("eagle_aux_hidden_state_layer_ids", layers, "three layers of the target, from 0")
     hidden = values.integer("target_hidden_size", default=values.integer("hidden_size"))
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
+
+
+def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:
+    """Return the configuration of Medusa heads: sizes of the target, no layer, and so neither attention nor KV."""
+    if not may_be_head:
+        raise UnsupportedModelError(
+            f"{values.path}: these are Medusa heads, which are no model without their target; give the target's "
+            "own folder"
+        )
+    size = values.integer("hidden_size")
+    heads = MedusaConfig(values.integer("medusa_num_heads"), values.integer("medusa_num_layers", default=1))
+    return ModelConfig(
+        vocab_size=values.integer("vocab_size"), hidden_size=size, intermediate_size=size, num_layers=0, num_heads=1,
+        num_kv_heads=1, head_dim=2, rope_theta=1.0, rms_norm_eps=1.0, tie_embeddings=False, max_position=1 << 30,
+        eos_token_ids=(), medusa=heads,
+    )  # fmt: skip
 
 
 def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> _Family:

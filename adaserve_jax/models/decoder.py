@@ -56,7 +56,7 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
     """Return random weights: normal with standard deviation 1 / sqrt(inputs), norms 1, biases 0."""
 
     def create() -> Params:
-        _, state = nnx.split(Decoder(config, nnx.Rngs(seed), dtype))
+        _, state = nnx.split(_model(config, nnx.Rngs(seed), dtype))
         return {_name(path): variable[...] for path, variable in nnx.to_flat_state(state)}
 
     return jax.jit(create)()
@@ -108,6 +108,14 @@ def decode_head(
     is not fed.
     """
     return _merge(params, config, WHOLE).head_layer(tokens, positions, features, attend)
+
+
+def medusa_logits(params: Params, config: ModelConfig, head: int, hidden: jax.Array) -> jax.Array:
+    """Return the scores of one Medusa head, f32[S, V], from the target's output after its last norm, f[d, S].
+
+    `logits` returns those of head 0.
+    """
+    return _merge(params, config, WHOLE).heads[head](hidden)
 
 
 def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -267,6 +275,41 @@ class Decoder(nnx.Module):
         return capped(scores, self.config.logit_cap)
 
 
+class MedusaHead(nnx.Module):
+    """Residual blocks and a product with the vocabulary: f[d, S] to f32[S, V]."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        assert config.medusa is not None
+        d = config.hidden_size
+        blocks = range(config.medusa.num_blocks)
+        self.blocks = nnx.List([Linear(d, d, ("residual", "embed"), rngs, dtype, bias=True) for _ in blocks])
+        self.out = Linear(config.vocab_size, d, ("vocab", "embed"), rngs, dtype)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        x = hidden.astype(jnp.float32)
+        for block in self.blocks:
+            x = x + jax.nn.silu(block(x))
+        return keep_layout(self.out(x)).T
+
+
+class MedusaHeads(nnx.Module):
+    """All heads; each reads the same feature. layers: none, for who asks a model for them."""
+
+    layers = ()
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        assert config.medusa is not None
+        self.heads = nnx.List([MedusaHead(config, rngs, dtype) for _ in range(config.medusa.num_heads)])
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return self.heads[0](hidden)
+
+
+def _model(config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition = WHOLE) -> Any:
+    """Return the modules that a configuration asks for: a decoder, or Medusa heads."""
+    return MedusaHeads(config, rngs, dtype) if config.medusa else Decoder(config, rngs, dtype, partition)
+
+
 def _name(path: tuple[Any, ...]) -> str:
     """Join names: ("layers", 0, "qkv", "weight") -> "layers.0.qkv", (..., "qkv", "bias") -> "layers.0.qkv.bias"."""
     return ".".join(str(part) for part in (path[:-1] if path[-1] == "weight" else path))
@@ -281,8 +324,8 @@ def _abstract(
     int8_dtype: as for `Linear.add_scale`. adapters: how many may be loaded, and of which rank.
     """
 
-    def create() -> Decoder:
-        decoder = Decoder(config, nnx.Rngs(0), jnp.float32, partition)
+    def create() -> Any:
+        decoder = _model(config, nnx.Rngs(0), jnp.float32, partition)
         if int8_dtype is not None:
             for _, module in nnx.iter_modules(decoder):
                 if isinstance(module, Linear):
@@ -298,7 +341,8 @@ def _abstract(
     return nnx.split(nnx.eval_shape(create))
 
 
-def _merge(params: Params, config: ModelConfig, partition: Partition) -> Decoder:
+def _merge(params: Params, config: ModelConfig, partition: Partition) -> Any:
+    """Return the modules (`_model`) with these weights."""
     int8_dtype = params["norm"].dtype if "embed" + SCALE in params else None
     first = params.get("layers.0.out" + LORA_A)
     graphdef, state = _abstract(config, partition, int8_dtype, None if first is None else first.shape[:2])

@@ -60,7 +60,7 @@ def export(
 
 
 def new_head_folder(out: Path, settings: dict[str, Any]) -> ModelConfig:
-    """Begin a checkpoint of an EAGLE-3 head with its config.json, and return what it says.
+    """Begin a checkpoint of a head with its config.json, and return what it says.
 
     Raises ConfigError: `out` is not empty.
     """
@@ -71,9 +71,10 @@ def new_head_folder(out: Path, settings: dict[str, Any]) -> ModelConfig:
 
 
 def export_head(params: Mapping[str, Any], out: Path, *, own_embedding: bool = False) -> None:
-    """Write an EAGLE-3 head's tensors beside its config.json, in SpecForge's format and f32.
+    """Write a head's tensors beside its config.json, in SpecForge's or Medusa's format and f32.
 
-    own_embedding: write it too; otherwise the head has its target's. Raises CheckpointError: a value is not finite.
+    own_embedding: write that of an EAGLE-3 head too; otherwise it has its target's. Raises CheckpointError: a value is
+    not finite.
     """
     config = ModelConfig.from_folder(out, may_be_head=True)
     _write(params, config, out, "f32", None, without=() if own_embedding else ("embed",))
@@ -99,7 +100,7 @@ def _token_tensors(head_row: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _type_to_write(source: Path, dtype: str) -> str:
-    """Resolve "auto" to the type of the source's embedding, or of its logits' weight if a head has none; f32 for a
+    """Resolve "auto" to the type of the source's embedding, or of the logits' weight of a head without one; f32 for a
     source that `adaserve convert` wrote."""
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"dtype must be one of auto, {', '.join(TYPES)}, got {dtype!r}")
@@ -108,7 +109,8 @@ def _type_to_write(source: Path, dtype: str) -> str:
     if is_converted(source):
         return "f32"
     files = TensorFiles(source)
-    name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files.names else "lm_head.weight"
+    candidates = ("model.embed_tokens.weight", "medusa_head.0.0.linear.weight", "lm_head.weight")
+    name = next(each for each in candidates if each in files.names)
     return _NAME_OF.get(files.dtype_of(name), "f32")
 
 

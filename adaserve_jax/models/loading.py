@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, Int8Rows
@@ -82,6 +82,8 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
         if not set(sources["embed"]) <= files.names:
             elsewhere["embed"] = _target_embedding(folder, config, target)
             del sources["embed"]
+    if config.medusa is not None:  # heads may lie in one checkpoint with the target that they were trained in
+        optional = tuple(files.names)
     files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
     return elsewhere | {
         name: partial(_read_stacked, files, next(iter(tensors)), ".gate_up" in name)
@@ -219,8 +221,21 @@ def aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+def _medusa_tensors(name: str, config: ModelConfig, medusa: MedusaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the one tensor of a weight of Medusa heads."""
+    _, head, part, *rest = name.split(".")
+    d = config.hidden_size
+    if part == "out":
+        return {f"medusa_head.{head}.{medusa.num_blocks}.weight": (config.vocab_size, d)}
+    block, *bias = rest
+    linear = f"medusa_head.{head}.{block}.linear"
+    return {f"{linear}.bias": (d,)} if bias else {f"{linear}.weight": (d, d)}
+
+
 def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face's tensors of one fused weight with their shapes, in the order of their rows."""
+    if config.medusa is not None:
+        return _medusa_tensors(name, config, config.medusa)
     d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     head = config.eagle3
     model = "model." if head is None else ""

@@ -37,7 +37,7 @@ class LocalDrafter:
         vocabularies: Sequence[VocabularyMap] = (), target: DeviceModel | None = None,
     ) -> None:  # fmt: skip
         """Take a loaded draft. widths: beam widths that searches are compiled for, increasing. vocabularies: how the
-        target's tokens are mapped, by draft; empty if they are those of every draft. target: of an EAGLE-3 head, which
+        target's tokens are mapped, by draft; empty if they are those of every draft. target: of a head, which
         reads its features; None for a model of its own."""
         self.model = model
         self._target = target

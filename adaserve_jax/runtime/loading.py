@@ -67,7 +67,7 @@ class ModelPair:
 def find_pair(config: EngineConfig) -> ModelPair:
     """Read the models' configurations, check that they fit each other, and map the drafts' vocabularies.
 
-    An EAGLE-3 head has its target's vocabulary, and needs no tokenizer.
+    A head has its target's vocabulary, and needs no tokenizer.
     Raises CheckpointError: a folder cannot be read, or a vocabulary has too little of the target's, or is not the same
     where drafts learn; ConfigError: a further draft is of another shape than the first.
     """
@@ -89,7 +89,7 @@ def find_pair(config: EngineConfig) -> ModelPair:
                     f"{got!r}; give drafts of one architecture and size"
                 )
         folders.append(folder)
-        if draft.eagle3 is not None:
+        if draft.is_head:
             continue
         own = Tokenizer.from_folder(folder)
         if config.learning is not None:  # it learns from the target's tokens
@@ -150,10 +150,10 @@ def load_target(
     send_step: as for `DeviceModel`. read: called in place of `load_params`.
     """
     partition, limits, config = resolved.placement.partition, resolved.limits, resolved.config
-    head = None if pair.draft is None else pair.draft.eagle3
+    read_by_draft = () if pair.draft is None else pair.draft.feature_layers(pair.target.num_layers)
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, config.deterministic, partition,
-        resolved.attention, config.lora_slots, () if head is None else head.layers_of(pair.target.num_layers),
+        resolved.attention, config.lora_slots, read_by_draft,
     )  # fmt: skip
     params = read(
         pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=config.quantize
@@ -202,12 +202,12 @@ def load_drafter(
 
     They lie whole on the first device, even if the target is divided: drafts are small, and exchanges between devices
     would cost more than they save. read: called in place of `load_params`. placement: None for that device. target: as
-    loaded; an EAGLE-3 head reads its features.
+    loaded; a head reads its features.
     """
     if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
-    is_head = pair.draft.eagle3 is not None
+    is_head = pair.draft.is_head
     beside: dict[str, Any] = {"target": pair.target_folder} if is_head else {}
     shared: Params = {}
     if names := shared_weights(pair.draft, resolved.config.quantize):

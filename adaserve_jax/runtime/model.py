@@ -51,7 +51,7 @@ class DeviceModel:
         self.placement = placement or Placement.on_one()
         self.whole = programs.partition.whole(config)
         self.pools = new_pools(
-            self.whole, num_pages, page_size, dtype, self.placement, has_features=bool(programs.feature_layers)
+            self.whole, num_pages, page_size, dtype, self.placement, feature_layers=len(programs.feature_layers)
         )
         self.compiled: dict[tuple[Any, ...], Callable] = {}
         self._send_step = send_step

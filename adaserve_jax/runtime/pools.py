@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from adaserve_jax.models.config import FEATURE_LAYERS, ModelConfig
+from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.compat import platform
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import Pool, Slabs
@@ -25,7 +25,7 @@ class Pools(NamedTuple):
     """Paged K and V of all layers: [L, P, K, S, D] each, D padded on a TPU (`pool_head_dim`).
 
     extension: pools of the X pages that follow, while the pool is extended; `num_pages` counts them too. features: of a
-    target with an EAGLE-3 head, the outputs of the layers that the head reads, [3, P, 1, S, d], d padded alike.
+    target with a head, the outputs of the F layers that the head reads, [F, P, 1, S, d], d padded alike.
     """
 
     k: jax.Array
@@ -67,7 +67,7 @@ IN_FLIGHT_HEADS = 2
 class InFlight(NamedTuple):
     """K/V of a step's tokens, and where to write it. k, v: [L, T, K, D]; page, slot: i32[T], NO_PAGE to drop it.
 
-    features: [3, T, 1, d], where the pools have them.
+    features: [F, T, 1, d], where the pools have them.
     """
 
     k: jax.Array
@@ -88,18 +88,18 @@ def pool_head_dim(head_dim: int, platform: str) -> int:
 
 def new_pools(
     config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement, *,
-    has_features: bool = False,
+    feature_layers: int = 0,
 ) -> Pools:  # fmt: skip
     """Allocate the pools of a whole model; on several devices they are divided by KV heads.
 
-    has_features: keep what an EAGLE-3 head reads beside K and V.
+    feature_layers: how many layers' outputs to keep beside K and V, for a head.
     """
     platform = placement.devices[0].platform
     shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, pool_head_dim(config.head_dim, platform))
     spec = placement.spec(POOL_HEADS)
     features = None
-    if has_features:
-        of_features = (FEATURE_LAYERS, num_pages, 1, page_size, pool_head_dim(config.hidden_size, platform))
+    if feature_layers:
+        of_features = (feature_layers, num_pages, 1, page_size, pool_head_dim(config.hidden_size, platform))
         features = placement.zeros(of_features, dtype, placement.spec(None))
     return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec), features=features)
 
@@ -115,11 +115,11 @@ def _from_parts(parts: Sequence[jax.Array], extension: Pools | None = None) -> P
 
 
 def read_features(pool: jax.Array, page: jax.Array, slot: jax.Array, size: int) -> jax.Array:
-    """Return the features at page and slot of T positions, i32[T], layers one below another: f[3 * size, T].
+    """Return the features at page and slot of T positions, i32[T], layers one below another: f[F * size, T].
 
     pool: `Pools.features`; size: d of the target.
     """
-    found = pool[:, page, :, slot]  # [T, 3, 1, d]
+    found = pool[:, page, :, slot]  # [T, F, 1, d]
     return found[:, :, 0, :size].reshape(len(page), -1).T
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, decode, decode_head, logits, reduce_features
+from adaserve_jax.models.decoder import Params, decode, decode_head, logits, medusa_logits, reduce_features
 from adaserve_jax.models.layers import TokenAdapters
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
@@ -23,7 +23,7 @@ from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.pools import InFlight, Pools, page_slots, read_features
 from adaserve_jax.runtime.step_layout import Layout, beam_layout, sampler_of, step_layout
 from adaserve_jax.runtime.vocabulary_table import VocabularyTable
-from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
+from adaserve_jax.tree.beam import AcceptanceTable, Beam, BeamForward, beam_search
 from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bits, ancestor_paths
 
@@ -38,8 +38,8 @@ class Forward(NamedTuple):
 
 
 class Root(NamedTuple):
-    """Result of a catch-up, from which a search begins: logits f32[R, V] after each row's last token, and with an
-    EAGLE-3 head its feature there, f32[d, R]."""
+    """Result of a catch-up, from which a search begins: logits f32[R, V] after each row's last token, and with a head
+    the feature there, f32[d, R]: an EAGLE-3 head's own, the target's for Medusa heads."""
 
     logits: jax.Array
     feature: jax.Array | None = None
@@ -79,7 +79,8 @@ class ModelPrograms:
 
     config: this device's part of the model. partition: the division over devices. canonical: sum attention in the
     fixed order of the deterministic mode. attention: the kernel implementation. max_adapters: how many the model has
-    room for; 0: it has none. feature_layers: layers whose outputs an EAGLE-3 head reads; empty: there is no head.
+    room for; 0: it has none. feature_layers: layers whose outputs a head reads (`ModelConfig.feature_layers`); empty:
+    there is no head.
     """
 
     config: ModelConfig
@@ -99,7 +100,12 @@ class ModelPrograms:
         feature_pool: jax.Array | None = None,
     ) -> Forward:  # fmt: skip
         """Run the model over packed tokens. fields: those of `step_layout`. feature_pool: the target's
-        (`Pools.features`), for an EAGLE-3 head."""
+        (`Pools.features`), for a head. Medusa heads only read it, and have no KV."""
+        if self.config.medusa is not None:
+            assert feature_pool is not None
+            no_kv = jnp.zeros((0, bucket.tokens, *pools.k.shape[2::2]), pools.k.dtype)
+            hidden = self._target_features(feature_pool, fields, pools.page_size, self.config.hidden_size)
+            return Forward(hidden.astype(jnp.float32), no_kv, no_kv)
         tokens = self._packed_tokens(fields, bucket)
         new_k: list[jax.Array] = []
         new_v: list[jax.Array] = []
@@ -118,7 +124,10 @@ class ModelPrograms:
             return self.partition.without_copies(mixed, k.shape[0])
 
         if feature_pool is not None:
-            features = self._target_features(params, feature_pool, fields, pools.page_size)
+            assert self.config.eagle3 is not None
+            size = self.config.eagle3.target_hidden_size
+            features = self._target_features(feature_pool, fields, pools.page_size, size)
+            features = reduce_features(params, self.config, features)
             hidden = decode_head(params, self.config, fields["token"], fields["position"], features, attend)
             return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
         outputs: dict[int, jax.Array] = {}
@@ -132,20 +141,17 @@ class ModelPrograms:
             outputs.__setitem__ if self.feature_layers else None,
         )  # fmt: skip
         features = None
+        outputs[self.config.num_layers] = hidden
         if self.feature_layers:
             features = jnp.stack([outputs[layer].T[:, None] for layer in self.feature_layers]).astype(pools.k.dtype)
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v), features)
 
-    def _target_features(
-        self, params: Params, pool: jax.Array, fields: dict[str, jax.Array], page_size: int
-    ) -> jax.Array:
-        """Return the reduced feature of the target at the position of each packed token, f32[d, T]."""
-        assert self.config.eagle3 is not None
+    def _target_features(self, pool: jax.Array, fields: dict[str, jax.Array], page_size: int, size: int) -> jax.Array:
+        """Return the features of the target at the position of each packed token, f[F * size, T]. size: d of the
+        target."""
         row = jnp.minimum(fields["row"], fields["page_table"].shape[0] - 1)
         page = fields["page_table"][row, fields["position"] // page_size]
-        size = self.config.eagle3.target_hidden_size
-        features = read_features(pool, page, fields["position"] % page_size, size)
-        return reduce_features(params, self.config, features)
+        return read_features(pool, page, fields["position"] % page_size, size)
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
         bits = ancestor_bits(fields["parent"])
@@ -189,7 +195,7 @@ class ModelPrograms:
         fields = self.layout(bucket).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket, feature_pool)
         root = Root(self.sampled_logits(params, forward, fields["sampled"]))
-        if self.config.eagle3 is not None:
+        if self.config.is_head:
             root = root._replace(feature=forward.hidden[:, jnp.minimum(fields["sampled"], bucket.tokens - 1)])
         return root, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
 
@@ -205,11 +211,18 @@ class ModelPrograms:
         root_logits = root.logits
         rows = root_logits.shape[0]
         fields = beam_layout(rows, self.max_pages).split(packed)
-        shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
-        feature = None if root.feature is None else jnp.repeat(root.feature.T[:, None], width, axis=1)
-        carry = _BeamCarry(jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype), feature)
-
-        forward = partial(self._beam_forward, params, pools, fields, vocabulary)
+        forward: BeamForward
+        carry: _BeamCarry | None = None
+        if self.config.medusa is not None:
+            assert root.feature is not None
+            heads = range(self.config.medusa.num_heads)
+            by_head = jnp.stack([medusa_logits(params, self.config, head, root.feature) for head in heads])
+            forward = partial(_next_head, by_head)
+        else:
+            shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
+            feature = None if root.feature is None else jnp.repeat(root.feature.T[:, None], width, axis=1)
+            carry = _BeamCarry(jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype), feature)
+            forward = partial(self._beam_forward, params, pools, fields, vocabulary)
         if vocabulary is not None:
             root_logits = vocabulary.scores(root_logits)
         beam: Beam = beam_search(
@@ -270,6 +283,15 @@ class ModelPrograms:
             feature = hidden.T.reshape(rows, width, -1)
         scores = logits(params, self.config, hidden).reshape(rows, width, -1)
         return scores if vocabulary is None else vocabulary.scores(scores), _BeamCarry(k_buffer, v_buffer, feature)
+
+
+def _next_head(
+    by_head: jax.Array, carry: None, level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, None]:
+    """Return the scores of the children of one level of the beam, f32[R, W, V]: those of the next Medusa head for all
+    nodes alike. by_head: f32[heads, R, V]; the first head has made the first level. The rest is a `BeamForward`'s."""
+    scores = lax.dynamic_index_in_dim(by_head, level + 1, axis=0, keepdims=False)
+    return jnp.broadcast_to(scores[:, None], (*token.shape, scores.shape[-1])), carry
 
 
 def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPositions:

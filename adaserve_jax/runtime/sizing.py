@@ -15,7 +15,7 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
-from adaserve_jax.models.config import FEATURE_LAYERS, ModelConfig
+from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, adapter_specs, param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
@@ -95,10 +95,13 @@ def resolve(
     platform = _platform(absent)
     on_cpu = platform == "cpu"
     models = [model for model in (target, draft) if model is not None]
-    is_head = False
-    if draft is not None and draft.eagle3 is not None:
+    is_head = draft is not None and draft.is_head
+    deepest = config.max_depth
+    if draft is not None and is_head:
         _check_head(config, target, draft)
-        is_head, models = True, [target]  # a head states the length that it was trained with
+        models = [target]  # a head states the length that it was trained with
+        if draft.medusa is not None:
+            deepest = min(deepest, draft.medusa.num_heads)
     supported = min(model.max_position for model in models)
     if config.max_context > supported:
         raise ConfigError(
@@ -132,7 +135,7 @@ def resolve(
     speculates = draft is not None or config.drafter is not None
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if speculates else 0,
+        page_size=config.page_size, num_pages=pages, max_depth=deepest if speculates else 0,
         max_width=config.max_width if speculates else 0,
         suffix_depth=min(config.suffix_depth, max_tree) if config.may_use_suffix else 0, draft_is_head=is_head,
     )  # fmt: skip
@@ -155,10 +158,10 @@ def resolve(
 
 
 def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise AdaServeError unless the target and this configuration can serve this EAGLE-3 head."""
+    """Raise AdaServeError unless the target and this configuration can serve this head."""
     draft.check_target(target)
     if config.tp > 1:
-        raise ConfigError(f"an EAGLE-3 head needs tp 1, got {config.tp}; use a draft model, or one device")
+        raise ConfigError(f"{draft.head_name} needs tp 1, got {config.tp}; use a draft model, or one device")
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:
@@ -405,7 +408,8 @@ def sizes_of(
     rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
     sampled = max(bucket.sampled for bucket in verify.all())
     kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
-    drafting, has_features = 0, draft is not None and draft.eagle3 is not None
+    drafting = 0
+    features = 0 if draft is None else len(draft.feature_layers(target.num_layers))
     if draft is not None:
         searched = max(draft.vocab_size, target.vocab_size) if map_bytes else draft.vocab_size
         scores = 4 * SCORES * rows * config.max_width * searched
@@ -422,7 +426,7 @@ def sizes_of(
             own = sum(size for name, size in _weight_sizes(draft, dtype, "none", WHOLE).items() if name not in shared)
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
-            target_page=here * page_bytes(local, config.page_size, dtype, platform, has_features=has_features),
+            target_page=here * page_bytes(local, config.page_size, dtype, platform, feature_layers=features),
             adapters=here * adapter_bytes(whole, config.lora_slots, config.max_lora_rank, dtype, partition),
             draft_weights=own,
             further_drafts=len(config.drafts) * own,
@@ -483,14 +487,11 @@ def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dt
     return np.dtype(np.int8) if name + SCALE in specs else dtype
 
 
-def page_bytes(
-    config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str, *, has_features: bool = False
-) -> int:
-    """Return the bytes of one page's KV, all layers. config: one device's part of the model. has_features: with what an
-    EAGLE-3 head reads."""
+def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str, *, feature_layers: int = 0) -> int:
+    """Return the bytes of one page's KV, all layers. config: one device's part of the model. feature_layers: layers
+    whose outputs are kept too, for a head."""
     slot = 2 * config.num_layers * config.num_kv_heads * pool_head_dim(config.head_dim, platform)
-    if has_features:
-        slot += FEATURE_LAYERS * pool_head_dim(config.hidden_size, platform)
+    slot += feature_layers * pool_head_dim(config.hidden_size, platform)
     return slot * page_size * dtype.itemsize
 
 

@@ -44,6 +44,8 @@ DEMO = "demo"
 RATE = 1e-3
 """Learning rate of a draft of 0.6M parameters."""
 LEARN = LearnConfig(learn_rate=RATE)
+LEARN_HEAD = replace(LEARN, learn_delay_ms=1000.0)
+"""A head's micro-step runs the target too. Nothing waits for it here, since waves wait for what is left to be learned."""
 VARIANTS: dict[str, LearnConfig] = {
     "online": LEARN,
     "overruled": replace(LEARN, learn_positions="overruled"),
@@ -126,8 +128,8 @@ def head(
     found = {START: acceptance_of(start, judge), OFFLINE: acceptance_of(offline_of(work, start, each), judge)}
     note(f"{domain}: {found}")
     stream = [Asked(domain, prompt) for prompt in each.served]
-    online = run(f"{domain}/online", learning_config(start, LEARN, {}, "tag", policy), stream, judge, every=every,
-                 note=note)  # fmt: skip
+    online = run(f"{domain}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
+                 every=every, note=note)  # fmt: skip
     write(out / f"head-{domain}.json", policy, found, [online])
 
 

@@ -138,7 +138,10 @@ def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFix
         (["--out", "target", "--prompts", "prompts.txt"], "target must be an empty or a new folder"),
         (["--out", "x", "--prompts", "prompts.txt", "--resume"], "--resume: expected the state of a run"),
         (["--out", "x", "--prompts", "prompts.txt", "--loss", "mse"], "loss must be one of kl, reverse_kl, jsd"),
-        (["--out", "x", "--prompts", "prompts.txt", "--head", "mtp"], "--head must be one of none, eagle3, got 'mtp'"),
+        (
+            ["--out", "x", "--prompts", "prompts.txt", "--head", "mtp"],
+            "--head must be one of none, eagle3, medusa, got 'mtp'",
+        ),
         (
             ["--out", "x", "--prompts", "prompts.txt", "--head", "eagle3"],
             "--head eagle3 begins with a new head, and --draft with that of a folder; give one of them",

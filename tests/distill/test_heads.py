@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads: each step of training-time test is what a head computes that many levels below a root."""
+"""Training of heads: each step is what a head computes that many levels below a root."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from adaserve_jax.distill.footprint import state_bytes, workspace_bytes
-from adaserve_jax.distill.heads import HEAD_STEPS, STEP_DECAY, HeadTarget, head_steps, write_new_head
+from adaserve_jax.distill.heads import (
+    HEAD_STEPS,
+    STEP_DECAY,
+    HeadTarget,
+    head_steps,
+    write_new_head,
+    write_new_medusa,
+)
 from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms, head_sums
@@ -21,13 +29,14 @@ from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, logits
+from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import load_params
 from tests.distill.made import assert_same, made_record
-from tests.models.checkpoints import write_checkpoint, write_eagle3
+from tests.models.checkpoints import write_checkpoint, write_eagle3, write_medusa
 from tests.oracles import training
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
+from tests.oracles.medusa import medusa_scores
 
 SIZE, LAYERS = 32, [0, 1, 3]
 
@@ -80,10 +89,7 @@ def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
     @jax.jit
     def scores_of(params: Params, batch: PackedBatch) -> list[tuple[jax.Array, jax.Array]]:
         features = pair.source.features(pair.source.params, pair.config, batch)
-        return [
-            (logits(params, pair.config, hidden), below)
-            for hidden, below in head_steps(params, pair.config, batch, features)
-        ]
+        return list(head_steps(params, pair.config, batch._replace(at=jnp.arange(SIZE)), features))
 
     found = scores_of(pair.params, jax.tree.map(jnp.asarray, batch))
     assert len(found) == HEAD_STEPS
@@ -164,11 +170,56 @@ def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path
     model = ModelConfig.from_folder(target)
     source = HeadTarget(model, load_params(target, model))
     batch = PackedBatch(
-        tokens.astype(np.int32), np.arange(9, dtype=np.int32), np.zeros(9, np.int32), *[np.zeros(9)] * 4
+        tokens.astype(np.int32), np.arange(9, dtype=np.int32), np.zeros(9, np.int32), np.arange(9), *[np.zeros(9)] * 3
     )  # fmt: skip
-    hidden, _ = next(head_steps(params, config, batch, source.features(source.params, config, batch)))
-    found = np.asarray(logits(params, config, hidden))
+    found, _ = next(head_steps(params, config, batch, source.features(source.params, config, batch)))
     np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
+
+
+def _medusa(folder: Path, target: Path) -> tuple[ModelConfig, Params, HeadTarget]:
+    config = ModelConfig.from_folder(folder, may_be_head=True)
+    model = ModelConfig.from_folder(target)
+    return config, load_params(folder, config), HeadTarget(model, load_params(target, model))
+
+
+def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair, tmp_path: Path) -> None:
+    folder = write_medusa(tmp_path / "heads")
+    config, params, source = _medusa(folder, pair.target)
+    batch = jax.tree.map(jnp.asarray, _packed(_records()))
+    features = source.features(source.params, config, batch)
+    steps = list(head_steps(params, config, batch._replace(at=jnp.arange(SIZE)), features))
+    assert len(steps) == 3
+    norm = load_file(pair.target / "model.safetensors")["model.norm.weight"].astype(np.float64)
+    for at in np.flatnonzero(batch.segment >= 0).tolist():
+        own, position = np.flatnonzero(batch.segment == batch.segment[at]), int(batch.position[at])
+        streams: list[np.ndarray] = []
+        oracle_logits(pair.target, np.asarray(batch.tokens)[own], streams=streams)
+        for head, (scores, below) in enumerate(steps):
+            assert bool(below[at]) == (position > head)
+            if position > head:
+                last = streams[-1][position - head - 1]
+                hidden = last / np.sqrt((last**2).mean() + 1e-5) * norm
+                np.testing.assert_allclose(scores[at], medusa_scores(folder, hidden)[head], atol=1e-4)
+
+
+def test_new_medusa_heads_say_what_the_target_says_and_learn(pair: Pair, tmp_path: Path) -> None:
+    write_new_medusa(pair.target, tmp_path / "heads")
+    config, params, source = _medusa(tmp_path / "heads", pair.target)
+    batch = _packed(_records())
+    features = source.features(source.params, config, jax.tree.map(jnp.asarray, batch))
+    first, _ = next(head_steps(params, config, batch._replace(at=np.arange(SIZE)), features))
+    tokens = batch.tokens[batch.segment == 0]
+    np.testing.assert_allclose(first[batch.segment == 0][1:], oracle_logits(pair.target, tokens)[:-1], atol=1e-4)
+    programs = TrainPrograms(config, LearnConfig(learn_rate=1e-2, learn_top_k=5), SIZE, jnp.float32, target=source)
+    programs.compile()
+    trainer = Trainer(programs, params)
+    before = trainer.evaluate(batch)
+    for _ in range(20):
+        trainer.accumulate(batch)
+        assert trainer.apply().finite
+    assert trainer.evaluate(batch).overlap_sum > before.overlap_sum
+    write_draft(trainer.weights(), tmp_path / "heads", tmp_path / "out", "auto", lambda *_: None)
+    assert ModelConfig.from_folder(tmp_path / "out", may_be_head=True) == config
 
 
 def test_a_head_is_trained_from_prompts_as_a_draft_is(pair: Pair, tmp_path: Path) -> None:
@@ -218,7 +269,7 @@ def test_what_is_not_for_heads_is_refused(pair: Pair, tmp_path: Path) -> None:
     assert "sampling must be teacher for an EAGLE-3 head, which writes no texts, got 'mixed'" in refusal(
         sampling="mixed"
     )
-    assert "reset_top_layer is not for an EAGLE-3 head, which has one layer" in refusal(reset_top_layer=True)
+    assert "reset_top_layer is not for an EAGLE-3 head; begin with a new head" in refusal(reset_top_layer=True)
     narrow = write_checkpoint(tmp_path, hidden_size=16)
     with pytest.raises(CheckpointError, match="whose target_hidden_size is 32, and its target's is 16; use a head"):
         Models.find(narrow, pair.head)

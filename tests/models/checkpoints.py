@@ -225,3 +225,21 @@ def write_eagle3(
     tensors["t2d"] = np.isin(np.arange(vocab_size), chosen)
     write_tensors(folder, tensors)
     return folder
+
+
+def write_medusa(
+    folder: Path, *, seed: int = 0, size: int = 32, vocab_size: int = 320, heads: int = 3, blocks: int = 1
+) -> Path:
+    """Write Medusa heads in their published format, with a tensor of the target beside them; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"medusa_num_heads": heads, "medusa_num_layers": blocks, "hidden_size": size, "vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(seed)
+    tensors = {"lm_head.weight": np.zeros((vocab_size, size))}
+    for head in range(heads):
+        for block in range(blocks):
+            tensors[f"medusa_head.{head}.{block}.linear.weight"] = rng.standard_normal((size, size)) / np.sqrt(size)
+            tensors[f"medusa_head.{head}.{block}.linear.bias"] = rng.standard_normal(size)
+        tensors[f"medusa_head.{head}.{blocks}.weight"] = rng.standard_normal((vocab_size, size)) * 1.5 / np.sqrt(size)
+    write_tensors(folder, {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    return folder

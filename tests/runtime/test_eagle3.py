@@ -16,19 +16,13 @@ from safetensors.numpy import load_file
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import DraftTrees
 from tests.models.checkpoints import write_checkpoint, write_eagle3
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
+from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill
 
-DEPTH, WIDTH = 4, 2
 LAYERS = [0, 2, 3]
-SMALL: dict[str, Any] = {
-    "max_requests": 4, "max_context": 64, "page_size": 8, "num_pages": 32, "max_depth": DEPTH, "max_width": WIDTH,
-    "max_tree_tokens": 16, "row_edges": (4,), "token_edges": (64,), "elastic": "off",
-}  # fmt: skip
-TEXTS = [np.random.default_rng(seed).integers(3, 300, length).astype(np.int32) for seed, length in ((1, 21), (2, 10))]
-"""Prompts, and behind each the token that was drawn after it."""
 
 
 @pytest.fixture(scope="module")
@@ -46,48 +40,6 @@ def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
     yield executor
     assert executor.compiles_after_ready == 0
     executor.close()
-
-
-def _plan(
-    known: list[int], *, prefill: list[np.ndarray] | None = None, fed: list[np.ndarray] | None = None,
-    drafted: list[int] | None = None, first_page: int = 0,
-) -> StepPlan:  # fmt: skip
-    """A step of both texts: they prefill, or the draft is fed behind `drafted` tokens and then searched. known: tokens
-    that the target has computed."""
-    rows = len(TEXTS)
-    zeros = np.zeros(rows, np.int32)
-    floats = np.zeros(rows, np.float32)
-    sampling = RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, np.ones(rows, np.float32), floats)
-    table = first_page + np.arange(rows * 8, dtype=np.int32).reshape(rows, 8)
-    draft = None
-    if fed is not None:
-        counts = np.array([len(each) for each in fed], np.int32)
-        reaches = np.array([start + len(part) for start, part in zip(drafted or [], fed, strict=True)])
-        speculates = (counts > 0) & (reaches == [len(text) for text in TEXTS])
-        depth = DEPTH if speculates.any() else 0
-        draft = DraftPlan(
-            depth, WIDTH, np.concatenate(fed), counts, np.array(drafted, np.int32), speculates, calibrated=False
-        )
-    chunks = prefill or []
-    decode = rows - len(chunks)
-    return StepPlan(
-        0, np.arange(rows), decode, np.array([text[-1] for text in TEXTS[:decode]], np.int32),
-        np.array(known, np.int32), table, sampling,
-        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), np.array([len(c) for c in chunks], np.int32),
-        np.ones(len(chunks), bool), draft, 16,
-    )  # fmt: skip
-
-
-NO_TREES = DraftTrees(*(np.zeros(0, np.int32) for _ in range(5)), np.zeros(0, np.float32))
-
-
-def _prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0) -> None:
-    """Compute both prompts in chunks that end at these tokens."""
-    known = [0] * len(TEXTS)
-    for stops in ends:
-        chunks = [text[start:stop] for text, start, stop in zip(TEXTS, known, stops, strict=True)]
-        executor.verify(_plan(known, prefill=chunks, first_page=first_page), NO_TREES)
-        known = stops
 
 
 def _expected(config: EngineConfig, text: np.ndarray) -> tuple[Head, np.ndarray]:
@@ -116,11 +68,11 @@ def _root(head: Head, config: EngineConfig, text: np.ndarray) -> np.ndarray:
 def test_trees_are_those_of_the_oracle(
     executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
 ) -> None:
-    _prefill(executor, ends)
+    prefill(executor, ends)
     drafted, found, known = [0, 0], {}, [len(text) - 1 for text in TEXTS]
     for stops in fed:
         parts = [text[start:stop] for text, start, stop in zip(TEXTS, drafted, stops, strict=True)]
-        plan = _plan(known, fed=parts, drafted=drafted)
+        plan = plan_step(known, fed=parts, drafted=drafted)
         candidates = executor.speculate(plan)
         assert plan.draft is not None
         found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
@@ -152,22 +104,22 @@ def _check_tree(found: Any, row: int, head: Head, root: np.ndarray) -> None:
 
 def test_only_committed_features_are_read(executor: ModelExecutor, config: EngineConfig) -> None:
     """A tree of another text at the same positions, of which nothing is accepted, leaves the features alone."""
-    _prefill(executor, [[20, 9]])
+    prefill(executor, [[20, 9]])
     known = [len(text) - 1 for text in TEXTS]
     row = np.array([0, 0, 0, 1, 1], np.int32)
     depth = np.array([0, 1, 2, 0, 1], np.int32)
     parent = np.array([-1, 0, 1, -1, 3], np.int32)
     token = np.array([TEXTS[0][-1], 5, 6, TEXTS[1][-1], 7], np.int32)
     trees = DraftTrees(row, token, parent, depth, depth - 1, np.ones(5, np.float32))
-    outcome = executor.verify(_plan(known), trees)
+    outcome = executor.verify(plan_step(known), trees)
     drawn = outcome.tokens[:, 0]
     wrong = (drawn + 1) % 300
     trees = replace(trees, token=np.array([TEXTS[0][-1], wrong[0], 6, TEXTS[1][-1], wrong[1]], np.int32))
-    assert executor.verify(_plan(known), trees).counts.tolist() == [1, 1]
+    assert executor.verify(plan_step(known), trees).counts.tolist() == [1, 1]
     texts = [np.append(text, drawn[row]) for row, text in enumerate(TEXTS)]
-    plan = _plan([len(text) for text in TEXTS], fed=TEXTS, drafted=[0, 0])
+    plan = plan_step([len(text) for text in TEXTS], fed=TEXTS, drafted=[0, 0])
     executor.speculate(plan)
-    plan = _plan([len(text) for text in TEXTS], fed=[text[-1:] for text in texts], drafted=[len(t) for t in TEXTS])
+    plan = plan_step([len(text) for text in TEXTS], fed=[text[-1:] for text in texts], drafted=[len(t) for t in TEXTS])
     assert plan.draft is not None
     plan = replace(plan, draft=replace(plan.draft, depth=DEPTH, speculates=np.ones(2, bool)))
     found = executor.speculate(plan)
@@ -228,11 +180,11 @@ def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig
     executor.compile()
     limits = executor.limits
     try:
-        _prefill(executor, [[8, 8]], first_page=0)
+        prefill(executor, [[8, 8]], first_page=0)
         executor.expand()
         beyond = limits.num_pages  # the second page of each text is one of the extension, and so is the third
         away = np.array([[0, beyond, beyond + 1], [8, beyond + 2, beyond + 3]], np.int32)
-        plan = _plan([8, 8], prefill=[TEXTS[0][8:20], TEXTS[1][8:9]])
+        plan = plan_step([8, 8], prefill=[TEXTS[0][8:20], TEXTS[1][8:9]])
         table = plan.page_table.copy()
         table[:, :3] = away
         executor.verify(replace(plan, page_table=table), NO_TREES)
@@ -240,7 +192,7 @@ def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig
         executor.contract()
         assert executor.elastic is not None
         executor.elastic.wait()
-        found = executor.speculate(_plan([20, 9], fed=TEXTS, drafted=[0, 0]))
+        found = executor.speculate(plan_step([20, 9], fed=TEXTS, drafted=[0, 0]))
         for row, text in enumerate(TEXTS):
             _check_tree(found, row, *_expected(config, text))
         assert executor.compiles_after_ready == 0
@@ -268,8 +220,8 @@ def test_a_head_without_an_embedding_uses_its_targets(config: EngineConfig, tmp_
         executor.set_draft({name: jnp.copy(weight) for name, weight in executor.draft_params().items()})
         assert executor.draft_params()["embed"] is embedding
         assert not embedding.is_deleted()
-        _prefill(executor, [[20, 9]])
-        found = executor.speculate(_plan([20, 9], fed=TEXTS, drafted=[0, 0]))
+        prefill(executor, [[20, 9]])
+        found = executor.speculate(plan_step([20, 9], fed=TEXTS, drafted=[0, 0]))
         tensors = load_file(Path(config.target) / "model.safetensors")
         for row, text in enumerate(TEXTS):
             oracle = Head(head, tensors["model.embed_tokens.weight"])

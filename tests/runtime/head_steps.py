@@ -1,0 +1,60 @@
+"""Steps of an executor whose draft is a head: two texts that prefill, and a draft that is fed and searched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
+
+DEPTH, WIDTH = 4, 2
+SMALL: dict[str, Any] = {
+    "max_requests": 4, "max_context": 64, "page_size": 8, "num_pages": 32, "max_depth": DEPTH, "max_width": WIDTH,
+    "max_tree_tokens": 16, "row_edges": (4,), "token_edges": (64,), "elastic": "off",
+}  # fmt: skip
+TEXTS = [np.random.default_rng(seed).integers(3, 300, length).astype(np.int32) for seed, length in ((1, 21), (2, 10))]
+"""Prompts, and behind each the token that was drawn after it."""
+
+
+def plan_step(
+    known: list[int], *, prefill: list[np.ndarray] | None = None, fed: list[np.ndarray] | None = None,
+    drafted: list[int] | None = None, first_page: int = 0,
+) -> StepPlan:  # fmt: skip
+    """A step of both texts: they prefill, or the draft is fed behind `drafted` tokens and then searched. known: tokens
+    that the target has computed."""
+    rows = len(TEXTS)
+    zeros = np.zeros(rows, np.int32)
+    floats = np.zeros(rows, np.float32)
+    sampling = RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, np.ones(rows, np.float32), floats)
+    table = first_page + np.arange(rows * 8, dtype=np.int32).reshape(rows, 8)
+    draft = None
+    if fed is not None:
+        counts = np.array([len(each) for each in fed], np.int32)
+        reaches = np.array([start + len(part) for start, part in zip(drafted or [], fed, strict=True)])
+        speculates = (counts > 0) & (reaches == [len(text) for text in TEXTS])
+        depth = DEPTH if speculates.any() else 0
+        draft = DraftPlan(
+            depth, WIDTH, np.concatenate(fed), counts, np.array(drafted, np.int32), speculates, calibrated=False
+        )
+    chunks = prefill or []
+    decode = rows - len(chunks)
+    return StepPlan(
+        0, np.arange(rows), decode, np.array([text[-1] for text in TEXTS[:decode]], np.int32),
+        np.array(known, np.int32), table, sampling,
+        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), np.array([len(c) for c in chunks], np.int32),
+        np.ones(len(chunks), bool), draft, 16,
+    )  # fmt: skip
+
+
+NO_TREES = DraftTrees(*(np.zeros(0, np.int32) for _ in range(5)), np.zeros(0, np.float32))
+
+
+def prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0) -> None:
+    """Compute both prompts in chunks that end at these tokens."""
+    known = [0] * len(TEXTS)
+    for stops in ends:
+        chunks = [text[start:stop] for text, start, stop in zip(TEXTS, known, stops, strict=True)]
+        executor.verify(plan_step(known, prefill=chunks, first_page=first_page), NO_TREES)
+        known = stops
