@@ -45,7 +45,7 @@ RATE = 1e-3
 """Learning rate of a draft of 0.6M parameters."""
 LEARN = LearnConfig(learn_rate=RATE)
 LEARN_HEAD = replace(LEARN, learn_delay_ms=1000.0)
-"""A head's micro-step runs the target too. Nothing waits for it here, since waves wait for what is left to be learned."""
+"""A head's micro-step runs the target too. Nothing waits for it here, since waves wait for what there is to learn."""
 VARIANTS: dict[str, LearnConfig] = {
     "online": LEARN,
     "overruled": replace(LEARN, learn_positions="overruled"),
