@@ -109,6 +109,31 @@ def contenders_table(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, f"Commit {result['commit'][:12]}."])
 
 
+def constants_table(result: dict[str, Any]) -> str:
+    """Return what each constant of `adaserve` is worth, from a run of benchmarks/adaserve/constants.py."""
+    rows = []
+    for each in sorted(result["constants"], key=lambda each: min(tried["least_change"] for tried in each["tried"])):
+        changes = [
+            (met - result["as_chosen"][point], tried["value"], point)
+            for tried in each["tried"]
+            for point, met in tried["attainment"].items()
+        ]
+        low, high = each["safe"]
+        name = f"`Objective.{each['name']}`" if each["field"] else f"`{each['module']}.{each['name']}`"
+        tried = ", ".join(f"{value['value']:g}" for value in each["tried"])
+        rows.append(line(name, f"{each['chosen']:g}", tried, f"{low:g} to {high:g}", _change(min(changes)),
+                         _change(max(changes))))  # fmt: skip
+    head = line("constant", "value", "tried", "safe range", "most lost, points", "most gained, points")
+    held = ", ".join(f"{point} {met:.1%}" for point, met in result["as_chosen"].items())
+    about = f"Attainment as chosen: {held}. Commit {result['commit'][:12]}."
+    return "\n\n".join(["\n".join([head, "|" + "---|" * 6, *rows]), about])
+
+
+def _change(change: tuple[float, float, str]) -> str:
+    points, value, where = change
+    return f"{100 * points:+.1f} at {value:g}, {where}" if abs(points) >= 0.0005 else "0"
+
+
 def _met(contender: dict[str, Any] | None) -> str:
     return "-" if contender is None else f"{contender['attainment']:.1%} / {contender['goodput_tps']:.0f}"
 

@@ -1,5 +1,5 @@
 """Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
-architecture/device.md, between their markers, from what is committed under benchmarks/results.
+architecture/device.md and scheduler.md, between their markers, from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -10,7 +10,8 @@ learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-pla
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json: of
-engine/draft_sources.py and draft_sources_load.py; contenders-*.json: of adaserve/sweeps.py. No number is typed.
+engine/draft_sources.py and draft_sources_load.py; contenders-*.json: of adaserve/sweeps.py;
+constants-*.json: of adaserve/constants.py. No number is typed.
 Imports no jax.
 """
 
@@ -31,7 +32,7 @@ from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
 from results_peers import peer_tables
-from results_policies import calibration_table, contenders_table, sweeps_table, validation_tables
+from results_policies import calibration_table, constants_table, contenders_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
 from results_star import overhead_tables, table1_tables
@@ -48,6 +49,7 @@ CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
 LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
+SCHEDULER_PAGE = ROOT / "docs" / "architecture" / "scheduler.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
@@ -361,11 +363,14 @@ def main() -> int:
     absent = _tables(absent_table, results.glob("absent-devices.json"))
     device_page = DEVICE_PAGE.read_text()
     tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
+    scheduler = SCHEDULER_PAGE.read_text()
+    constants = _tables(constants_table, results.glob("constants-*.json"))
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
         SOURCES_PAGE: (drafting, drafts),
         LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
+        SCHEDULER_PAGE: (scheduler, between(scheduler, "constants", constants, SCHEDULER_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip
