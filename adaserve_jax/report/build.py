@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from adaserve_jax.errors import ConfigError
@@ -14,6 +15,9 @@ from adaserve_jax.report.points import Measured, find_point
 from adaserve_jax.report.sections import acceptance, curves, latency, over_time, pareto, phases, violations
 from adaserve_jax.report.view import View, facts, invalid_points, warnings
 from adaserve_jax.results.run_folder import RunResults
+
+FOLDED = ("mlperf", "pareto", "acceptance", "violations", "phases", "timeline")
+"""Sections that explain the others."""
 
 
 def load_folders(
@@ -50,7 +54,9 @@ def build(
     if timeline is not None:
         find_point(found.points, timeline)
     sections = _sections(found, against, timeline, rate)
-    shown = tuple(section for section in sections if section is not None and section.items)
+    shown = tuple(
+        replace(section, folded=section.key in FOLDED) for section in sections if section is not None and section.items
+    )
     return Document(title or f"Report of {listed(found.sources)}", facts(found), shown)
 
 

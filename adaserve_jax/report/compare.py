@@ -26,18 +26,18 @@ from adaserve_jax.report.measures import (
     HEADLINE,
     MEAN_ACCEPTED,
     TPOT_P50,
-    TPOT_P99,
     TTFT_P99,
     Measure,
 )
 from adaserve_jax.report.points import AXES, LoadSetting, Measured, PointGroup
-from adaserve_jax.report.view import View, differing
+from adaserve_jax.report.sections import overview
+from adaserve_jax.report.view import View, condition_line, differing
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 from adaserve_jax.results.schema import ALL_CLASSES
 
 OURS = "adaserve"
 """Policy that is compared with the others; the first policy where it was not measured."""
-COMPARED = (ATTAINMENT, ATTAINMENT_TPOT, GOODPUT, TPOT_P50, TPOT_P99, TTFT_P99)
+COMPARED = (ATTAINMENT, ATTAINMENT_TPOT, GOODPUT, TPOT_P50, TTFT_P99)
 """Measures of tables that compare two groups."""
 NOT_JUDGED = (MEAN_ACCEPTED,)
 """Measures without a best value: a wider tree has more accepted tokens and costs more."""
@@ -78,7 +78,7 @@ def headline(view: View) -> Section:
     texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
     texts += [Text(text, warns=True) for text in _how_paired(view.estimates, _pairs(view, settings))]
     texts += [*_left_out(view, settings), *_repeats(view)]
-    return Section("headline", "Headline", (*texts, _headline_table(view, shown)))
+    return Section("headline", "Headline", (*texts, overview(view), _headline_table(view, shown)))
 
 
 def verdict(view: View, measure: Measure, settings: Sequence[LoadSetting]) -> str:
@@ -146,7 +146,7 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
     axes = view.measured.varied
     rows: list[tuple[str, ...]] = []
     strong: set[tuple[int, int]] = set()
-    first = len(axes) + 3
+    first = len(axes) + 2
     for setting in settings:
         leads = {
             (lead.policy, column)
@@ -159,18 +159,18 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
             with_target = sum(point.row.requests_with_slo for point in group.points)
             figures = (cell(measure, view.estimates.of(group, measure)) for measure in HEADLINE)
             axis_cells = (setting.cell(axis) for axis in axes)
-            rows.append((group.policy, *axis_cells, f"{requests:,}", f"{with_target:,}", *figures))
+            without = f" ({requests - with_target:,} without target)" if with_target < requests else ""
+            rows.append((group.policy, *axis_cells, f"{requests:,}{without}", *figures))
     axis_titles = (AXES[axis][0] for axis in axes)
-    titles = ("policy", *axis_titles, "requests", "with a target", *(heading(measure) for measure in HEADLINE))
+    titles = ("policy", *axis_titles, "requests", *(heading(measure) for measure in HEADLINE))
     left_out = len(view.measured.settings) - len(settings)
     caption = (
         "95% intervals in parentheses. Strong: ahead of every other policy of the setting, the interval of each "
         "difference, paired where both had the same requests, excludes 0."
     ) + (f" {left_out} more settings are in the figures." if left_out else "")
-    numeric = frozenset(range(first - 2, len(titles)))
-    return Table(
-        "headline", "Policies side by side", view.caption(caption), titles, tuple(rows), numeric, frozenset(strong)
-    )
+    caption = f"{caption} {condition_line(view.measured.valid)}"
+    numeric = frozenset(range(first - 1, len(titles)))
+    return Table("headline", "Policies side by side", caption, titles, tuple(rows), numeric, frozenset(strong))
 
 
 def _left_out(view: View, settings: Sequence[LoadSetting]) -> Iterator[Text]:
@@ -358,7 +358,7 @@ def _difference_table(
     measures = (heading(measure) + (", points" if measure.unit == "share" else "") for measure in COMPARED)
     columns = (*titles, *measures, f"violations, {ratio}")
     numeric = frozenset(range(len(titles), len(columns)))
-    return Table(key, "Differences", view.caption(caption), columns, tuple(cells), numeric, frozenset(strong))
+    return Table(key, "Differences", caption, columns, tuple(cells), numeric, frozenset(strong))
 
 
 def _tally(estimates: Estimates, pairs: Sequence[GroupPair], measure: Measure) -> str:

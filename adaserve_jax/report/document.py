@@ -119,11 +119,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Section:
-    """Items under one heading, in order. key: its name in links."""
+    """Items under one heading, in order. key: its name in links. folded: whether a page opens it on demand only."""
 
     key: str
     title: str
     items: tuple[Text | Table | Figure, ...]
+    folded: bool = False
 
 
 @dataclass(frozen=True)

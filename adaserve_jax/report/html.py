@@ -46,20 +46,19 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class RenderedSection:
-    """A section with its figures drawn. items: kind (warning, text, table, figure) and content. first: the conditions
-    of the whole report come after it."""
+    """A section with its figures drawn. items: kind (warning, text, table, figure) and content."""
 
     key: str
     title: str
     items: tuple[tuple[str, Text | Table | DrawnFigure], ...]
-    first: bool
+    folded: bool
 
 
 def render_html(document: Document) -> str:
     """Return the file's content. The same document gives the same text. Raises ConfigError: there is a figure to draw,
     and matplotlib is not installed."""
     anchors = Anchors()
-    parts = [_rendered(section, anchors, first=section is document.headline) for section in document.sections]
+    parts = [_rendered(section, anchors) for section in document.sections]
     loader = PackageLoader("adaserve_jax.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -81,7 +80,7 @@ def render_html(document: Document) -> str:
     return printable(text)
 
 
-def _rendered(section: Section, anchors: Anchors, *, first: bool) -> RenderedSection:
+def _rendered(section: Section, anchors: Anchors) -> RenderedSection:
     key = anchors.of(section.key)
     items: list[tuple[str, Text | Table | DrawnFigure]] = []
     for item in section.items:
@@ -93,7 +92,7 @@ def _rendered(section: Section, anchors: Anchors, *, first: bool) -> RenderedSec
             figure = replace(item, key=anchors.of(item.key))
             tables = tables_of(figure, most_rows=MOST_ROWS)
             items.append(("figure", DrawnFigure(figure, Markup(draw(figure)), tables)))
-    return RenderedSection(key, section.title, tuple(items), first)
+    return RenderedSection(key, section.title, tuple(items), section.folded)
 
 
 class Anchors:

@@ -21,10 +21,10 @@ def render_markdown(document: Document) -> str:
 def _body(document: Document) -> Iterator[str]:
     for section in document.sections:
         yield from _section(section)
-        if section is document.headline and document.facts:
-            yield from ("## Conditions", "")
-            yield from _rows(Table("conditions", "Conditions", "", ("", ""), document.facts))
-            yield ""
+    if document.facts:
+        yield from ("## Conditions", "")
+        yield from _rows(Table("conditions", "Conditions", "", ("", ""), document.facts))
+        yield ""
 
 
 def _section(section: Section) -> Iterator[str]:

@@ -75,9 +75,7 @@ def mlperf(view: View) -> Section | None:
     )  # fmt: skip
     others = [axis for axis in view.measured.varied if axis != "rate_rps"]
     where = f"At {view.focus.describe(others)}." if others else ""
-    caption = view.caption(
-        f"Requests and 99th percentiles are of the highest rate met, else of the lowest rate. {where}".strip()
-    )
+    caption = f"Requests and 99th percentiles are of the highest rate met, else of the lowest rate. {where}".strip()
     table = Table(
         "mlperf", "99th percentiles within the targets", caption, columns, tuple(rows), frozenset(range(2, 8))
     )

@@ -142,11 +142,15 @@ class PointGroup:
         return all(point.is_complete for point in self.points)
 
 
+OWN_COLOURS = ("adaserve", "spec:4", "nightjar", "ar")
+"""Policies that most reports compare, by index of colour."""
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """All points of a report.
 
-    policies: in the order of the files; the index is the colour. groups: by policy and setting. invalid: policy and
+    policies: in the order of the files. groups: by policy and setting. invalid: policy and
     setting of points that are not valid. notes: sentences of the folders' readers about what is missing.
     """
 
@@ -185,7 +189,13 @@ class Measured:
         return [policy for policy, at in self.invalid if at == setting and (policy, at) not in self.groups]
 
     def colour(self, policy: str) -> int:
-        return self.policies.index(policy)
+        """Return the index of the policy's colour: the same in every report for those of OWN_COLOURS that run in it."""
+        if policy in OWN_COLOURS:
+            return OWN_COLOURS.index(policy)
+        taken = [OWN_COLOURS.index(each) for each in OWN_COLOURS if each in self.policies]
+        others = [each for each in self.policies if each not in OWN_COLOURS]
+        free = [index for index in range(len(taken) + len(others)) if index not in taken]
+        return free[others.index(policy)]
 
 
 def measured(folders: Sequence[RunResults], beside: Sequence[RunResults] = ()) -> Measured:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -67,6 +67,18 @@ def curves(view: View) -> Section:
     return Section("curves", "Attainment and goodput", (*notes, *drawn))
 
 
+def overview(view: View) -> Figure:
+    """Draw joint attainment and goodput side by side, along the first axis that varies, else as bars at the focus."""
+    axis = next(iter(view.axes), None)
+    if axis is None:
+        drawn = [by_class(view, measure) for measure in JOINT]
+    else:
+        others, settings = next(iter(view.slices(axis)))
+        drawn = [_figure(view, axis, settings, others, measure, 1) for measure in JOINT]
+    panels = tuple(replace(each.panels[0], title=titled(measure)) for each, measure in zip(drawn, JOINT, strict=True))
+    return replace(drawn[0], key="overview", title="Attainment and goodput", caption="", panels=panels)
+
+
 def figures(view: View, measures: Sequence[Measure]) -> list[Figure]:
     """Return each measure along each axis that varies, or by class at the focus where none does."""
     lines = [
@@ -98,7 +110,7 @@ def _figure(
     return Figure(
         key=f"{key_of(measure.name)}-by-{key_of(axis)}" + (f"-{index}" if index > 1 else ""),
         title=f"{titled(measure)} against {AXES[axis][0]}" + (f", at {others}" if others else ""),
-        caption=view.caption(f"{_explanation(measure)} {intervals}".strip()),
+        caption=f"{_explanation(measure)} {intervals}".strip(),
         kind="line",
         x_label=AXIS_LABELS[axis],
         panels=tuple(_panel(view, axis, settings, measure, name) for name in classes),
@@ -137,7 +149,7 @@ def by_class(view: View, measure: Measure) -> Figure:
     return Figure(
         key=f"{key_of(measure.name)}-by-class",
         title=f"{titled(measure)} by class",
-        caption=view.caption(f"{_explanation(measure)} {view.at_focus} Whiskers: 95% intervals."),
+        caption=f"{_explanation(measure)} {view.at_focus} Whiskers: 95% intervals.",
         kind="bars",
         x_label="SLO class",
         panels=(_axes("", series, measure),),
@@ -223,7 +235,7 @@ def _distribution(view: View) -> Figure | None:
     return Figure(
         key="tpot-over-target",
         title="TPOT over target",
-        caption=view.caption(text.strip()),
+        caption=text.strip(),
         kind="line",
         x_label="TPOT / target",
         panels=tuple(panels),
@@ -286,7 +298,7 @@ def pareto(view: View) -> Section | None:
     figure = Figure(
         key="pareto",
         title="Tokens per second and user against tokens per second",
-        caption=view.caption("Each mark is one setting. A user's rate is 1 / median TPOT over all requests."),
+        caption="Each mark is one setting. A user's rate is 1 / median TPOT over all requests.",
         kind="scatter",
         x_label="all output tokens per second",
         panels=(Panel("", tuple(series), "tokens per second and user"),),
@@ -367,7 +379,7 @@ def phases(view: View) -> Section:
     items: list[Figure | Table | Text] = []
     if panels:
         text = "Mean milliseconds of a step by phase; drafting is spread over all steps, also those without a draft."
-        items.append(Figure("phases", "Time per phase", view.caption(text), "stack", "policy", tuple(panels)))
+        items.append(Figure("phases", "Time per phase", text, "stack", "policy", tuple(panels)))
     items.append(_phases_table(view, known))
     absent = dict.fromkeys(group.policy for group in view.measured.groups.values() if group not in known)
     if absent:
@@ -421,7 +433,7 @@ def violations(view: View) -> Section | None:
     figure = Figure(
         key="causes",
         title="Violations by cause",
-        caption=view.caption(
+        caption=(
             "Of the requests with a target those that missed one, by the first cause that applies (docs/metrics.md); a "
             "stack's height is 1 - attainment."
             + (f" {more} more settings with violations are not shown." if (more := len(missed) - len(shown)) else "")

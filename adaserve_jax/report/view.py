@@ -68,13 +68,12 @@ Item = TypeVar("Item")
 class View:
     """The points of a report, with the settings that its sections show.
 
-    focus: the setting of figures that show only one. conditions: the last sentence of every caption.
+    focus: the setting of figures that show only one.
     """
 
     measured: Measured
     estimates: Estimates
     focus: LoadSetting
-    conditions: str
 
     @classmethod
     def of(cls, measured: Measured, rate: float | None = None) -> View:
@@ -91,10 +90,7 @@ class View:
         settings = [s for s in measured.settings if s.rate_rps == rate]
         most = max(len(measured.groups_at(s)) for s in settings)
         focus = middle([s for s in settings if len(measured.groups_at(s)) == most])
-        return cls(measured, Estimates(), focus, condition_line(measured.valid))
-
-    def caption(self, text: str) -> str:
-        return f"{text} {self.conditions}"
+        return cls(measured, Estimates(), focus)
 
     @property
     def at_focus(self) -> str:
@@ -142,7 +138,7 @@ class View:
         """Return a table of the line. columns: after `line_titles`; the first `texts` of them hold no numbers."""
         titles = (*self.line_titles, *columns)
         numeric = frozenset(range(len(self.line_titles) + texts, len(titles)))
-        return Table(key, title, self.caption(text), titles, tuple(rows), numeric)
+        return Table(key, title, text, titles, tuple(rows), numeric)
 
     def slice_through(self, axis: str) -> tuple[LoadSetting, ...]:
         """Return the settings through the focus along an axis."""
@@ -194,7 +190,7 @@ def spread(values: Sequence[Item], most: int) -> list[Item]:
 
 
 def condition_line(points: Sequence[MeasuredPoint]) -> str:
-    """Return the sentence for captions: workload, machine, models and their size, jax, commit, date, seed."""
+    """Return the sentence of conditions: workload, machine, models and their size, jax, commit, date, seed."""
     line = "; ".join(f"{name} {_values(points, value)}" for name, value in CAPTION_FACTS)
     return f"{line[0].upper()}{line[1:]}."
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.build import build, load_folders
+from adaserve_jax.report.build import FOLDED, build, load_folders
 from adaserve_jax.report.document import Document, Figure, Table, Text
 from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows
@@ -39,23 +39,26 @@ def test_every_section_is_there_in_its_order():
     assert warnings_of(document) == []
 
 
-def test_every_figure_and_table_says_what_it_holds_for():
-    items = [
-        item for section in build(measured([full()])).sections for item in section.items if not isinstance(item, Text)
-    ]
-    assert len(items) > 10
-    for item in items:
-        for said in (
-            "mixed (sha256 abababababab)",
-            "a machine",
-            "110.2M",
-            "12.6M",
-            "0123456789ab",
-            "0.10.2",
-            "2026-11-01",
-        ):
-            assert said in item.caption, (item.key, said)
-    assert len({item.key for item in items}) == len(items)
+def test_the_headline_draws_what_it_says_and_its_table_has_the_conditions():
+    sections = build(measured([full()])).sections
+    items = [item for section in sections for item in section.items if not isinstance(item, Text)]
+    assert len(items) > 10 and len({item.key for item in items}) == len(items)
+    drawn, table = items[:2]
+    assert isinstance(drawn, Figure) and isinstance(table, Table)
+    assert [panel.title for panel in drawn.panels] == ["Attainment, joint", "Goodput"]
+    conditions = ("mixed (sha256 abababababab)", "a machine", "110.2M", "12.6M", "0123456789ab", "0.10.2", "2026-11-01")
+    for said in conditions:
+        assert [item.key for item in items if said in item.caption] in ([table.key], [table.key, "timeline"]), said
+    assert {section.key for section in sections if section.folded} == set(FOLDED)
+
+
+def test_a_policy_has_the_same_colour_in_every_report():
+    one, other = (
+        measured([folder(*(point([request(0)], policy=name) for name in names))])
+        for names in (("ar", "adaserve", "x"), ("y", "x", "adaserve"))
+    )
+    assert {name: one.colour(name) for name in one.policies} == {"adaserve": 0, "x": 1, "ar": 3}
+    assert {name: other.colour(name) for name in other.policies} == {"adaserve": 0, "y": 1, "x": 2}
 
 
 def test_numbers_of_figures_are_finite_or_absent():
@@ -140,7 +143,7 @@ def test_a_servers_file_has_the_report_of_a_folder(tmp_path: Path):
     assert not facts.keys() & {"requests at once, at most", "context, at most", "deterministic"}
     assert {section.key for section in document.sections} >= {"headline", "curves", "latency", "mlperf", "violations"}
     table = next(item for item in document.sections[0].items if isinstance(item, Table))
-    assert [row[:4] for row in table.rows] == [("adaserve", "0.75/s", "3", "3"), ("ar", "1/s", "3", "2")]
+    assert [row[:3] for row in table.rows] == [("adaserve", "0.75/s", "3"), ("ar", "1/s", "3 (1 without target)")]
 
 
 def test_unknown_point_of_the_timeline_is_refused():

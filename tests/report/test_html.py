@@ -98,7 +98,7 @@ def test_identifiers_are_unique_and_links_lead_somewhere(page):
 def test_the_headline_comes_first_and_warnings_are_named_at_the_top(text):
     order = [
         text.index(part)
-        for part in ('class="warned"', 'id="headline"', 'id="conditions"', 'id="notices"', 'id="curves"')
+        for part in ('class="warned"', 'id="headline"', 'id="notices"', 'id="curves"', 'id="conditions"')
     ]
     assert order == sorted(order)
     assert re.search(r"1 warning in <a href=\"#notices\">Notices</a>\.", text)
