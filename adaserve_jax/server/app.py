@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -44,7 +45,14 @@ _DOCS_STYLE = (
     "td,th{text-align:left;vertical-align:top;padding:.2rem .6rem;border-bottom:1px solid #ddd}"
     "h2{margin-top:2.5rem}@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}code{background:#2a2a2a}"
     "td,th{border-color:#444}a{color:#8ab4f8}}"
+    "@media(max-width:44rem){tr{display:block;padding:.4rem 0;border-bottom:1px solid #8886}tr:has(th){display:none}"
+    "td{display:inline-block;border:0;padding:0 .6rem 0 0}td:last-child{display:block}*{overflow-wrap:anywhere}}"
 )
+_FIRST_FIELDS = (
+    "model", "messages", "prompt", "input", "max_tokens", "temperature", "stream", "seed", "slo_tpot_ms", "slo_ttft_ms",
+    "slo_e2e_ms", "slo_relative", "slo_class",
+)  # fmt: skip
+"""Fields that most requests have, in the order of the page; those that are required come before them."""
 
 
 def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> FastAPI:
@@ -125,24 +133,40 @@ def docs_router(app: FastAPI) -> APIRouter:
 def render_docs(document: dict[str, Any]) -> Iterator[str]:
     """Yield the parts of the page: each operation with its fields and answers."""
     title = escape(document["info"]["title"])
-    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_DOCS_STYLE}</style>"
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+    yield f"<meta name=viewport content='width=device-width'><style>{_DOCS_STYLE}</style>"
     yield f"<h1>{title} {escape(document['info']['version'])}</h1><p>{_prose(document['info']['description'])}</p>"
     yield "<p>The same for programs: <a href=openapi.json>openapi.json</a></p>"
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            yield f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{_prose(operation['summary'])}</p>"
+            name = f"{method.upper()} {escape(path)}"
+            yield f"<div><a href='#{_anchor(method, path)}'>{name}</a>: {_prose(operation['summary'])}</div>"
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            yield f"<h2 id='{_anchor(method, path)}'><code>{method.upper()} {escape(path)}</code></h2>"
+            yield f"<p>{_prose(operation['summary'])}</p>"
             content = operation.get("requestBody", {}).get("content", {})
             for body in content.values():
                 yield _fields(schemas[body["schema"]["$ref"].rpartition("/")[2]])
             yield _table(("status", "answer"), [(s, r["description"]) for s, r in operation["responses"].items()])
 
 
+def _anchor(method: str, path: str) -> str:
+    """Return an operation's name in links."""
+    return f"{method}{re.sub(r'[^a-z0-9]+', '-', path)}".rstrip("-")
+
+
 def _fields(schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
+
+    def place(item: tuple[str, Any]) -> tuple[bool, int]:
+        name = item[0]
+        return name not in required, _FIRST_FIELDS.index(name) if name in _FIRST_FIELDS else len(_FIRST_FIELDS)
+
     rows = [
         (f"`{name}`" + (" (required)" if name in required else ""), _type(field), field.get("description", ""))
-        for name, field in schema["properties"].items()
+        for name, field in sorted(schema["properties"].items(), key=place)
     ]
     return _table(("field", "type", "meaning"), rows)
 

@@ -109,3 +109,7 @@ def test_the_page_of_the_api_has_every_route_and_field(server):
     for name in ("CompletionBody", "ChatBody", "ResponsesBody", "TokenizeBody", "DetokenizeBody"):
         for field in document["components"]["schemas"][name]["properties"]:
             assert f"<td><code>{field}</code>" in response.text
+    chat = response.text[response.text.index("id='post-v1-chat-completions'") :]
+    fields = re.findall(r"<tr><td><code>(\w+)</code>( \(required\))?</td>", chat)
+    assert fields[0] == ("messages", " (required)") and fields[1][0] == "model"
+    assert set(re.findall(r"href='#([\w-]+)'", response.text)) == set(re.findall(r"<h2 id='([\w-]+)'", response.text))
