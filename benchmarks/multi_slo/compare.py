@@ -1,6 +1,6 @@
 """This package, llama.cpp and vLLM under the multi-SLO benchmark, one after another on one machine.
 
-    python -m benchmarks.multi_slo.compare --out multi-slo [--duration 60] [--systems ours,llama.cpp,vllm]
+    python -m benchmarks.multi_slo.compare --out multi-slo [--duration 60] [--only adaserve,llama-draft,vllm-draft]
 
 All serve the embedded target grown to 110M parameters, the peers with the embedded draft and without it. All are held
 to the targets that follow from this package's baseline. Repeated, the command goes on where it ended. A peer that is
@@ -23,7 +23,7 @@ from adaserve_jax.cli.report import write_suite_page
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.submission import FILE
 
-OURS = "ours"
+OURS = "adaserve"
 TITLE = "Multi-SLO benchmark: this package beside llama.cpp and vLLM"
 
 
@@ -33,7 +33,6 @@ class Entry:
     {gguf} the folder of GGUF files."""
 
     name: str
-    system: str
     module: str
     options: tuple[str, ...]
 
@@ -48,21 +47,21 @@ MODELS = ("--target", "{target}", "--draft", "{draft}")
 PLAIN = ("--target", "{target}", "--no-draft")
 GGUF = ("--target", "{gguf}/target.gguf")
 ENTRIES = (
-    Entry("adaserve", OURS, "adaserve", (*MODELS, "--server-args", "--max-queue-wait 0")),
-    Entry("llama-draft", "llama.cpp", "llama_cpp", (*GGUF, "--draft", "{gguf}/draft.gguf")),
-    Entry("llama-plain", "llama.cpp", "llama_cpp", (*GGUF, "--no-draft")),
-    Entry("vllm-draft", "vllm", "vllm", MODELS),
-    Entry("vllm-plain", "vllm", "vllm", PLAIN),
+    Entry(OURS, "adaserve", (*MODELS, "--server-args", "--max-queue-wait 0")),
+    Entry("llama-draft", "llama_cpp", (*GGUF, "--draft", "{gguf}/draft.gguf")),
+    Entry("llama-plain", "llama_cpp", (*GGUF, "--no-draft")),
+    Entry("vllm-draft", "vllm", MODELS),
+    Entry("vllm-plain", "vllm", PLAIN),
 )
-SYSTEMS = tuple(dict.fromkeys(entry.system for entry in ENTRIES))
+NAMES = tuple(entry.name for entry in ENTRIES)
 
 
-def prepare(work: Path, systems: Sequence[str]) -> dict[str, str]:
+def prepare(work: Path, names: Sequence[str]) -> dict[str, str]:
     """Make the checkpoints that are not there yet, and return what `Entry.options` name."""
     target, draft = work / "grown-110M", "demo"
     if not target.exists():
         _run([sys.executable, "-m", "adaserve_jax.cli", "grow", str(target), "--params", "110M"])
-    if "llama.cpp" in systems:
+    if any(name.startswith("llama") for name in names):
         for role, source in (("target", str(target)), ("draft", draft)):
             if not (work / f"{role}.gguf").exists():
                 _run([sys.executable, "-m", "benchmarks.peers.to_gguf", source, "--role", role, "--out",
@@ -79,19 +78,18 @@ def compare(
     out: Annotated[Path, typer.Option(help="folder for checkpoints, runs and the page")],
     duration: Annotated[float, typer.Option(help="seconds in which requests of a load arrive, at least")] = 60.0,
     repeats: Annotated[int, typer.Option(help="times that each load is measured")] = 1,
-    systems: Annotated[str, typer.Option(help="servers, separated by commas")] = ",".join(SYSTEMS),
+    only: Annotated[str, typer.Option(help="servers, separated by commas")] = ",".join(NAMES),
 ) -> None:
     """Measure the servers and write the page."""
-    wanted = comma_list("systems", systems, str)
-    unknown = sorted(set(wanted) - set(SYSTEMS))
-    if unknown or OURS not in wanted:
-        raise ConfigError(f"--systems must be {OURS} and some of {', '.join(SYSTEMS[1:])}, got {systems!r}")
+    wanted = comma_list("only", only, str)
+    if set(wanted) - set(NAMES) or OURS not in wanted:
+        raise ConfigError(f"--only must name {OURS} and some of {', '.join(NAMES[1:])}, got {only!r}")
     out.mkdir(parents=True, exist_ok=True)
     places = prepare(out, wanted)
     suite = ["--suite", "multi-slo", "--duration", f"{duration:g}", "--repeats", str(repeats)]
     done: list[Path] = []
     missing: list[str] = []
-    for entry in (each for each in ENTRIES if each.system in wanted):
+    for entry in (each for each in ENTRIES if each.name in wanted):
         first = done[0].parent.parent if done else None
         status = subprocess.run(entry.command(places, out, first, suite), check=False).returncode
         found = sorted((out / entry.name).glob(f"*/{FILE}"))
@@ -99,7 +97,7 @@ def compare(
             done.append(found[0])
         else:
             missing.append(entry.name)
-            if entry.system == OURS:
+            if entry.name == OURS:
                 raise ConfigError("this package was not measured, so that nothing has targets; its message is above")
     for name in ("README.md", "index.html"):
         write_suite_page(done, out / name, TITLE)
