@@ -37,8 +37,8 @@ class EngineConfig(Settings):
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     draft: PathText | None = setting(
-        "demo", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo', or none for no "
-        "speculation", Panel.MODELS, expected="a name or a path",
+        "demo", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo' or 'demo-head' for "
+        "an embedded one, or none for no speculation", Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(
         "adaserve", "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the "

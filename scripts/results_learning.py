@@ -22,7 +22,7 @@ NARROW = (
     "| distilled offline, same prompts | share of that | the embedded draft | updates | training, s | serving, s |\n"
     f"|{'---|' * (10 + len(SERVED))}"
 )
-HEAD_SERVED = (124, 248, 496)
+HEAD_SERVED = (64, 128, 192)
 HEAD = (
     f"| traffic | at the start | {' | '.join(f'after {count} requests' for count in HEAD_SERVED)} "
     "| distilled offline, same prompts | share of that | updates | training, s | serving, s |\n"

@@ -47,7 +47,7 @@ def distill(
         str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs none")
     ] = "demo",
     draft: Annotated[
-        str, typer.Option(help="checkpoint folder of the draft or head to begin with, or 'demo'")
+        str, typer.Option(help="checkpoint folder of the draft or head to begin with, 'demo' or 'demo-head'")
     ] = "demo",
     head: Annotated[
         str,

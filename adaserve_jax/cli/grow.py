@@ -30,7 +30,8 @@ def grow(
     dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
     seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
     head: Annotated[
-        str, typer.Option(help="EAGLE-3 head of the source; OUT/eagle3 becomes the same head of what has grown")
+        str,
+        typer.Option(help="EAGLE-3 head of the source, or 'demo-head'; OUT/eagle3 becomes the head of what has grown"),
     ] = "",
 ) -> None:
     """Grow a checkpoint to a size; its text stays the same, its cost does not."""

@@ -693,15 +693,18 @@ def _number(given: Settings, name: str, most: float, least: float = 0.0) -> floa
 
 
 def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -> Path:
-    """Return the checkpoint folder of a name: the embedded pair's for "demo", else the path itself.
+    """Return the checkpoint folder of a name: the embedded pair's for "demo", the EAGLE-3 head's for "demo-head", else
+    the path itself.
 
     Raises CheckpointError: there is no such folder.
     """
-    folder = DEMO_FOLDER / role if name_or_path == "demo" else Path(name_or_path).expanduser()
+    embedded = {"demo": role, "demo-head": "head"} if role == "draft" else {"demo": role}
+    name = embedded.get(str(name_or_path))
+    folder = Path(name_or_path).expanduser() if name is None else DEMO_FOLDER / name
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise CheckpointError(
             f"{role} checkpoint {str(name_or_path)!r}: expected a folder at {folder}, found {found}; "
-            "give the path of a Hugging Face checkpoint folder, or 'demo'"
+            f"give the path of a Hugging Face checkpoint folder, or {' or '.join(map(repr, embedded))}"
         )
     return folder

@@ -170,8 +170,8 @@ Uses, limits and licences are those of the pair, in the card one folder up.
 
 By `adaserve distill` from {metrics["prompts"]:,} prompts, the beginnings of what the pair was trained on; the target
 writes {settings["max_tokens"]} tokens after each, at temperature {settings["temperature"]}. The embedding and the first
-logits are the draft's. AdamW at {settings["rate"]} and less, {settings["epochs"]} epochs, training-time test over five
-levels. {minutes:.0f} minutes, most of them on one busy core. {metrics["machine"]}.
+logits are the draft's. AdamW at {settings["rate"]} and less, training-time test over five levels; epochs:
+{settings["epochs"]}. {minutes:.0f} minutes on a share of one core. {metrics["machine"]}.
 
 Acceptance is the mean of sum min(p, q) over the five levels, on texts of the target after prompts that were held out;
 do not compare it with a draft's. docs/draft-sources.md compares what the two accept.

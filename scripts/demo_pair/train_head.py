@@ -91,6 +91,9 @@ def publish(work: Path, gsm8k: Path) -> None:
     folder = DEMO / "head"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(work / "head", folder)
+    (weights_file,) = folder.glob("*.safetensors")
+    weights_file.rename(folder / "model.safetensors")  # one file needs no index
+    (folder / "model.safetensors.index.json").unlink()
     fit_chances(folder, gsm8k)
     run = json.loads((work / "run.json").read_text(encoding="utf-8"))
     weights = dict(load_file(folder / "model.safetensors"))
@@ -98,7 +101,7 @@ def publish(work: Path, gsm8k: Path) -> None:
     in_forward = (size for name, size in sizes(weights).items() if name not in ("embed_tokens.weight", "fc.weight"))
     parameters = {"stored": sum(sizes(weights).values()), "forward": sum(in_forward)}
     parameters["draft_forward"] = sum(sizes(draft).values())  # its embedding is its head too
-    prompts = len((work / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
+    prompts = len(set((work / "prompts.jsonl").read_text(encoding="utf-8").splitlines()))
     kept = {name: run[name] for name in ("machine", "settings", "seconds", "evaluations")}
     metrics = {"parameters": parameters, "prompts": prompts, **kept}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -119,6 +122,7 @@ def fit_chances(folder: Path, gsm8k: Path) -> None:
     with LLM("demo", str(folder), policy="adaserve", draft_sources="model", calibration=str(chances)) as llm:
         for temperature in (0.0, 0.8):
             llm.generate(texts, SamplingParams(max_tokens=128, temperature=temperature, ignore_eos=True))
+    chances.chmod(0o644)  # the engine writes it for its owner alone
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "adaserve_jax/models/demo"
 MODELS = ("target", "draft")
@@ -116,6 +118,20 @@ def test_draft_and_target_overlap(metrics: dict, domain: str) -> None:
 
 def test_the_card_is_made_from_the_metrics(metrics: dict) -> None:
     assert (DEMO / "MODEL_CARD.md").read_text(encoding="utf-8") == card_module().render(metrics)
+
+
+def test_the_head_is_of_the_target_and_its_card_is_made_from_its_metrics() -> None:
+    folder = resolve_folder("demo-head", "draft")
+    config = ModelConfig.from_folder(folder, may_be_head=True)
+    config.check_target(ModelConfig.from_folder(resolve_folder("demo", "target")))
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
+        sizes = [tensors.get_tensor(name).size for name in tensors.keys()]  # noqa: SIM118
+    assert sum(sizes) == metrics["parameters"]["stored"]
+    assert metrics["parameters"]["forward"] <= metrics["parameters"]["draft_forward"]
+    evaluations = [each["acceptance"] for each in metrics["evaluations"]]
+    assert evaluations[-1] > evaluations[0]
+    assert (folder / "MODEL_CARD.md").read_text(encoding="utf-8") == card_module().render_head(metrics)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "greedy"])
