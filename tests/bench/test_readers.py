@@ -114,6 +114,23 @@ def test_spec_bench_replays_first_turns(tmp_path: Path) -> None:
     )
 
 
+def test_speed_bench_keeps_its_categories_and_leaves_out_what_is_not_fetched(tmp_path: Path) -> None:
+    assert told(sample(tmp_path, "speed-bench")) == [("Write a queue.", "coding", SLO(), 256, None, None)]
+    masked = {"category": "math", "src_id": "1", "turns": [
+        "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}  # fmt: skip
+    lines = [masked, {"category": "math", "src_id": "2", "turns": ["1 + 1?", "And 2 + 2?"]}]
+    (tmp_path / "w.txt").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    workload = load_workload(tmp_path / "w.txt")
+    assert [(item.prompt, item.slo_class) for item in workload.items] == [("1 + 1?", "math")]
+    assert workload.notes == (
+        "left out: 1 later turns of conversations",
+        "left out: 1 prompts that SPEED-Bench's prepare.py has yet to fetch",
+    )
+    (tmp_path / "w.txt").write_text(json.dumps(masked))
+    with pytest.raises(ConfigError, match=r"every prompt is still to be fetched; run SPEED-Bench's prepare\.py"):
+        load_workload(tmp_path / "w.txt")
+
+
 def test_batches_of_chats_and_completions(tmp_path: Path) -> None:
     chat, completion = sample(tmp_path, "openai-batch").items
     assert (chat.prompt, chat.messages, chat.max_tokens) == (None, (Message("user", "Name a river."),), 32)
