@@ -9,8 +9,9 @@ client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
-absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json: of
-engine/draft_sources.py and draft_sources_load.py; contenders-*.json: of adaserve/sweeps.py;
+absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
+draft-heads-*.json: of engine/draft_sources.py and draft_sources_load.py; online-learning/head-*.json: of
+osd/online_learning.py; contenders-*.json: of adaserve/sweeps.py;
 constants-*.json: of adaserve/constants.py; multi-slo/*.json: of `adaserve bench --suite multi-slo`. No number is typed.
 Imports no jax.
 """

@@ -45,7 +45,6 @@ from adaserve_jax.models.held_out import held_out_code, is_held_out
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
-from adaserve_jax.workloads.items import WorkloadItem
 from adaserve_jax.workloads.workload import load_workload
 from benchmarks.engine.throughput import grown_target
 
@@ -53,7 +52,6 @@ POLICIES = "ar,adaserve@suffix,adaserve@model,adaserve@suffix+model"
 HEAD, MODEL = "head", "model"
 """Last source of a policy that drafts by the head, and what its engine calls it."""
 MOST_PROMPT, MOST_NEW, OPEN_NEW = 900, 320, 192
-USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
 
 @dataclass(frozen=True)
@@ -135,12 +133,12 @@ class Item:
 def tasks(data: Path | None, count: int, seed: int) -> dict[str, list[Item]]:
     """Return `count` items of every task by name; those of real data where `data`, a folder, has them."""
     rng = np.random.default_rng(seed)
-    packaged = load_workload().items
+    packaged = [each.prompt for each in load_workload().items if each.prompt is not None]
     found = {
         "code edit": code_edits(count, rng),
         "JSON records": json_records(count, rng),
-        "open text": [Item(each.prompt) for each in packaged if isinstance(each.prompt, str)][:count],
-        "packaged workload": [_packaged(packaged[index]) for index in rng.permutation(len(packaged))[:count]],
+        "open text": [Item(prompt) for prompt in packaged][:count],
+        "packaged workload": [Item(packaged[index]) for index in rng.permutation(len(packaged))[:count]],
     }
     if data is not None:
         questions = _lines(data / "spec-bench" / "question.jsonl.gz")
@@ -223,13 +221,6 @@ def encoded(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of prompt and reference, cut at the prompt's beginning and the reference's end."""
     return encode(item.prompt)[-most_prompt:], encode(item.reference)[:most_new] if item.reference else []
-
-
-def _packaged(item: WorkloadItem) -> Item:
-    """Return an item of the packaged workload, a chat as the demo's template writes it."""
-    marks = {"user": USER, "assistant": ASSISTANT}
-    chat = "".join(marks.get(each.role, USER) + each.content for each in item.messages)
-    return Item(item.prompt or chat + ASSISTANT)
 
 
 def _answered(question: dict[str, Any]) -> Item:

@@ -6,12 +6,11 @@
     python -m benchmarks.osd.online_learning shift --gsm8k ...      # four kinds of traffic, one after another
     python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
-The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and a head as
-`adaserve distill --head eagle3` begins with it. Each command writes
-NAME.json below --out: what it began with, what serving taught it, and what `adaserve distill` makes of the same prompts
-beforehand, in two epochs. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
-nothing is left to be learned from the last, so that training takes no time from serving. `learning_figures.py` draws
-them.
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and the head with
+random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving taught it,
+and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in waves of eight, at
+temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last, so that training
+takes no time from serving. `learning_figures.py` draws them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import jax.numpy as jnp
 import typer
 
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.distill.heads import write_new_head
 from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
@@ -40,7 +38,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.osd.prompts import NAMES, Domain, domains, write_prompts
 from benchmarks.osd.runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
 
-DEMO = "demo"
+DEMO, HEAD = "demo", "demo-head"
 RATE = 1e-3
 """Learning rate of a draft of 0.6M parameters."""
 LEARN = LearnConfig(learn_rate=RATE)
@@ -113,19 +111,18 @@ def head(
     work: Work,
     out: Out,
     gsm8k: Gsm8k = None,
-    requests: Requests = 500,
+    requests: Requests = 384,
     judged: Judged = 24,
-    every: Every = 100,
+    every: Every = 64,
     policy: Policy = "spec:4",
 ) -> None:
-    """One kind of traffic: a new EAGLE-3 head online against the same prompts offline."""
+    """One kind of traffic: the embedded EAGLE-3 head online against the same prompts offline."""
     (each,) = domains((domain,), gsm8k, requests, judged)
-    folder = work / "start-head"
-    if not folder.exists():
-        write_new_head(resolve_folder(DEMO, "target"), folder)
-    start = str(folder)
+    start = start_of(work, HEAD)
     judge = judge_of(DEMO, start, {domain: each.judged})
-    found = {START: acceptance_of(start, judge), OFFLINE: acceptance_of(offline_of(work, start, each), judge)}
+    offline = offline_of(work, start, each)
+    found = {name: acceptance_of(draft, judge) for name, draft in
+             {SHIPPED: HEAD, START: start, OFFLINE: offline}.items()}  # fmt: skip
     note(f"{domain}: {found}")
     stream = [Asked(domain, prompt) for prompt in each.served]
     online = run(f"{domain}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
@@ -183,12 +180,12 @@ def _of_all(
         write(out / f"{name}.json", policy, found, runs, [asked.domain for asked in ways[0][1]])
 
 
-def start_of(work: Path) -> str:
-    """The embedded draft with a top layer of random weights, as a folder."""
-    folder = work / "start"
+def start_of(work: Path, draft: str = DEMO) -> str:
+    """The embedded draft or head with a top layer of random weights, as a folder."""
+    folder = work / ("start" if draft == DEMO else f"start-{draft}")
     if not (folder / "config.json").exists():
-        source = resolve_folder(DEMO, "draft")
-        config = ModelConfig.from_folder(source)
+        source = resolve_folder(draft, "draft")
+        config = ModelConfig.from_folder(source, may_be_head=True)
         params = load_params(source, config, jnp.dtype(jnp.float32))
         export(reset_top_layer(params, init_params(config, 0)), source, folder, dtype="f32")
     return str(folder)
