@@ -12,7 +12,7 @@ from itertools import product
 import adaserve_jax
 from adaserve_jax.bench.plan import check_classes
 from adaserve_jax.results.aggregate import RecordColumns, summarize
-from adaserve_jax.results.provenance import code_and_machine, new_run_id
+from adaserve_jax.results.provenance import new_run_id, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.scheduler.policies import file_hashes
@@ -82,7 +82,9 @@ def result_rows(
     provenance = Provenance(
         run_id=run_id,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        **code_and_machine(adaserve_jax.__version__) | {"machine": f"{machine.name}, simulated"},
+        commit=source_commit(),
+        package_version=adaserve_jax.__version__,
+        machine=f"{machine.name}, simulated",
         device=f"simulated: {machine.name}",
         jax_version="none",
         target=machine.name,
