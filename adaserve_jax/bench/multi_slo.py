@@ -26,7 +26,6 @@ from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.results.submission import (
     FILE,
     LEVELS,
-    SUITE,
     ClassTarget,
     Definition,
     Stage,
@@ -310,6 +309,3 @@ def begin(out: Path, definition: Definition, held: Mapping[str, Any] | None) -> 
             f"cannot resume {out}: {differ[0]} was {held.get(differ[0])!r}, is {plain[differ[0]]!r}; give the options "
             "of that suite, or another --out"
         )
-
-
-__all__ = ["DURATION_S", "OWN", "PRESETS", "SUITE", "Suite", "SuiteSettings", "begin", "define", "held_definition"]
