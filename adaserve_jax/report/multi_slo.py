@@ -84,10 +84,11 @@ def _headline(submissions: Sequence[Submission], names: Sequence[str]) -> tuple[
     for name, each in zip(names, submissions, strict=True):
         verdict = each.verdict
         first = verdict.levels[0]
+        unknown = "not recovered" if any(point.stage == "burst" for point in each.points) else "-"
         cells.append((
             name, *(_rate(level) for level in verdict.levels), _known(first.sure_rps), _known(first.goodput_tps),
             _known(first.fairness), _percent(verdict.overload_attainment), _percent(verdict.overload_worst),
-            _known(verdict.overload_goodput_tps), _known(verdict.recovery_s, "not recovered"),
+            _known(verdict.overload_goodput_tps), _known(verdict.recovery_s, unknown),
         ))  # fmt: skip
     strong = frozenset(
         (row, column)

@@ -59,6 +59,7 @@ def test_the_headline_has_the_rates_of_each_system():
     assert [row[:4] for row in table.rows] == [("ours", "4 (8)", "2 (4)", "1 (2)"), ("theirs", "1 (2)", "none (1)",
                                                                                      "none (1)")]  # fmt: skip
     assert (0, 1) in table.strong and (1, 1) not in table.strong
+    assert table.rows[0][-1] == "-", "no burst was measured"
     assert table.rows[0][5] == "186" and not any(isinstance(i, Text) and i.warns for i in document.headline.items)
     text = render_html(document)
     assert "worst class" in text and "chat (25%): TPOT 33 ms, TTFT 2000 ms" in text
