@@ -18,6 +18,7 @@ from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.scheduler.policies import file_hashes
 from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
+from adaserve_jax.synthetic_acceptance import rates_text
 from adaserve_jax.workloads.reshaping import Shape
 from adaserve_jax.workloads.traces import Trace
 
@@ -99,6 +100,7 @@ def result_rows(
         num_pages=limits.num_pages,
         extension_pages=limits.extension_pages,
         elastic=plan.elastic,
+        synthetic_acceptance=None if plan.synthetic is None else rates_text(plan.synthetic),
         plan_hash=plan_hash,
     )
     conditions = Conditions(

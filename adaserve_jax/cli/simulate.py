@@ -32,6 +32,7 @@ from adaserve_jax.settings import options_of
 from adaserve_jax.sim.acceptance import load_acceptance
 from adaserve_jax.sim.machines import load_machine, packaged_machines
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan
+from adaserve_jax.synthetic_acceptance import acceptance_rates
 from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
 from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.reshaping import Shape, reshape
@@ -90,6 +91,13 @@ def simulate(
     acceptance: Annotated[
         Path | None, typer.Option(help="acceptance.jsonl of `adaserve bench --record`, instead of the machine's")
     ] = None,
+    synthetic_acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="instead of the machine's acceptance: LENGTH, the mean number of draft tokens that a verification "
+            "accepts, or a JSON list of the chances that the token at depth 1, 2, ... is accepted given the one above"
+        ),
+    ] = None,
     tune: Annotated[
         bool,
         typer.Option(help="also find, for each point, the best fixed chain or none, prefill chunk and most requests"),
@@ -144,6 +152,8 @@ def simulate(
         )
     if exhaustive and not tune:
         raise ConfigError("--exhaustive says how --tune looks for a setting; give --tune too")
+    if acceptance is not None and synthetic_acceptance is not None:
+        raise ConfigError("--acceptance and --synthetic-acceptance both say what is accepted; give one of them")
     for name in names:
         find_policy(name, simulated.max_depth)
     find_router(router)
@@ -158,6 +168,7 @@ def simulate(
         None if acceptance is None else load_acceptance(acceptance), token_times,
         "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
         elastic, ElasticRule(tau_low, swap_after), records,
+        synthetic=None if synthetic_acceptance is None else acceptance_rates(synthetic_acceptance, simulated.max_depth),
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")

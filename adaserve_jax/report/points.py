@@ -33,6 +33,7 @@ HASH_LETTERS = 12
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
     "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
+    "synthetic_acceptance",
 )  # fmt: skip
 """Columns of rows whose points may be pooled as repeats of one another."""
 CHOSEN = ("max_requests", "max_prefill_tokens")

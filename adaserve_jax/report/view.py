@@ -26,6 +26,8 @@ BASELINE_TOLERANCE = 0.05
 SETTINGS = "hash of the engine's settings"
 NOT_NOTED = "not noted"
 NO_FILE = "none"
+ACCEPTANCE = "acceptance"
+COMPARED = "by comparison with the target"
 CAPTION_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("workload", lambda r: _hashed(r.workload, r.workload_hash)),
     ("machine", lambda r: r.machine),
@@ -36,8 +38,9 @@ CAPTION_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("commit", lambda r: r.commit[:HASH_LETTERS] + "-dirty" * r.commit.endswith("-dirty")),
     ("date", lambda r: r.started_at[:10]),
     ("seed", lambda r: "none" if r.arrival_process == SERVED else str(r.seed)),
+    (ACCEPTANCE, lambda r: COMPARED if r.synthetic_acceptance is None else f"synthetic ({r.synthetic_acceptance})"),
 )
-"""Names and values of the conditions that every caption states."""
+"""Names and values of the conditions that every caption states; it leaves out an acceptance that is real."""
 OTHER_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("system", lambda r: r.system),
     ("version", lambda r: r.package_version),
@@ -191,7 +194,8 @@ def spread(values: Sequence[Item], most: int) -> list[Item]:
 
 def condition_line(points: Sequence[MeasuredPoint]) -> str:
     """Return the sentence of conditions: workload, machine, models and their size, jax, commit, date, seed."""
-    line = "; ".join(f"{name} {_values(points, value)}" for name, value in CAPTION_FACTS)
+    facts = [(name, _values(points, value)) for name, value in CAPTION_FACTS]
+    line = "; ".join(f"{name} {text}" for name, text in facts if text != COMPARED)
     return f"{line[0].upper()}{line[1:]}."
 
 
@@ -269,6 +273,11 @@ def _warnings(measured: Measured) -> Iterable[str]:
     if devices:
         named = listed([each.split(": ")[-1] for each in devices])
         yield f"No model ran: times are those of a simulated machine ({named})."
+    if rates := list(dict.fromkeys(each for point in points if (each := point.row.synthetic_acceptance) is not None)):
+        yield (
+            f"Acceptance is synthetic: drafted tokens were accepted by drawn coins, with chances by depth of "
+            f"{listed([f'({each})' for each in rates])}. Texts are not the target's."
+        )
     compiled = [point for point in measured.valid if point.row.compiles_after_ready]
     if compiled:
         named = listed([point.name for point in compiled])

@@ -21,7 +21,8 @@ class Provenance:
     """Place, time and means of the measurement; the same for all rows of one bench run.
 
     plan_hash: hash, in hex, of everything that was to be measured; a resumed run has the same. engine_hash: hash, in
-    hex, of the engine's settings without the policy; empty where it was not noted.
+    hex, of the engine's settings without the policy; empty where it was not noted. synthetic_acceptance: chances by
+    depth (`rates_text`) by which tokens were accepted instead of by comparison; None: they were compared.
     """
 
     run_id: str
@@ -48,6 +49,7 @@ class Provenance:
     elastic: str | None = None
     plan_hash: str = ""
     engine_hash: str = ""
+    synthetic_acceptance: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,9 @@ from adaserve_jax.types import (
 
 __all__ = ["SimExecutor", "VirtualClock", "token_at"]
 
+LEAST_CHANCE = 1e-9
+"""Synthetic chances are at least this, and at most 1 less this."""
+
 
 class VirtualClock:
     """Seconds that pass only when told to."""
@@ -68,7 +71,8 @@ class SimExecutor:
 
     acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of their
     seeds, u64[R] -> f64[R]. concentration: how little that chance varies from position to position; the draft knows it
-    at each. overhead_s: seconds of every step outside both models.
+    at each. synthetic: the chance by level instead, the same for all requests and positions; 0 below the last.
+    overhead_s: seconds of every step outside both models.
 
     If a plan asks for uncalibrated f, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted
     stays the same.
@@ -82,6 +86,7 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         concentration: float = CONCENTRATION,
+        synthetic: tuple[float, ...] | None = None,
         overhead_s: float = 0.0,
         vocab_size: int = 1000,
         strict: bool = True,
@@ -92,6 +97,12 @@ class SimExecutor:
         self._grid = CostGrid(cost, limits)
         self._acceptance = acceptance
         self._concentration = concentration
+        self._synthetic: np.ndarray | None = None
+        if synthetic is not None:
+            depth = max(limits.max_tree_depth, len(synthetic))
+            padded = np.pad(np.array(synthetic, np.float64), (0, depth - len(synthetic)))
+            # at 0 and 1 a search would take logarithms of 0
+            self._synthetic = np.clip(padded, LEAST_CHANCE, 1 - LEAST_CHANCE)
         self._overhead_s = overhead_s
         self._clock = clock
         self._vocab_size = vocab_size
@@ -251,11 +262,17 @@ class SimExecutor:
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
         draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
         self._drawn = (plan, draws.target)
-        mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
-        a = acceptance_at(mean, draws.mood, self._concentration)
+        if self._synthetic is not None:
+            a = np.broadcast_to(self._synthetic[:depth], (rows, depth))
+        else:
+            mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
+            a = acceptance_at(mean, draws.mood, self._concentration)
         beams = search(a, draws.luck, width, calibrated=draft.calibrated)
         level, rank, above = _beam(depth, width)
-        log_f = np.log(beams.f.reshape(rows, depth * width))
+        f = beams.f.reshape(rows, depth * width)
+        if self._synthetic is not None:
+            f = np.maximum(f, np.finfo(np.float64).tiny)
+        log_f = np.log(f)
         if np.count_nonzero(draft.speculates) < rows:
             log_f[~draft.speculates] = -np.inf
         right = np.repeat(draws.target[:, :depth], width, axis=1)

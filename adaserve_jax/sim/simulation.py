@@ -106,8 +106,9 @@ ALWAYS_WAITS = 1 << 30
 class SimulationPlan:
     """max_requests: most that run at once on a replica, 0 for the machine's own. max_prefill_tokens: as the engine's
     option. drain_s: how long requests are served after the last arrival; what is left then counts as unfinished.
-    replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
-    whether the best fixed policy of each point is found and added, by search or over the whole grid.
+    replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's.
+    synthetic: `acceptance_rates`, instead of both; None: no synthetic acceptance. tune: whether the best fixed policy
+    of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
     keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
@@ -131,6 +132,7 @@ class SimulationPlan:
     elastic_rule: ElasticRule = field(default_factory=ElasticRule)
     keep_records: bool = True
     fair_tenants: bool = False
+    synthetic: tuple[float, ...] | None = None
 
     def limits(self, machine: Machine) -> Limits:
         """Pages of one replica."""
@@ -226,7 +228,8 @@ class _Simulation:
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
             self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
-            overhead_s=self._machine.overhead_s, strict=False, elastic_times=self._machine.elastic_times,
+            synthetic=plan.synthetic, overhead_s=self._machine.overhead_s, strict=False,
+            elastic_times=self._machine.elastic_times,
         )  # fmt: skip
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
