@@ -73,7 +73,6 @@ from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.workload import Workload, load_workload, parse_slos
 
 POLICIES = "ar,spec:4,adaserve"
-POINT_S = 15.0
 PRESET = "adaserve"
 INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
 HIDDEN = "..."
@@ -183,6 +182,7 @@ def _header(text: str) -> tuple[str, str]:
 @takes("drafter_options", DrafterOptions)
 @grouped("remote", UrlOptions)
 def bench(
+    context: typer.Context,
     config: EngineConfig,
     learn_options: LearnOptions,
     drafter_options: DrafterOptions,
@@ -216,11 +216,11 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="times that everything is measured, each with other arrivals")] = 1,
     duration: Annotated[
-        float | None,
+        float,
         typer.Option(
-            help=f"seconds in which requests arrive, for each point; without, {POINT_S:g}, with --suite {DURATION_S:g}"
+            help=f"seconds in which requests arrive, for each point; with --suite {DURATION_S:g} if not given"
         ),
-    ] = None,
+    ] = 15.0,
     suite: Annotated[
         Literal["multi-slo"] | None,
         typer.Option(
@@ -283,7 +283,7 @@ def bench(
     given = BenchPlan(
         policies=expand(comma_list("policies", policies, str)),
         rates=(None,) if rates == AUTO else numbers_above_0("rates", rates, or_trace=True),
-        duration_s=POINT_S if duration is None else duration,
+        duration_s=duration,
         seed=seed,
         drain_s=drain,
         max_late_s=max_late_ms / 1e3,
@@ -304,7 +304,8 @@ def bench(
         engine, about = _LazyEngine(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
         policy_files = {}
     if suite is not None:
-        if duration is None:
+        source = context.get_parameter_source("duration")
+        if source is not None and source.name == "DEFAULT":
             given = replace(given, duration_s=DURATION_S)
         with closing(engine):
             _run_suite(given, preset, requests, engine, folder, resume=resume, about=about, policy_files=policy_files)

@@ -68,12 +68,12 @@ def curves(view: View) -> Section:
 
 
 def overview(view: View) -> Figure:
-    """Draw joint attainment and goodput side by side, along the first axis that varies, else as bars at the focus."""
-    axis = next(iter(view.axes), None)
-    if axis is None:
+    """Draw joint attainment and goodput side by side, along the first axis that varies alone, else as bars."""
+    line = next(((axis, *found) for axis in view.axes for found in view.slices(axis)), None)
+    if line is None:
         drawn = [by_class(view, measure) for measure in JOINT]
     else:
-        others, settings = next(iter(view.slices(axis)))
+        axis, others, settings = line
         drawn = [_figure(view, axis, settings, others, measure, 1) for measure in JOINT]
     panels = tuple(replace(each.panels[0], title=titled(measure)) for each, measure in zip(drawn, JOINT, strict=True))
     return replace(drawn[0], key="overview", title="Attainment and goodput", caption="", panels=panels)
