@@ -188,12 +188,13 @@ def step_times(
     ]  # fmt: skip
 
 
-def measure_serving(config: EngineConfig, plan: BenchPlan) -> list[ResultRow]:
-    """Rows of a short open-loop bench over the packaged workload."""
+def measure_serving(config: EngineConfig, plan: BenchPlan, target: str) -> list[ResultRow]:
+    """Return the rows of a short open-loop bench over the packaged workload. target: its name in the rows."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_bench(
+        rows = run_bench(
             plan, load_workload(), lambda policy: open_bench_engine(replace(config, policy=policy)), Path(folder)
         )
+    return [replace(row, target=target) for row in rows]
 
 
 def show_ceilings(ceilings: Ceilings) -> None:
@@ -384,7 +385,7 @@ def device(
         if programs and duration > 0:
             plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)
             found.part(
-                "bench", named | asdict(plan), lambda: measure_serving(model(), plan),
+                "bench", named | asdict(plan), lambda: measure_serving(model(), plan, named["target"]),
                 lambda rows: CONSOLE.print(result_table(rows)), as_rows,
             )  # fmt: skip
         if shapes != "none":

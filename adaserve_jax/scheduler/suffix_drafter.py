@@ -81,7 +81,7 @@ def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
 @cache
 def compile_kernels() -> None:
     """Compile the kernels, or load them from numba's cache, so that no step waits for it; once per process."""
-    source = SuffixSource(1, 1, 2)
+    source = SuffixSource(1, 1, 4)  # room for the text that is kept, or it is not indexed
     one, no_token = np.ones(1, np.int64), np.zeros((1, 2), np.int32)
     seed, choice, temperature = np.zeros(1, np.uint64), np.zeros(1, np.int32), np.zeros(1, np.float32)
     rows = TextRows(no_token, 0 * one, one, one, one, seed, choice, temperature, [""])

@@ -102,7 +102,8 @@ class SuffixSource:
         self._newest = 1
         self._salts: dict[str, tuple[int, int]] = {}
         self._next_salt = 0
-        self.prior = prior_chances()
+        # contiguous, as every array for the kernels: they are compiled anew for another layout
+        self.prior = np.ascontiguousarray(prior_chances())
 
     @property
     def kept_tokens(self) -> int:
@@ -122,7 +123,8 @@ class SuffixSource:
         propose_rows(
             rows.text, rows.slots, rows.num_tokens, rows.most_depth, rows.seed, rows.choice, rows.temperature, salts,
             self._head, self._prev, self._indexed, self._ring, self._ring_salts, self._ring_head, self._ring_prev,
-            self._oldest, self._newest, chance, self.prior, self.widths, token, parent, log_f, cell, log_q,
+            self._oldest, self._newest, np.ascontiguousarray(chance), self.prior, self.widths,
+            token, parent, log_f, cell, log_q,
         )  # fmt: skip
         return CandidateTrees(token, parent, log_f, self._depths, cell, log_q)
 

@@ -158,9 +158,9 @@ def _bare(programs: ModelPrograms, bucket: Bucket, params: Params, pools: Pools,
 
 
 def _products(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
-    """Multiply by every layer's weights, one after another."""
+    """Multiply by every layer's weights, one after another, in their type as `decode` does."""
     for layer in range(config.num_layers):
         qkv, out, gate_up, down = (params[f"layers.{layer}.{name}"] for name in ("qkv", "out", "gate_up", "down"))
-        mixed = weight_product(out, weight_product(qkv, x)[: config.q_size])
-        x = weight_product(down, weight_product(gate_up, mixed)[: config.intermediate_size])
+        for weight, size in ((qkv, config.q_size), (out, None), (gate_up, config.intermediate_size), (down, None)):
+            x = weight_product(weight, x.astype(weight.dtype))[:size]
     return x

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.policies import POLICIES, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, merge
+from adaserve_jax.suffix import kernels
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import costs_of, limits_of, request_of
 
@@ -140,3 +143,25 @@ def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() 
     with pytest.raises(ConfigError, match="each may end in @ and its draft sources: none, model, suffix"):
         find_policy("adaserve@text", 4)
     assert POLICIES["adaserve"].sources == "suffix+model"
+
+
+def compiled() -> dict[str, int]:
+    """How often each kernel was compiled, or loaded, in this process."""
+    return {name: len(each.signatures) for name, each in vars(kernels).items() if hasattr(each, "signatures")}
+
+
+def test_no_kernel_is_compiled_by_a_step() -> None:
+    code = """
+from tests.scheduler.test_suffix_drafter import compiled, drafter_of, limits_of, np, start
+
+drafter, batch = drafter_of(limits_of())
+before = compiled()
+assert before["propose_rows"] and before["index_tokens"]
+state = start(batch, "a", [5, 6, 7, 5, 6])
+for _ in range(2):
+    drafter.propose(np.array([state.slot]), np.array([9]))
+    drafter.source.keep(np.arange(9, dtype=np.int32), "")
+print(before == compiled())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "True", result.stderr
