@@ -75,6 +75,11 @@ PARTS = (
     "| rows | tokens | context | step, ms | products | attention | head | sampling | host | rest "
     "| attention of the step | step over its products |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
+SERVED = (
+    "| policy | requests/s | requests | every target met | goodput, tokens/s "
+    "| TTFT p50 / p99, ms | TPOT p50 / p99, ms |\n"
+    "|---|---|---|---|---|---|---|"
+)
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
 OFF = (
     "| requests at once | pairs | with the draft loaded, tokens/s | without one | times | times, decoding only |\n"
@@ -186,6 +191,18 @@ def load_table(result: dict[str, Any]) -> str:
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
 
 
+def _served_line(row: dict[str, Any]) -> str:
+    """Return the line of a point of a bench; of one that is not valid, the reason in place of its figures."""
+    where = f"`{row['policy']}`", f"{row['rate_rps']:g}", str(row["requests"])
+    if not row["valid"]:
+        return line(*where, f"not valid: {row['invalid_reason']}", "-", "-", "-")
+    ttft, tpot = (
+        f"{number(row[f'{name}_p50_s'] * 1e3, 1)} / {number(row[f'{name}_p99_s'] * 1e3, 1)}"
+        for name in ("ttft", "tpot")
+    )
+    return line(*where, f"{row['attainment']:.1%}", number(row["goodput_tps"], 0), ttft, tpot)
+
+
 def device_tables(result: dict[str, Any]) -> str:
     """Return the tables of a run of benchmarks/device.py, whatever parts of it were run."""
     ceilings = result["ceilings"]
@@ -225,6 +242,10 @@ def device_tables(result: dict[str, Any]) -> str:
         parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
     if shares := [_parts_line(step) for step in result.get("parts", [])]:
         parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
+    if served := [row for row in result.get("bench", []) if row["slo_class"] == "all"]:
+        about = f"{served[0]['duration_s']:g} s of arrivals for each policy and rate"
+        targets = f"targets are multiples of {number(served[0]['baseline_s'] * 1e3)} ms, the time of a token alone"
+        parts += [f"{about}; {targets}:", "\n".join([SERVED, *(_served_line(row) for row in served)])]
     missing = [f"`{name}` failed: {error}" for name, error in result.get("errors", {}).items()]
     missing += [f"`{name}` was not begun in time" for name in result.get("not_begun", [])]
     if missing:
