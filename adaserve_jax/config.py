@@ -75,6 +75,12 @@ class EngineConfig(Settings):
         "tokens before, in a request's own text or in texts that ended lately under its salt), suffix+model, none, or "
         "auto (what the policy uses: adaserve both, the published ones the model)", Panel.POLICY,
     )  # fmt: skip
+    synthetic_acceptance: PathText | None = setting(
+        None, "accept drafted tokens by drawn coins instead of by comparison, to measure a machine without a trained "
+        "draft; the text is then not the target's. LENGTH: mean number of draft tokens that a verification accepts; "
+        "or a JSON list of the chances that the token at depth 1, 2, ... is accepted given the one above",
+        Panel.POLICY, expected="a number or a path",
+    )  # fmt: skip
     suffix_depth: int = setting(
         16, "longest path of tokens that is proposed from text already seen", Panel.POLICY, ge=1, le=64
     )
@@ -202,12 +208,27 @@ class EngineConfig(Settings):
             raise ConfigError("learning needs a draft that learns, and draft is none")
         if self.learning is not None and self.num_processes > 1:
             raise ConfigError(f"learning needs num_processes to be 1, got {self.num_processes}")
+        if self.synthetic_acceptance is not None:
+            self._check_synthetic()
         if self.num_processes == 1:
             self._require(self.coordinator is None, "coordinator", "none while num_processes is 1")
         else:
             expected = "host:port of process 0 where num_processes > 1"
             self._require(_is_address(self.coordinator), "coordinator", expected)
         self._require(self.process_id < self.num_processes, "process_id", f"below num_processes ({self.num_processes})")
+
+    def _check_synthetic(self) -> None:
+        """Raise ConfigError for options that need the target's own text, or tokens that a model drafted."""
+        for name, given, why in (
+            ("deterministic", self.deterministic, "it makes the target's text the same under every load"),
+            ("learning", self.learning is not None, "a draft learns from the target's text"),
+            ("calibration", self.calibration is not None, "the chances that it would keep are not the draft's"),
+            ("draft_sources", self.draft_sources not in ("auto", "model"), "only a model's drafts are accepted so"),
+        ):
+            if given:
+                raise ConfigError(f"{name} must be left out with synthetic_acceptance: {why}")
+        if not self.speculates:
+            raise ConfigError("synthetic_acceptance needs a draft, whose tokens are accepted; draft is none")
 
     def _check_drafter(self) -> None:
         """Raise ConfigError for options that need a draft on this device; set `draft` to None."""
@@ -259,7 +280,7 @@ class EngineConfig(Settings):
     @property
     def may_use_suffix(self) -> bool:
         """True where trees may be made of text already seen; with "auto" the policy decides."""
-        return self.draft_sources in ("auto", "suffix", "suffix+model")
+        return self.synthetic_acceptance is None and self.draft_sources in ("auto", "suffix", "suffix+model")
 
 
 def _is_address(value: object) -> bool:

@@ -82,6 +82,25 @@ def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
     ("options", "says"),
     [
         (
+            {"deterministic": True},
+            "^deterministic must be left out with synthetic_acceptance: it makes the target's text",
+        ),
+        ({"learning": LearnConfig()}, "^learning must be left out with synthetic_acceptance: a draft learns"),
+        ({"calibration": "a.json"}, "^calibration must be left out with synthetic_acceptance: the chances"),
+        ({"draft_sources": "suffix"}, "^draft_sources must be left out with synthetic_acceptance: only a model's"),
+        ({"draft": None}, "^synthetic_acceptance needs a draft, whose tokens are accepted; draft is none"),
+    ],
+)
+def test_what_synthetic_acceptance_makes_meaningless_is_refused(options: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(synthetic_acceptance="1.5", **options)
+    assert not EngineConfig(synthetic_acceptance="1.5").may_use_suffix
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
             {"draft": "a/b"},
             r"^draft must be left out with a drafter, .*, got 'a/b'; give it to `adaserve draft",
         ),

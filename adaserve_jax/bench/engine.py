@@ -265,7 +265,8 @@ OnFlight = Callable[[int], None]
 @dataclass(frozen=True)
 class EngineAbout:
     """Facts about a ready engine, for the rows. system: this package, or the name given to a URL. policies: those that
-    it can serve; None: any of this package. baseline_s: seconds of one token, alone, without speculation."""
+    it can serve; None: any of this package. baseline_s: seconds of one token, alone, without speculation.
+    synthetic_acceptance: as the column."""
 
     system: str
     device: str
@@ -279,6 +280,7 @@ class EngineAbout:
     max_context: int
     baseline_s: float
     max_prefill_tokens: int = 0
+    synthetic_acceptance: str | None = None
     policies: tuple[str, ...] | None = None
 
     def columns(self) -> dict[str, Any]:

@@ -349,6 +349,7 @@ def _about(settings: UrlSettings, dialect: ServerDialect, card: Mapping[str, Any
         value = engine.get(name)
         return value if isinstance(value, str) else otherwise
 
+    synthetic = engine.get("synthetic_acceptance")
     draft, requests, context = engine.get("draft"), engine.get("max_requests"), card.get("max_model_len")
     return EngineAbout(
         system=system,
@@ -362,6 +363,7 @@ def _about(settings: UrlSettings, dialect: ServerDialect, card: Mapping[str, Any
         max_requests=requests if isinstance(requests, int) else 0,
         max_context=context if isinstance(context, int) else 0,
         baseline_s=dialect.baseline_s,
+        synthetic_acceptance=synthetic if isinstance(synthetic, str) else None,
         policies=(policy or text("policy", system),),
     )
 

@@ -22,6 +22,7 @@ from adaserve_jax.workloads.workload import WorkloadItem
 
 INFO_COLUMNS = (
     "device", "jax_version", "target", "draft", "deterministic", "max_requests", "max_context", "baseline_s",
+    "synthetic_acceptance",
 )  # fmt: skip
 """Facts for the rows that a client's `info` has under the same names."""
 

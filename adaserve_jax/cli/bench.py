@@ -297,6 +297,8 @@ def bench(
     if remote.url is None:
         remote.check_unused()
         config = with_options(config, learn_options, drafter_options)
+        if record and config.synthetic_acceptance is not None:
+            raise ConfigError("--record keeps the draft's own acceptance; leave it out with --synthetic-acceptance")
         engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:

@@ -98,6 +98,8 @@ class EngineInfo:
             are the same.
         adapters: names of the adapters that are loaded; valid values of `GenerateRequest.adapter`.
         lora_slots: adapters that may be loaded at once; 0: none.
+        synthetic_acceptance: chances by depth by which drafted tokens are accepted, as text; None: by comparison. The
+            text is then not the target's.
     """
 
     target: str
@@ -116,6 +118,7 @@ class EngineInfo:
     draft_vocabulary: str = ""
     adapters: tuple[str, ...] = ()
     lora_slots: int = 0
+    synthetic_acceptance: str | None = None
 
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
@@ -325,6 +328,13 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"slo_thinking_tpot_ms must be absent from a request whose thinking has no marks, got {thinking_ms:g}; "
             "a server finds a model's marks by --reasoning-parser",
             param="slo_thinking_tpot_ms",
+            code="unsupported_parameter",
+        )
+    if info.synthetic_acceptance is not None and (grammar := request.sampling.grammar_source) is not None:
+        raise RequestError(
+            f"{grammar[1]} must be absent: this engine accepts drafted tokens by synthetic acceptance, so that no text "
+            "fits a grammar",
+            param=grammar[1],
             code="unsupported_parameter",
         )
     prompt_tokens = len(request.prompt_ids)

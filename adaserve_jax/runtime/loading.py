@@ -38,6 +38,7 @@ from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.sizing import Resolved, resolve, shared_weights, weight_dtype, workspace_of
 from adaserve_jax.runtime.step_layout import PackedStep
 from adaserve_jax.runtime.vocabulary_table import map_bytes
+from adaserve_jax.synthetic_acceptance import acceptance_rates
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
 from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import Limits, Progress
@@ -153,7 +154,7 @@ def load_target(
     read_by_draft = () if pair.draft is None else pair.draft.feature_layers(pair.target.num_layers)
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, config.deterministic, partition,
-        resolved.attention, config.lora_slots, read_by_draft,
+        resolved.attention, config.lora_slots, read_by_draft, synthetic_rates(resolved),
     )  # fmt: skip
     params = read(
         pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=config.quantize
@@ -166,6 +167,12 @@ def load_target(
         "target", pair.target, params, programs, resolved.verify_buckets, num_pages=limits.num_pages,
         page_size=limits.page_size, dtype=resolved.dtype, placement=resolved.placement, send_step=send_step,
     )  # fmt: skip
+
+
+def synthetic_rates(resolved: Resolved) -> tuple[float, ...] | None:
+    """Return the chances by depth of synthetic acceptance; None without it. Raises ConfigError: they cannot be read."""
+    asked = resolved.config.synthetic_acceptance
+    return None if asked is None else acceptance_rates(asked, resolved.limits.max_depth)
 
 
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:

@@ -24,8 +24,15 @@ from adaserve_jax.runtime.pools import InFlight, Pools, page_slots, read_feature
 from adaserve_jax.runtime.step_layout import Layout, beam_layout, sampler_of, step_layout
 from adaserve_jax.runtime.vocabulary_table import VocabularyTable
 from adaserve_jax.tree.beam import AcceptanceTable, Beam, BeamForward, beam_search
-from adaserve_jax.tree.sampling import DeviceSampling, draw
-from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bits, ancestor_paths
+from adaserve_jax.tree.sampling import DeviceSampling, draw, synthetic_coins
+from adaserve_jax.tree.verify import (
+    PREFILL,
+    Accepted,
+    accept_walk,
+    ancestor_bits,
+    ancestor_paths,
+    synthetic_draws,
+)
 
 
 class Forward(NamedTuple):
@@ -56,7 +63,7 @@ class _BeamCarry(NamedTuple):
 
 class VerifyResult(NamedTuple):
     """Result of a verification. outcome: i32, packed for the host (`accept_drawn`); drawn: i32[N], the target's token
-    after each sampled position; logits: f32[N, V], before any edit."""
+    after each sampled position, with synthetic acceptance the token emitted there; logits: f32[N, V], before any edit."""
 
     outcome: jax.Array
     drawn: jax.Array
@@ -80,7 +87,7 @@ class ModelPrograms:
     config: this device's part of the model. partition: the division over devices. canonical: sum attention in the
     fixed order of the deterministic mode. attention: the kernel implementation. max_adapters: how many the model has
     room for; 0: it has none. feature_layers: layers whose outputs a head reads (`ModelConfig.feature_layers`); empty:
-    there is no head.
+    there is no head. synthetic: chances by depth by which tokens are accepted (`synthetic_draws`); None: by comparison.
     """
 
     config: ModelConfig
@@ -90,6 +97,7 @@ class ModelPrograms:
     attention: Implementation = "xla"
     max_adapters: int = 0
     feature_layers: tuple[int, ...] = ()
+    synthetic: tuple[float, ...] | None = None
 
     def layout(self, bucket: Bucket) -> Layout:
         """Return the inputs of a packed forward."""
@@ -185,7 +193,7 @@ class ModelPrograms:
         scores = self.sampled_logits(params, forward, fields["sampled"])
         positions = sampled_positions(fields, bucket)
         drawn = draw(scores, positions.sampler, positions.position + 1)
-        outcome, walk = accept_drawn(fields, bucket, drawn, max_depth)
+        outcome, walk, drawn = accept_drawn(fields, bucket, drawn, max_depth, self.synthetic)
         return VerifyResult(outcome, drawn, scores), self.in_flight(pools, fields, forward, walk.commit)
 
     def catch_up(
@@ -302,19 +310,29 @@ def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPo
 
 
 def accept_drawn(
-    fields: dict[str, jax.Array], bucket: Bucket, drawn: jax.Array, max_depth: int
-) -> tuple[jax.Array, Accepted]:
+    fields: dict[str, jax.Array], bucket: Bucket, drawn: jax.Array, max_depth: int,
+    synthetic: tuple[float, ...] | None = None,
+) -> tuple[jax.Array, Accepted, jax.Array]:  # fmt: skip
     """Walk the trees with the tokens drawn after the sampled positions, i32[N].
 
-    Returns the walk, and before it the same packed for the host: tokens, counts and accepted, one after another in
-    one i32 array (`outcome_sizes`).
+    Returns tokens, counts and accepted, packed for the host one after another in one i32 array (`outcome_sizes`); the
+    walk; and `drawn`. synthetic: as in `ModelPrograms`; `drawn` then has the tokens of accepted children.
     """
     everywhere = jnp.zeros(bucket.tokens, jnp.int32).at[fields["sampled"]].set(drawn, mode="drop")
+    agrees = None
+    if synthetic is not None:
+        rows = sampler_of(fields).take(jnp.minimum(fields["row"], bucket.rows - 1))
+        coin = synthetic_coins(rows.seed, rows.choice, fields["position"], fields["token"])
+        everywhere, agrees = synthetic_draws(
+            fields["token"], fields["parent"], fields["emit_depth"], coin, everywhere, synthetic
+        )
+        drawn = everywhere[jnp.minimum(fields["sampled"], bucket.tokens - 1)]
     walk = accept_walk(
         fields["token"], fields["parent"], fields["emit_depth"], fields["row"], everywhere,
-        num_rows=bucket.rows, max_depth=max_depth,
+        num_rows=bucket.rows, max_depth=max_depth, agrees=agrees,
     )  # fmt: skip
-    return jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)]), walk
+    outcome = jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)])
+    return outcome, walk, drawn
 
 
 def outcome_sizes(bucket: Bucket, max_depth: int) -> tuple[int, int, int]:

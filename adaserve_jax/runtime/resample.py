@@ -46,12 +46,13 @@ class Resampled(NamedTuple):
 def resample(
     logits: jax.Array, drawn: jax.Array, packed: jax.Array, edits: jax.Array, tables: tuple[jax.Array, ...],
     allowed: jax.Array, *, bucket: Bucket, layout: Layout, page_size: int, max_depth: int,
+    synthetic: tuple[float, ...] | None = None,
 ) -> Resampled:  # fmt: skip
     """Draw from the edited logits at the positions that edits concern, and walk the trees again.
 
     logits: f32[N, V] and drawn: i32[N], of the forward. packed, edits: by `layout` and `edits_layout`. tables:
     tokens that penalties and biases concern, by `table_layout`, filled from the first table on. allowed: u32[N, ceil(V
-    / 32)], as `edited_logits` takes it.
+    / 32)], as `edited_logits` takes it. synthetic: as in `ModelPrograms`.
     """
     fields = layout.split(packed)
     asked = edits_layout(bucket).split(edits)
@@ -70,7 +71,7 @@ def resample(
         return jnp.where(changed, draw(scores, positions.sampler, positions.position + 1), drawn)
 
     redrawn = lax.cond(jnp.any(changed), draw_again, lambda: drawn)
-    outcome, walk = accept_drawn(fields, bucket, redrawn, max_depth)
+    outcome, walk, redrawn = accept_drawn(fields, bucket, redrawn, max_depth, synthetic)
     report = lax.cond(
         asked["asked"][1] > 0,
         lambda: logprob_report(logits, jnp.where(asked["scored"] < 0, redrawn, asked["scored"])),
@@ -227,6 +228,7 @@ class Resampler:
                 layout=layout,
                 page_size=limits.page_size,
                 max_depth=limits.max_tree_depth,
+                synthetic=target.programs.synthetic,
             )
             function = jax.jit(place.spmd(program, (EVERYWHERE,) * len(arguments), EVERYWHERE))
             declared.append(Declared(self._key(bucket), function, arguments))

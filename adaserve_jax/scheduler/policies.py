@@ -425,8 +425,16 @@ def policy_of(config: EngineConfig) -> Policy:
 
 
 def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
-    """Return what trees are made of: what the policy's name says, else the configuration, else the policy."""
+    """Return what trees are made of: what the policy's name says, else the configuration, else the policy.
+
+    Raises ConfigError: with synthetic acceptance, for text already seen that the policy's name says.
+    """
     named = _named_sources(config.policy)
+    if config.synthetic_acceptance is not None and "suffix" in named:
+        raise ConfigError(
+            f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: text already seen costs no time "
+            "to draft from, and would be accepted as often"
+        )
     found = config.draft_sources if named == "auto" else named
     return policy.sources if found == "auto" else found
 

@@ -32,6 +32,17 @@ def gumbel_noise(seed: jax.Array, choice: jax.Array, position: jax.Array, vocab_
     return -jnp.log(-jnp.log(uniform))
 
 
+def synthetic_coins(seed: jax.Array, choice: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
+    """Return a uniform number of (0, 1) for a token at a position, f32[N], independent of `gumbel_noise`.
+
+    Arguments as there; token: i32[N].
+    """
+    words = seed.astype(jnp.uint32)
+    key = _threefry((words[:, 0], words[:, 1]), choice.astype(jnp.uint32), position.astype(jnp.uint32))
+    bits, _ = _threefry(key, jnp.ones_like(key[0]), token.astype(jnp.uint32))
+    return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
+
+
 def _threefry(key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply Threefry-2x32 elementwise to broadcast uint32 arrays (Salmon et al., Random123)."""
     operands = jnp.broadcast_arrays(*key, high, low)

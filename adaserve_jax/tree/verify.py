@@ -34,15 +34,18 @@ class Accepted(NamedTuple):
 
 def accept_walk(
     token: jax.Array, parent: jax.Array, emit_depth: jax.Array, row: jax.Array, drawn: jax.Array,
-    *, num_rows: int, max_depth: int,
+    *, num_rows: int, max_depth: int, agrees: jax.Array | None = None,
 ) -> Accepted:  # fmt: skip
     """Walk all trees at once. All arrays are i32[T], packed, parents before children.
 
     parent: packed index, -1 for a root. emit_depth: 0 for a root or the last token of a prompt, j for a tree node of
-    depth j, PREFILL or PADDING. drawn: the target's token after each node, read where emit_depth >= 0.
+    depth j, PREFILL or PADDING. drawn: the target's token after each node, read where emit_depth >= 0. agrees: bool[T],
+    nodes that are accepted where their parent is, at most one child of each; None: those whose token was drawn after
+    their parent.
     """
     is_root = emit_depth == 0
-    agrees = (emit_depth > 0) & (drawn[parent] == token)
+    if agrees is None:
+        agrees = (emit_depth > 0) & (drawn[parent] == token)
 
     accepted, above = is_root | agrees, jnp.where(is_root, jnp.arange(len(parent)), parent)
     # pointer doubling: a node and its nearest 1, 2, 4, ... ancestors
@@ -53,6 +56,26 @@ def accept_walk(
     tokens = tokens.at[row, depth].set(drawn, mode="drop")
     counts = jnp.zeros(num_rows, jnp.int32).at[row].add(accepted.astype(jnp.int32), mode="drop")
     return Accepted(accepted, tokens, counts, accepted | (emit_depth == PREFILL))
+
+
+def synthetic_draws(
+    token: jax.Array, parent: jax.Array, emit_depth: jax.Array, coin: jax.Array, drawn: jax.Array,
+    rates: tuple[float, ...],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Accept nodes by coins with a chance by depth, instead of by comparison (docs/architecture/tree.md).
+
+    Arrays as for `accept_walk`. coin: f32[T], uniform in (0, 1). rates: chances of depth 1, 2, ...; 0 beyond.
+    Returns `drawn` with an accepted child's token after its parent, and `agrees`: of several children whose coins say
+    so, the first.
+    """
+    num_tokens = token.shape[0]
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    chance = jnp.array((0.0, *rates, 0.0), jnp.float32)[jnp.clip(emit_depth, 0, len(rates) + 1)]
+    lands = coin < chance
+    first = jnp.full(num_tokens, num_tokens, jnp.int32)
+    first = first.at[jnp.where(lands, parent, num_tokens)].min(index, mode="drop")
+    agrees = lands & (first[parent] == index)
+    return jnp.where(first < num_tokens, token[jnp.minimum(first, num_tokens - 1)], drawn), agrees
 
 
 def ancestor_bits(parent: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ def target() -> Any:
     """What a `Resampler` needs of the target: no weights."""
     stub = SimpleNamespace(
         role="target", config=SimpleNamespace(vocab_size=VOCAB),
-        programs=SimpleNamespace(layout=lambda bucket: step_layout(bucket, MAX_PAGES)),
+        programs=SimpleNamespace(synthetic=None, layout=lambda bucket: step_layout(bucket, MAX_PAGES)),
         buckets=BucketSet((TOKENS,), (ROWS,), SAMPLED), placement=Placement.on_one(),
     )  # fmt: skip
     stub.compiled = compile_all(Resampler(stub, LIMITS).declare())

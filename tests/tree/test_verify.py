@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import expand_bits
-from adaserve_jax.tree.verify import PADDING, PREFILL, accept_walk, ancestor_bits, ancestor_paths
+from adaserve_jax.tree.verify import PADDING, PREFILL, accept_walk, ancestor_bits, ancestor_paths, synthetic_draws
 
 DEPTH = 3
 
@@ -87,3 +87,20 @@ def test_bits_and_paths_equal_the_walk(tokens: int, chain: bool) -> None:
             walk.append(int(parent[walk[-1]]))
         assert np.flatnonzero(mask[token]).tolist() == sorted(walk)
         assert paths[token, : len(walk)].tolist() == walk[::-1]
+
+
+def test_synthetic_draws_accept_the_first_child_whose_coin_lands() -> None:
+    #         0 root
+    #    1 (0.8)   2 (0.1)  3 (0.2)       coins; chance at depth 1: 0.5
+    #              4 (0.9)  5 (0.3)       chance at depth 2: 0.4
+    token = np.array([9, 1, 2, 3, 4, 5], np.int32)
+    parent = np.array([-1, 0, 0, 0, 2, 3], np.int32)
+    depth = np.array([0, 1, 1, 1, 2, 2], np.int32)
+    coin = np.array([0.0, 0.8, 0.1, 0.2, 0.9, 0.3], np.float32)
+    target = np.full(6, 7, np.int32)
+    drawn, agrees = synthetic_draws(token, parent, depth, coin, target, (0.5, 0.4))
+    assert np.flatnonzero(agrees).tolist() == [2, 5]  # 5 under 3, which is not reached
+    walk = accept_walk(token, parent, depth, np.zeros(6, np.int32), drawn, num_rows=1, max_depth=2, agrees=agrees)
+    assert walk.tokens[0, : int(walk.counts[0])].tolist() == [2, 7]  # the bonus token is the target's
+    _, none = synthetic_draws(token, parent, depth, coin, target, ())
+    assert not none.any()
