@@ -63,7 +63,7 @@ class _BeamCarry(NamedTuple):
 
 class VerifyResult(NamedTuple):
     """Result of a verification. outcome: i32, packed for the host (`accept_drawn`); drawn: i32[N], the target's token
-    after each sampled position, with synthetic acceptance the token emitted there; logits: f32[N, V], before any edit."""
+    after each sampled position, or with synthetic acceptance the token emitted; logits: f32[N, V], before any edit."""
 
     outcome: jax.Array
     drawn: jax.Array
