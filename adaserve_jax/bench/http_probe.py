@@ -150,6 +150,8 @@ def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
     """
     speculative = said.get("speculative")
     speculative = speculative if isinstance(speculative, Mapping) else {}
+    counted = said.get("speculative_decoding")
+    drafted = counted.get("num_draft_tokens") if isinstance(counted, Mapping) else 0
     slo = said.get("slo")
     feasible = slo.get("feasible") if isinstance(slo, Mapping) else None
     queue_ms = said.get("queue_time_ms")
@@ -157,6 +159,7 @@ def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
         0.0,
         first_scheduled_s=queue_ms / 1e3 if _is_time(queue_ms) else None,
         verify_steps=_count(speculative.get("verify_steps")),
+        drafted_tokens=_count(drafted),
         accepted_tokens=_count(speculative.get("accepted_tokens")),
         slo_feasible=feasible if isinstance(feasible, bool) else None,
     )

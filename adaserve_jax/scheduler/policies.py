@@ -432,8 +432,8 @@ def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
     named = _named_sources(config.policy)
     if config.synthetic_acceptance is not None and "suffix" in named:
         raise ConfigError(
-            f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: text already seen costs no "
-            "time to draft from, but would be accepted as often"
+            f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: texts already seen cost "
+            "no time to draft from, but would be accepted as often"
         )
     found = config.draft_sources if named == "auto" else named
     return policy.sources if found == "auto" else found

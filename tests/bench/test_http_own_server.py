@@ -11,6 +11,7 @@ import pytest
 
 from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due
 from adaserve_jax.bench.http_load import UrlEngine
+from adaserve_jax.bench.http_probe import served_metrics
 from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
@@ -67,6 +68,13 @@ def test_a_server_says_what_it_is(engine):
 def test_each_end_is_the_one_that_the_server_says(engine, prompt, status, code):
     (record,) = driven(engine, [item(prompt)])
     assert (record.status, record.error_code) == (status, code)
+
+
+@pytest.mark.parametrize(("said", "drafted"), [({"num_draft_tokens": 12}, 12), ({"num_draft_tokens": "x"}, 0), (7, 0)])
+def test_drafted_tokens_are_those_that_the_server_counts_as_vllm_does(said, drafted):
+    counts = {"verify_steps": 4, "accepted_tokens": 6, "mean_accepted": 1.5}
+    metrics = served_metrics({"speculative": counts, "speculative_decoding": said})
+    assert (metrics.verify_steps, metrics.drafted_tokens, metrics.accepted_tokens) == (4, drafted, 6)
 
 
 def test_tokens_and_verifications_are_those_of_the_engine(server, engine):
