@@ -14,19 +14,7 @@ from results_policies import line
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # files are read as its readers do
 
-from benchmarks.osd.views import (
-    LONGER,
-    OFFLINE,
-    ONE,
-    SHIPPED,
-    START,
-    TAG,
-    TOPIC,
-    last,
-    once_served,
-    phases,
-    runs_by_way,
-)
+from benchmarks.osd.views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
 
 SERVED = (500, 1000, 2000)
 NARROW = (
@@ -37,9 +25,9 @@ NARROW = (
 HEAD_SERVED = (64, 192, 384)
 HEAD = (
     f"| traffic | at the start | {' | '.join(f'after {count} requests' for count in HEAD_SERVED)} "
-    "| distilled offline, same prompts, two epochs | share of that | offline in as many steps | share of that "
+    "| distilled offline, same prompts, two epochs | share of that "
     "| the embedded head | updates | training, s | serving, s |\n"
-    f"|{'---|' * (10 + len(HEAD_SERVED))}"
+    f"|{'---|' * (8 + len(HEAD_SERVED))}"
 )
 SHIFT = (
     "| traffic | requests | when it begins | when it ends | gain | after all traffic | at the start "
@@ -81,13 +69,10 @@ def online_head_table(folder: Path) -> list[str]:
     for domain, result in results.items():
         (run,) = result["runs"]
         start, offline, shipped = (result["acceptance"][name][domain] for name in (START, OFFLINE, SHIPPED))
-        longer = result["acceptance"].get(LONGER, {}).get(domain)
-        of_longer = "-" if longer is None else f"{last(run, domain) / longer:.0%}"
         updates = sum(run["learning"]["updates"].values())
         rows.append(line(
             domain, _share(start), *(_share(once_served(run, domain, count)) for count in HEAD_SERVED),
-            _share(offline), f"{last(run, domain) / offline:.0%}", _share(longer), of_longer,
-            _share(shipped), str(updates),
+            _share(offline), f"{last(run, domain) / offline:.0%}", _share(shipped), str(updates),
             f"{run['train_s']:.0f}", f"{run['serve_s']:.0f}",
         ))  # fmt: skip
     about = (

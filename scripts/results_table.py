@@ -255,7 +255,8 @@ def device_tables(result: dict[str, Any]) -> str:
         f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
     )
     where = f"{result['machine']}; {result['device']}; {ceilings['dtype']}: {rates}"
-    parts.append(f"{where}; jax {result['jax_version']}. Commit {result['commit'][:12]}.")
+    commit, dirty, _ = result["commit"].partition("-dirty")
+    parts.append(f"{where}; jax {result['jax_version']}. Commit {commit[:12]}{dirty}.")
     return "\n\n".join(parts)
 
 

@@ -35,7 +35,7 @@ from adaserve_jax.runtime.sizing import dtype_of
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.synthetic_acceptance import acceptance_rates, rates_text
+from adaserve_jax.synthetic_acceptance import rates_text
 from adaserve_jax.tree.acceptance_table import write_chances
 from adaserve_jax.types import CostSamples, Executor, Limits, Progress, SamplingParams
 
@@ -276,7 +276,7 @@ class Assembly:
 
     def describe(self, config: EngineConfig) -> EngineInfo:
         """Return the facts about an engine with the policy of `config`."""
-        asked, deepest = config.synthetic_acceptance, self.executor.limits.max_depth
+        synthetic = self.executor.resolved.synthetic
         return EngineInfo(
             target=config.target,
             draft=config.draft if config.drafter is None else REMOTE,
@@ -294,7 +294,7 @@ class Assembly:
             kv_tokens=self.executor.limits.kv_tokens,
             adapters=self.adapters.names,
             lora_slots=self.adapters.slots,
-            synthetic_acceptance=None if asked is None else rates_text(acceptance_rates(asked, deepest)),
+            synthetic_acceptance=None if synthetic is None else rates_text(synthetic),
         )
 
     def new_draft_times(self) -> CostSamples | None:

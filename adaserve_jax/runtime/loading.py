@@ -100,12 +100,17 @@ def find_pair(config: EngineConfig) -> ModelPair:
 
 
 def resolve_pair(config: EngineConfig, pair: ModelPair, *, elastic: bool = False, training_bytes: int = 0) -> Resolved:
-    """Call `resolve` for the models of a pair, with what is known of the drafts' vocabularies."""
+    """Call `resolve` for the models of a pair, with what is known of the drafts' vocabularies and of synthetic
+    acceptance. Raises ConfigError: its chances cannot be read."""
     resolved = resolve(
         config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes,
         map_bytes=map_bytes(pair.vocabularies),
     )  # fmt: skip
-    return replace(resolved, draft_vocabulary=_describe_vocabularies(config, pair))
+    asked = config.synthetic_acceptance
+    return replace(
+        resolved, draft_vocabulary=_describe_vocabularies(config, pair),
+        synthetic=None if asked is None else acceptance_rates(asked, resolved.limits.max_depth),
+    )  # fmt: skip
 
 
 def _describe_vocabularies(config: EngineConfig, pair: ModelPair) -> str:
@@ -154,7 +159,7 @@ def load_target(
     read_by_draft = () if pair.draft is None else pair.draft.feature_layers(pair.target.num_layers)
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, config.deterministic, partition,
-        resolved.attention, config.lora_slots, read_by_draft, synthetic_rates(resolved),
+        resolved.attention, config.lora_slots, read_by_draft, resolved.synthetic,
     )  # fmt: skip
     params = read(
         pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement, quantize=config.quantize
@@ -167,12 +172,6 @@ def load_target(
         "target", pair.target, params, programs, resolved.verify_buckets, num_pages=limits.num_pages,
         page_size=limits.page_size, dtype=resolved.dtype, placement=resolved.placement, send_step=send_step,
     )  # fmt: skip
-
-
-def synthetic_rates(resolved: Resolved) -> tuple[float, ...] | None:
-    """Return the chances by depth of synthetic acceptance; None without it. Raises ConfigError: they cannot be read."""
-    asked = resolved.config.synthetic_acceptance
-    return None if asked is None else acceptance_rates(asked, resolved.limits.max_depth)
 
 
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:

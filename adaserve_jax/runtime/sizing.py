@@ -47,7 +47,7 @@ class Resolved:
     placement: devices of the target. attention, draft_attention: the kernel implementations. sizes: bytes of each part.
     memory: the limit that they must fit into. weight_format: how a quantised target is stored and held, for people; ""
     for one in full precision. draft_vocabulary: how the target's tokens are mapped to the drafts', for
-    people; "" if the vocabularies are the same.
+    people; "" if the vocabularies are the same. synthetic: `acceptance_rates`; None: tokens are compared.
     """
 
     config: EngineConfig
@@ -63,6 +63,7 @@ class Resolved:
     memory: MemoryLimit
     weight_format: str = ""
     draft_vocabulary: str = ""
+    synthetic: tuple[float, ...] | None = None
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
         """Return the planned bytes of every part. workspace: of the compiled programs; None before that is known."""

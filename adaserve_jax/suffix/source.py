@@ -44,7 +44,7 @@ def prior_chances() -> np.ndarray:
     greedy = np.broadcast_to(np.array(GREEDY_CHANCE) * factor, (DEPTH_CLASSES, KINDS, BINS))
     later = np.where(np.arange(KINDS) % 5 > 2, LATER_FACTOR, 1.0)[:, None]
     coupled = np.broadcast_to(np.array(NOISE_CHANCE) * later, (DEPTH_CLASSES, KINDS, BINS))
-    return np.stack([greedy, coupled]).astype(np.float32)
+    return np.stack([greedy, coupled]).astype(np.float32, order="C")  # another layout compiles the kernels anew
 
 
 def level_widths(depth: int) -> np.ndarray:
@@ -102,8 +102,7 @@ class SuffixSource:
         self._newest = 1
         self._salts: dict[str, tuple[int, int]] = {}
         self._next_salt = 0
-        # contiguous, as every array for the kernels: they are compiled anew for another layout
-        self.prior = np.ascontiguousarray(prior_chances())
+        self.prior = prior_chances()
 
     @property
     def kept_tokens(self) -> int:

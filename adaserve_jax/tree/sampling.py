@@ -23,13 +23,11 @@ def gumbel_noise(seed: jax.Array, choice: jax.Array, position: jax.Array, vocab_
 
     seed: u32[N, 2] (low, high word); choice, position: i32[N], the position of the token to draw.
     """
-    words = seed.astype(jnp.uint32)
-    key = _threefry((words[:, 0], words[:, 1]), choice.astype(jnp.uint32), position.astype(jnp.uint32))
+    key = _position_key(seed, choice, position)
     counter = jnp.arange(-(-vocab_size // 2), dtype=jnp.uint32)[None, :]
     even, odd = _threefry((key[0][:, None], key[1][:, None]), jnp.zeros_like(counter), counter)
     bits = jnp.stack([even, odd], axis=-1).reshape(seed.shape[0], -1)[:, :vocab_size]
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(-jnp.log(uniform))
+    return -jnp.log(-jnp.log(_uniform(bits)))
 
 
 def synthetic_coins(seed: jax.Array, choice: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
@@ -37,9 +35,18 @@ def synthetic_coins(seed: jax.Array, choice: jax.Array, position: jax.Array, tok
 
     Arguments as there; token: i32[N].
     """
+    key = _position_key(seed, choice, position)
+    bits, _ = _threefry(key, jnp.ones_like(key[0]), token.astype(jnp.uint32))  # the noise has zeros in place of ones
+    return _uniform(bits)
+
+
+def _position_key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     words = seed.astype(jnp.uint32)
-    key = _threefry((words[:, 0], words[:, 1]), choice.astype(jnp.uint32), position.astype(jnp.uint32))
-    bits, _ = _threefry(key, jnp.ones_like(key[0]), token.astype(jnp.uint32))
+    return _threefry((words[:, 0], words[:, 1]), choice.astype(jnp.uint32), position.astype(jnp.uint32))
+
+
+def _uniform(bits: jax.Array) -> jax.Array:
+    """Return numbers of (0, 1), f32, from uint32."""
     return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 

@@ -3,7 +3,6 @@
     python -m benchmarks.osd.online_learning narrow code --work FOLDER --out benchmarks/results/online-learning
     python -m benchmarks.osd.online_learning narrow maths --gsm8k train.jsonl.gz ...
     python -m benchmarks.osd.online_learning head code --work FOLDER ...    # an EAGLE-3 head in place of the draft
-    python -m benchmarks.osd.online_learning head-offline code --work FOLDER ...
     python -m benchmarks.osd.online_learning shift --gsm8k ...      # four kinds of traffic, one after another
     python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
@@ -53,7 +52,7 @@ VARIANTS: dict[str, LearnConfig] = {
     "lora": replace(LEARN, learn_lora_rank=16),
 }
 """Ways to learn, by name; "online" is what all other runs use."""
-SHIPPED, START, OFFLINE, LONGER = "shipped", "start", "offline", "offline, longer"
+SHIPPED, START, OFFLINE = "shipped", "start", "offline"
 
 Work = Annotated[Path, typer.Option(help="folder for drafts that are made on the way; kept, and used again")]
 Out = Annotated[Path, typer.Option(help="folder of results")]
@@ -129,26 +128,6 @@ def head(
     online = run(f"{domain}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
                  every=every, note=note)  # fmt: skip
     write(out / f"head-{domain}.json", policy, found, [online])
-
-
-@app.command()
-def head_offline(
-    domain: Annotated[str, typer.Argument(help=f"one of {', '.join(NAMES)}")],
-    work: Work,
-    out: Out,
-    gsm8k: Gsm8k = None,
-    requests: Requests = 384,
-    judged: Judged = 24,
-    epochs: Annotated[int, typer.Option(help="epochs of `adaserve distill`, of smaller steps than by default")] = 6,
-) -> None:
-    """The prompts of `head` offline in about as many optimiser steps as serving took; adds it to the result of `head`,
-    whose two epochs have fewer."""
-    (each,) = domains((domain,), gsm8k, requests, judged)
-    start, path = start_of(work, HEAD), out / f"head-{domain}.json"
-    draft = offline_of(work, start, each, epochs, ("--step-tokens", "1024"))
-    result = json.loads(path.read_text())
-    result["acceptance"][LONGER] = acceptance_of(draft, judge_of(DEMO, start, {domain: each.judged}))
-    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 @app.command()
@@ -230,17 +209,16 @@ def one_layer_of(work: Path) -> str:
     return str(folder)
 
 
-def offline_of(work: Path, start: str, domain: Domain, epochs: int = 2, options: tuple[str, ...] = ()) -> str:
-    """What `adaserve distill` makes of the prompts that are served, before any is. options: more of its options."""
-    times = "" if epochs == 2 else f"-{epochs}"
-    folder = work / f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}{times}"
+def offline_of(work: Path, start: str, domain: Domain) -> str:
+    """What `adaserve distill` makes of the prompts that are served, before any is."""
+    folder = work / f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
     if not (folder / "config.json").exists():
         prompts = work / f"{domain.name}.jsonl"
         write_prompts(prompts, domain.served)
         command = [
             sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, "--draft", start,
-            "--prompts", str(prompts), "--out", str(folder), "--epochs", str(epochs), "--max-tokens", str(MAX_TOKENS),
-            "--temperature", str(TEMPERATURE), "--rate", str(RATE), "--schedule", "cosine", *options,
+            "--prompts", str(prompts), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
+            "--temperature", str(TEMPERATURE), "--rate", str(RATE), "--schedule", "cosine",
         ]  # fmt: skip
         note(" ".join(command[1:]))
         subprocess.run(command, check=True)

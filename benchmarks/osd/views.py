@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-START, SHIPPED, OFFLINE, LONGER, ONLINE = "start", "shipped", "offline", "offline, longer", "online"
+START, SHIPPED, OFFLINE, ONLINE = "start", "shipped", "offline", "online"
 ONE, TAG, TOPIC = "one", "tag", "topic"
 Result = Mapping[str, Any]
 Run = Mapping[str, Any]

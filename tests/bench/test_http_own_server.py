@@ -4,6 +4,7 @@ embedded pair, whose tokens it must count as the engine does."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due
 from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.bench.http_probe import served_metrics
 from adaserve_jax.bench.local_client import ClientEngine
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunResults
@@ -23,7 +25,7 @@ from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import WorkloadItem, load_workload
 from tests.program import run_program
 from tests.server.conftest import Running, running, serving
-from tests.server.scripted import BASELINE_S
+from tests.server.scripted import BASELINE_S, ByteTokenizer, ScriptedEngine
 from tests.waiting import wait_until
 
 KEY = "a-long-enough-secret-key"
@@ -57,6 +59,18 @@ def test_a_server_says_what_it_is(engine):
     about = engine.about
     assert (about.system, about.policies, about.baseline_s) == ("adaserve_jax", ("scripted",), BASELINE_S)
     assert (about.max_context, about.max_requests, about.device) == (512, 64, "cpu")
+
+
+def test_a_server_of_synthetic_acceptance_says_so():
+    scripted = ScriptedEngine(EngineConfig(target="models/scripted", synthetic_acceptance="1.5"))
+    scripted.start()
+    with (
+        serving(scripted, ByteTokenizer(), ServerSettings()) as server,
+        closing(UrlEngine(UrlSettings(server.url))) as remote,
+        closing(scripted),
+    ):
+        local = ClientEngine(scripted, lambda *_: [1], lambda _: None)
+        assert [each.about.columns()["synthetic_acceptance"] for each in (remote, local)] == ["1.5", "1.5"]
 
 
 @pytest.mark.parametrize(

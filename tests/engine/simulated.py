@@ -52,7 +52,9 @@ class Machine(SimExecutor):
         self.leaves_host_free = False
         super().__init__(limits_of(**limits), costs_of(limits_of(**limits)), 0.7, VirtualClock(), vocab_size=VOCAB)
         changes = {"max_context": self.limits.max_context, "num_pages": self.limits.num_pages, "max_requests": 4}
-        self.resolved = SimpleNamespace(config=replace(config, page_size=8, **changes), draft_vocabulary="")
+        self.resolved = SimpleNamespace(
+            config=replace(config, page_size=8, **changes), draft_vocabulary="", synthetic=None
+        )
         self.target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), vocab_size=VOCAB))
         self.target_folder = Path("no checkpoint")
         self.drafter = None

@@ -158,7 +158,7 @@ class ScriptedEngine:
         return EngineInfo(
             self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
             defaults=self.defaults, drafts=self.config.draft_names, adapters=self.adapters.names,
-            lora_slots=self.adapters.slots,
+            lora_slots=self.adapters.slots, synthetic_acceptance=self.config.synthetic_acceptance,
         )  # fmt: skip
 
     def start(self) -> None:
