@@ -38,9 +38,20 @@ from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import new_run_id, source_commit
+from adaserve_jax.results.submission import recovery_s
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from benchmarks.adaserve.sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
+from benchmarks.adaserve.sweeps_points import (
+    OVERLOAD,
+    OVERLOAD_FROM_S,
+    OVERLOAD_S,
+    SWEEPS,
+    TARGETS,
+    Contender,
+    Point,
+    contenders,
+    points,
+)
 from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, tables, verdict
 
 QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
@@ -84,7 +95,11 @@ def run(job: Job) -> Line:
         policy, plan, machine, point.trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id, label=label
     )
     about = (job.key, job.machine.name, point.sweep, point.value, point.targets, contender.name, contender.group)
-    return Line(*about, rows=tuple(asdict(row) for row in rows))
+    recovered = None
+    if point.sweep == OVERLOAD:
+        met = ((record.due_s, record.slo_met is True) for record in simulated.records)
+        recovered = recovery_s(met, OVERLOAD_FROM_S + OVERLOAD_S)
+    return Line(*about, rows=tuple(asdict(row) for row in rows), recovery_s=recovered)
 
 
 def run_all(jobs: Sequence[Job], out: Path, workers: int) -> list[Line]:

@@ -42,11 +42,12 @@ LENGTH_SD, LIMIT_TOKENS = 0.6, 1024
 OVERLOADED_RATES = (2.0, 2.5, 3.0, 3.5)
 OVERLOAD_FROM_S, OVERLOAD_S = 90.0, 60.0
 MIXED_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+OVERLOAD = "overload"
 SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests",
           "mix": "share of urgent requests, drawn anew", "scale": "SLO scale of the urgent",
           "fluctuating": "mean requests per second, fluctuating",
           "deadline": "seconds to the last token of requests that are not urgent",
-          "overload": "requests per second, doubled for 60 s"}  # fmt: skip
+          OVERLOAD: "requests per second, doubled for 60 s"}  # fmt: skip
 _PATTERNS = {
     "rate": r"rate_rps[\d.]+_ol\d+",
     "urgent": r"urgent_prop([\d.]+)",
@@ -151,7 +152,7 @@ def _points(folder: Path, targets: str, seed: int) -> list[Point]:
         trace = fluctuating_trace(seed=seed, rate_rps=rate, like=like, ttft_slo_s=ttft_slo_s)
         found.append(Point("fluctuating", rate, targets, trace))
     if like is not None:
-        found += [Point("overload", rate, targets, _overloaded(at_rate(like, rate))) for rate in OVERLOADED_RATES]
+        found += [Point(OVERLOAD, rate, targets, _overloaded(at_rate(like, rate))) for rate in OVERLOADED_RATES]
         steady = at_rate(like, DEADLINE_RATE)
         found += [Point("deadline", s, targets, _with_deadlines(steady, s, seed)) for s in DEADLINES_S]
     return sorted(found, key=lambda point: (list(SWEEPS).index(point.sweep), point.value))

@@ -8,12 +8,18 @@ from typing import Any
 
 from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.results.schema import ALL_CLASSES
-from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, PAPER, SWEEPS, TARGETS
+from adaserve_jax.results.submission import RECOVERED
+from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, OVERLOAD, PAPER, SWEEPS, TARGETS
 
 
 @dataclass(frozen=True)
 class Line:
-    """One contender at one point. rows: result rows as in results.jsonl, over all classes first."""
+    """One contender at one point.
+
+    rows: result rows as in results.jsonl, over all classes first. recovery_s: seconds from the end of the overload to
+    the first moment after which RECOVERED of the requests meet their targets again; None if that never comes, and in other
+    sweeps.
+    """
 
     key: str
     machine: str
@@ -23,6 +29,7 @@ class Line:
     contender: str
     group: str
     rows: tuple[dict[str, Any], ...]
+    recovery_s: float | None = None
 
     @property
     def overall(self) -> dict[str, Any]:
@@ -74,7 +81,8 @@ def tables(lines: Sequence[Line]) -> str:
         parts += [
             f"## {machine}, {kinds[targets]}: by {SWEEPS[sweep]}",
             "",
-            "Each cell: share of requests met / goodput in tokens/s.",
+            "Each cell: share of requests met / goodput in tokens/s"
+            + (f" / from the end of the overload until {RECOVERED:.0%} are met again." if sweep == OVERLOAD else "."),
             "",
         ]
         parts += _table(["policy", *(f"{value:g}" for value in by_value)], [
@@ -93,7 +101,12 @@ def _about(commits: str) -> str:
 
 
 def _cell(line: Line | None) -> str:
-    return "" if line is None else f"{line.attainment:.1%} / {line.goodput:.0f}"
+    if line is None:
+        return ""
+    cell = f"{line.attainment:.1%} / {line.goodput:.0f}"
+    if line.sweep != OVERLOAD:
+        return cell
+    return f"{cell} / {'never' if line.recovery_s is None else f'{line.recovery_s:.0f} s'}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -115,6 +128,7 @@ def contenders_by_point(lines: Sequence[Line]) -> list[dict[str, Any]]:
                     "attainment": line.attainment,
                     "goodput_tps": line.goodput,
                     "setting": line.setting if name == TUNED else None,
+                    **({"recovery_s": line.recovery_s} if sweep == OVERLOAD else {}),
                 }
                 for name, line in at_point.items()
             },

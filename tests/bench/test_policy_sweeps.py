@@ -14,12 +14,13 @@ from adaserve_jax.bench.simulate import Grid
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.reshaping import at_rate, with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
 from tests.bench.scripts import imported
 
 NAMES = ("adaserve.sweeps", "adaserve.sweeps_points", "adaserve.sweeps_tables")
-FIGURES = "policy_sweeps_figures"
+FIGURES = "benchmarks.adaserve.sweeps_figures"
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,26 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert "| adaserve | 100.0% / 700 | 95.0% / 900 |" in table
     assert "| spec:4 |  | 80.0% / 600 |" in table
     assert "Tuned settings: 4: spec:2, chunk 512, 48 running." in table
+
+
+def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
+    """All requests after the overload are met by the one contender, and none by the other."""
+    main, places = modules["main"], modules["points"]
+    steady = at_rate(fluctuating_trace(seed=0, rate_rps=1.0, ttft_slo_s=4.0), 1.0)
+    for met, recovered in ((True, 0.0), (False, None)):
+        trace = steady.derived(
+            "short",
+            (
+                replace(request, output_tokens=4, slo=SLO(ttft_ms=1e6 if met else 1e-3))
+                for request in steady.requests
+            ),
+        )
+        point = places.Point("overload", 1.0, "joint", with_requests(trace, 240, 0))
+        found = main.run(main.Job("c", load_machine("llama-70b"), point, places.contenders()[0], 0, Grid()))
+        assert (found.attainment, found.recovery_s) == (float(met), recovered)
+        (told,) = modules["tables"].contenders_by_point([found])
+        assert told["contenders"]["adaserve"]["recovery_s"] == recovered
+        assert ("/ 0 s |" if met else "/ never |") in modules["tables"].tables([found])
 
 
 def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
