@@ -9,6 +9,7 @@ client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
+acceptance-rules-*.json: of engine/acceptance_rules.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
 draft-heads-*.json: of engine/draft_sources.py and draft_sources_load.py; online-learning/head-*.json: of
 osd/online_learning.py; contenders-*.json: of adaserve/sweeps.py;
@@ -332,12 +333,31 @@ def vocabulary_table(result: dict[str, Any]) -> str:
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([VOCABULARIES, *rows]), about])
 
 
+def rules_table(result: dict[str, Any]) -> str:
+    """Return the table of a run of benchmarks/engine/acceptance_rules.py."""
+    found = {(each["rule"], each["temperature"], each["children"]): each for each in result["points"]}
+    counts = sorted({children for _, _, children in found})
+    rules = list(dict.fromkeys(rule for rule, _, _ in found))
+    rows = [line("temperature", "children", *(f"`{rule}`" for rule in rules)), "|---" * (2 + len(rules)) + "|"]
+    for temperature in sorted({temperature for _, temperature, _ in found}):
+        for count in counts:
+            points = [found[rule, temperature, count] for rule in rules]
+            each = [f"{point['acceptance']:.3f} ({point['low']:.3f} to {point['high']:.3f})" for point in points]
+            rows.append(line(f"{temperature:g}", str(count), *each))
+    about = (
+        f"{result['texts']} files of {result['tokens']} positions, {result['draws']} draws of noise each; 95 % intervals "
+        f"over files. {result['machine']}. Commit {result['commit'][:12]}."
+    )
+    return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join(rows), about])
+
+
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "contenders": contenders_table,
     "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table,
     "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
     "peers": peer_tables, "restart": start_table, "draft-vocabulary": vocabulary_table,
+    "acceptance-rules": rules_table,
 }  # fmt: skip
 
 
