@@ -177,11 +177,13 @@ class WaitingQueue:
     def instead_of(self, refused: SequenceState) -> Iterator[SequenceState]:
         """Yield the new sequences that may go when the one from `peek` may not start.
 
-        They are the first one whose targets bound its wait, if those of `refused` do not, and the first one without a
-        TPOT target.
+        They are the first one whose targets bound its wait, if those of `refused` do not, the first one that is not
+        demanding, if `refused` is, and the first one without a TPOT target.
         """
         if refused.patience_s is None:
             yield from self._first(lambda state: state.patience_s is not None)
+        if refused.is_demanding:
+            yield from self._first(lambda state: not state.is_demanding)
         if self._untargeted:
             yield from self._first(lambda state: state.is_untargeted)
 

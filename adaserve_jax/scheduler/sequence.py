@@ -76,9 +76,9 @@ class SequenceState:
     """
 
     __slots__ = (
-        "accepted_steps", "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s", "preemptions",
-        "prompt_s", "rank", "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids", "_asked",
-        "_feasible",
+        "accepted_steps", "cached_tokens", "counts", "flow", "is_demanding", "num_scored", "page_keys", "patience_s",
+        "preemptions", "prompt_s", "rank", "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids",
+        "_asked", "_feasible",
     )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
@@ -93,6 +93,7 @@ class SequenceState:
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
         feasible: bool | None = None, patience_s: float | None = None, prompt_s: float = 0.0, flow: int = 0,
+        is_demanding: bool = False,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
@@ -101,7 +102,7 @@ class SequenceState:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
         prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares
-        are kept fair.
+        are kept fair. is_demanding: its pace takes most of what the machine could give it alone.
         """
         self.sequence = sequence
         self.flow = flow
@@ -110,6 +111,7 @@ class SequenceState:
         self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
         """Seconds from arrival within which the first token must come for the targets; None without any that says."""
         self.prompt_s = prompt_s
+        self.is_demanding = is_demanding
         self.rank = (order_key, number)
         """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT

@@ -66,6 +66,12 @@ def deadline_rate(now: float, deadline_s: np.ndarray, tokens_left: np.ndarray) -
     return np.where(left_s > 0, tokens_left / np.where(left_s > 0, left_s, 1.0), np.inf)
 
 
+DEMANDING_SHARE = 0.75
+"""Share of the speed of one sequence alone above which a pace is demanding: it forces steps so short that prompts
+hardly advance beside it.
+"""
+
+
 @dataclass(frozen=True)
 class FeasibilityVerdict:
     """Judgement of one sequence's targets.
@@ -165,6 +171,11 @@ class Feasibility:
             _if_below(e2e_s, least_ttft_s),
             prompt_s=least_ttft_s,
         )
+
+    def is_demanding(self, sequence: Sequence) -> bool:
+        """Return whether the TPOT target takes more than DEMANDING_SHARE of what one sequence would get alone."""
+        tpot_s = sequence.tpot_slo_s
+        return tpot_s is not None and self.least_tpot_s() > DEMANDING_SHARE * tpot_s
 
     def least_tpot_s(self) -> float:
         """Return the seconds per token of one sequence alone."""

@@ -197,6 +197,24 @@ def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(
     assert started["due"] < started["waits"]
 
 
+@pytest.mark.parametrize(("tpot_slo_s", "passes"), [(0.0065, True), (0.009, False)])
+def test_only_behind_a_demanding_request_another_may_start_first(tpot_slo_s: float, passes: bool) -> None:
+    """One alone takes 6 ms per token on this machine. While a request waits for its pace, those behind it wait too, unless
+    its pace takes most of that speed."""
+    run = Run.of(limits_of(), policy="adaserve")
+    for index in range(2):
+        run.scheduler.add(request_of(f"runs{index}", tokens=40, tpot_slo_s=0.007, ttft_slo_s=1.0))
+    run.step()
+    now = run.clock.now()
+    run.scheduler.add(request_of("first", arrival_s=now, priority=-1, tpot_slo_s=tpot_slo_s, ttft_slo_s=9.0))
+    run.scheduler.add(request_of("second", arrival_s=now, tpot_slo_s=0.1, ttft_slo_s=9.0))
+    while run.scheduler.has_work:
+        run.step()
+    started = {name: run.last[name].metrics.first_scheduled_s for name in ("first", "second")}
+    assert all(run.last[name].metrics.slo_feasible for name in started)
+    assert (started["second"] < started["first"]) is passes
+
+
 def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the share of those that can still meet their target it would start sooner."""
     patient, due, started_s = planner.PATIENT_SHARE, planner.DUE_SHARE, {}
