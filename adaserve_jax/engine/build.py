@@ -249,11 +249,15 @@ class Assembly:
         assert self.executor.adapters is not None
         return self.executor.adapters.read(folder)
 
-    def put_adapter(self, name: str, matrices: Matrices, used: set[int], *, replace: bool) -> None:
-        """Load an adapter between two steps. used: slots that sequences need. Raises as `AdapterTable.free_slot`."""
+    def put_adapter(self, name: str, matrices: Matrices, used: set[int], *, replace: bool) -> int:
+        """Load an adapter between two steps and return its slot.
+
+        used: slots that sequences need. Raises as `AdapterTable.free_slot`.
+        """
         slot = self.adapters.free_slot(name, used, replace=replace)
         self.executor.put_adapter(slot, matrices)
         self.adapters.bind(name, slot)
+        return slot
 
     def build_core(self, config: EngineConfig) -> EngineCore:
         """Build a core for the policy of `config`, which otherwise equals the configuration in force."""

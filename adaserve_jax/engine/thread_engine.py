@@ -176,7 +176,9 @@ class LocalEngine:
         matrices = assembly.read_adapter(name, folder, replace=replace)  # here, so that no step waits for the disk
 
         def put() -> None:
-            assembly.put_adapter(name, matrices, self._core.scheduler.adapters_in_use(), replace=replace)
+            scheduler = self._core.scheduler
+            slot = assembly.put_adapter(name, matrices, scheduler.adapters_in_use(), replace=replace)
+            scheduler.forget_adapter(slot)
 
         self._between_steps(put)
 

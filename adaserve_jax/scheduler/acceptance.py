@@ -1,7 +1,8 @@
-"""Acceptance of draft tokens, learned from every verification, in two forms.
+"""Acceptance of draft tokens, learned from every verification, in three forms.
 
 `LearnedAcceptance` averages acceptance by depth and rank, which controllers plan with. `Calibrator` learns the table of
-chances from which f is made (`types.py` defines chance and f) and measures its calibration error.
+chances from which f is made (`types.py` defines chance and f) and measures its calibration error. `AdapterAcceptance`
+learns how far rows of a LoRA adapter are from that table.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ REFIT_STEPS = 32
 """Steps with outcomes between two fits."""
 FIRST_STEPS = 8
 """Steps before the first fit; each later one takes twice as many, up to REFIT_STEPS."""
+ADAPTER_PRIOR = 24.0
+"""Weight, in outcomes, of the assumption that an adapter's rows are accepted as the table says."""
+ADAPTER_HALF_LIFE = 1_000.0
+"""Outcomes of an adapter after which an older one counts half."""
+MOST_POWER = 4.0
+"""Bound of the power to which an adapter's f is raised, and of its inverse."""
+_POWERS = np.geomspace(1 / MOST_POWER, MOST_POWER, 65)
 PREDICTIONS = ("raw", "loaded", "online")
 """Predictions that are measured side by side: the draft's probability, the table of the start, the table in force."""
 
@@ -367,6 +375,76 @@ class Calibrator:
         self.errors = errors_by_mode(self.sums.sums)
         counts = self.sums.sums[0, : len(MODES)].sum(axis=-1)
         self.outcomes = {name: int(count) for name, count in zip(MODES, counts, strict=True) if count}
+
+
+class AdapterAcceptance:
+    """Acceptance of each LoRA adapter, as the power to which f of its rows is raised.
+
+    The table of chances is learned from all rows together, but an adapter moves the target away from the draft, each in
+    its own way. A power keeps f at most 1 and never rising along a path. Slot 0 is the model alone.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, np.ndarray] = {}
+        """By slot, f64[3, NUM_BINS]: verified nodes behind accepted ones by bin of their chance, the sums of their
+        chances, and how many were accepted.
+        """
+        self._power: dict[int, float] = {}
+
+    @property
+    def is_needed(self) -> bool:
+        """True once a row went through an adapter."""
+        return max(self._sums, default=0) > 0
+
+    def power(self, slot: int) -> float:
+        """Return the power of f: above 1 where fewer nodes are accepted than the table says."""
+        return self._power.get(slot, 1.0)
+
+    def corrected(self, candidates: CandidateTrees, slots: np.ndarray) -> CandidateTrees:
+        """Return the candidates with the f of each row's adapter. slots: i32[num_decode]."""
+        found, index = np.unique(slots, return_inverse=True)
+        power = np.array([self.power(slot) for slot in found.tolist()], np.float32)
+        return replace(candidates, log_f=candidates.log_f * power[index, None])
+
+    def observe(
+        self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, slots: np.ndarray,
+        edited: np.ndarray | None = None, columns: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Take in one verification. candidates: before `corrected`. slots: i32[num_decode]. The others as in
+        `Calibrator.observe`.
+        """
+        columns = trees.candidate if columns is None else columns
+        known = (columns >= 0) & accepted.take(trees.parent)
+        if edited is not None:
+            known &= ~edited.take(trees.row)
+        judged = np.flatnonzero(known)
+        row, column = trees.row[judged], columns[judged]
+        parent = candidates.parent[row, column]
+        above = np.where(parent < 0, np.float32(0), candidates.log_f[row, np.maximum(parent, 0)])
+        chance = np.exp(np.minimum(candidates.log_f[row, column] - above, 0.0), dtype=np.float64)
+        group = np.minimum((chance * NUM_BINS).astype(np.intp), NUM_BINS - 1)
+        hit, slot = accepted[judged], slots[row]
+        for each in np.unique(slot).tolist():
+            own = slot == each
+            weights = (None, chance[own], hit[own])
+            seen = np.stack([np.bincount(group[own], weight, NUM_BINS) for weight in weights])
+            before = self._sums.get(each, np.zeros(seen.shape))
+            self._sums[each] = sums = 0.5 ** (seen[0].sum() / ADAPTER_HALF_LIFE) * before + seen
+            self._power[each] = _power_of(*sums)
+
+    def forget(self, slot: int) -> None:
+        """Forget an adapter that has left its slot."""
+        self._sums.pop(slot, None)
+        self._power.pop(slot, None)
+
+
+def _power_of(count: np.ndarray, stated: np.ndarray, accepted: np.ndarray) -> float:
+    """Return the power of the chances at which as many nodes are expected as were accepted; all f64[NUM_BINS]."""
+    total = count.sum()
+    shown = (accepted.sum() + ADAPTER_PRIOR * stated.sum() / total) / (total + ADAPTER_PRIOR)
+    chance = np.divide(stated, count, out=np.ones(NUM_BINS), where=count > 0)
+    expected = (count * chance ** _POWERS[:, None]).sum(axis=1) / total
+    return float(np.interp(-shown, -expected, _POWERS))
 
 
 def errors_by_mode(sums: np.ndarray) -> dict[str, dict[str, float]]:

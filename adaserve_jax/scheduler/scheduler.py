@@ -15,7 +15,7 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.memory.residency import ElasticRule
-from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
+from adaserve_jax.scheduler.acceptance import AdapterAcceptance, Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.commit import (
     StepUpdates,
@@ -85,6 +85,8 @@ class Scheduler:
         self._draft_sessions = draft_sessions
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
+        self._adapters = AdapterAcceptance()
+        self._corrected: CandidateTrees | None = None
         policy, sources = self._policy, sources_of(config, self._policy)
         uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources
         uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and "suffix" in sources
@@ -163,6 +165,10 @@ class Scheduler:
     def adapters_in_use(self) -> set[int]:
         """Return the slots of the adapters that running and waiting sequences go through."""
         return {state.sequence.adapter for state in self._states.values()}
+
+    def forget_adapter(self, slot: int) -> None:
+        """Forget what was learned of the adapter that had a slot."""
+        self._adapters.forget(slot)
 
     @property
     def draft_resident(self) -> bool:
@@ -248,7 +254,9 @@ class Scheduler:
         """Return the trees to verify. now: read after drafting, so that every sequence's need is up to date."""
         started = time.perf_counter()
         planned = self._expect(plan)
-        self._merged = None
+        self._merged = self._corrected = None
+        if candidates.log_f.size and self._knows_adapters(plan):
+            self._corrected = candidates = self._adapters.corrected(candidates, _slots(plan))
         if self._suffix is not None and planned.suffix is not None:
             self._merged = self._suffix.merge(candidates, planned.suffix)
             candidates = self._merged.candidates
@@ -378,7 +386,10 @@ class Scheduler:
         expected = 0.0
         if plan.draft is not None and drafted is not None:
             accepted, edited = outcome.accepted, outcome.edited
-            expected = self._acceptance.observe(candidates, plan.draft.width, drafted, trees, accepted, edited, columns)
+            weighed = candidates if self._corrected is None else self._corrected
+            expected = self._acceptance.observe(weighed, plan.draft.width, drafted, trees, accepted, edited, columns)
+            if self._knows_adapters(plan):
+                self._adapters.observe(candidates, trees, accepted, _slots(plan), edited, columns)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
@@ -406,6 +417,10 @@ class Scheduler:
                 feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
         if feedback is not None:
             self.controller.learn(feedback)
+
+    def _knows_adapters(self, plan: StepPlan) -> bool:
+        """Return whether chances are learned by adapter: once a row goes, or went, through one."""
+        return self._policy.calibrated and (plan.adapters is not None or self._adapters.is_needed)
 
     def _most_output(self, sequence: Sequence) -> float:
         """Return the upper bound on the output of a new sequence; its `max_tokens` where none was learned."""
@@ -440,3 +455,10 @@ class Scheduler:
         if self._in_flight is None or self._in_flight.plan is not plan:
             raise IntegrityError(f"step {plan.step} is not the one in flight; call plan, select and commit in turn")
         return self._in_flight
+
+
+def _slots(plan: StepPlan) -> np.ndarray:
+    """Return i32[num_decode], the adapter slots of the decode rows."""
+    if plan.adapters is None:
+        return np.zeros(plan.num_decode, np.int32)
+    return plan.adapters[: plan.num_decode]

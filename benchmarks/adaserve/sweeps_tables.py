@@ -17,8 +17,8 @@ class Line:
     """One contender at one point.
 
     rows: result rows as in results.jsonl, over all classes first. recovery_s: seconds from the end of the overload to
-    the first moment after which RECOVERED of the requests meet their targets again; None if that never comes, and in other
-    sweeps.
+    the first moment after which RECOVERED of the requests meet their targets again; None if that never comes, and in
+    other sweeps.
     """
 
     key: str

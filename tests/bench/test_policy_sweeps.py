@@ -159,10 +159,7 @@ def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
     for met, recovered in ((True, 0.0), (False, None)):
         trace = steady.derived(
             "short",
-            (
-                replace(request, output_tokens=4, slo=SLO(ttft_ms=1e6 if met else 1e-3))
-                for request in steady.requests
-            ),
+            (replace(request, output_tokens=4, slo=SLO(ttft_ms=1e6 if met else 1e-3)) for request in steady.requests),
         )
         point = places.Point("overload", 1.0, "joint", with_requests(trace, 240, 0))
         found = main.run(main.Job("c", load_machine("llama-70b"), point, places.contenders()[0], 0, Grid()))

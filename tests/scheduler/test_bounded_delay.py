@@ -199,8 +199,8 @@ def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(
 
 @pytest.mark.parametrize(("tpot_slo_s", "passes"), [(0.0065, True), (0.009, False)])
 def test_only_behind_a_demanding_request_another_may_start_first(tpot_slo_s: float, passes: bool) -> None:
-    """One alone takes 6 ms per token on this machine. While a request waits for its pace, those behind it wait too, unless
-    its pace takes most of that speed."""
+    """One alone takes 6 ms per token on this machine. While a request waits for its pace, those behind it wait too,
+    unless its pace takes most of that speed."""
     run = Run.of(limits_of(), policy="adaserve")
     for index in range(2):
         run.scheduler.add(request_of(f"runs{index}", tokens=40, tpot_slo_s=0.007, ttft_slo_s=1.0))
