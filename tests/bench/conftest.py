@@ -34,7 +34,8 @@ def no_collection_of_all_garbage() -> Iterator[None]:
 @dataclass(frozen=True)
 class Script:
     """How the engine behaves. hang: classes that never end. capacity: most requests in flight. dies_after: submissions.
-    submit_s: seconds that each call of submit takes (a client that cannot keep up)."""
+    submit_s: seconds that each call of submit takes (a client that cannot keep up). adapters: names of LoRA adapters.
+    """
 
     ttft_s: float = 0.004
     tpot_s: float = 0.002
@@ -44,6 +45,7 @@ class Script:
     capacity: int = 10_000
     dies_after: int = 10_000
     submit_s: float = 0.0
+    adapters: tuple[str, ...] = ()
 
 
 class ScriptedEngine:
@@ -63,7 +65,10 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("scripted", None, self.policies[-1], "cpu: fake", "0", 64, 8, 100, BASELINE_S)
+        adapters = self.script.adapters
+        return EngineInfo(
+            "scripted", None, self.policies[-1], "cpu: fake", "0", 64, 8, 100, BASELINE_S, adapters=adapters
+        )
 
     def set_policy(self, name: str) -> None:
         assert not self.in_flight, "set_policy needs an idle engine"

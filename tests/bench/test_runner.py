@@ -57,6 +57,14 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workloa
     assert len({r.run_id for r in rows}) == 1
 
 
+def test_requests_take_the_loaded_adapters_in_turn(make_bench, workload, tmp_path: Path):
+    engine = make_bench("ar", adapters=("code", "sums", "third"))
+    plan = BenchPlan(("ar",), (40.0,), duration_s=0.2, warmup_requests=0, max_late_s=60.0)
+    run_bench(plan, workload, lambda _: engine, tmp_path / "out")
+    taken = [request.adapter for request in engine.client.submitted]
+    assert len(taken) >= 6 and taken == [("code", "sums", "third")[index % 3] for index in range(len(taken))]
+
+
 def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, workload, tmp_path: Path):
     engine = make_bench("ar")
     plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2, max_late_s=60.0)

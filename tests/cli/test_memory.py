@@ -11,6 +11,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.ledger import Workspace
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.runtime import loading as planned
 from adaserve_jax.runtime.sizing import Resolved, resolve
 from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint
@@ -79,6 +80,27 @@ def test_without_exact_nothing_is_compiled_and_the_workspace_is_what_is_held_fre
     assert parts["workspace"] == written["reserve_bytes"] > 0
     assert run_program("profile", "--memory", "--memory-limit-mib", "1", *options) == 2
     assert "memory, but the limit is 1.0 MiB" in capsys.readouterr().err
+
+
+def test_room_for_adapters_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """For each product of the demo target, three adapters of rank 8: an A for each of its projections, and a B that
+    reads all of them."""
+    ledgers = []
+    for index, lora in enumerate(([], ["--max-loras", "3", "--max-lora-rank", "8"])):
+        path = tmp_path / f"{index}.json"
+        assert run_program("profile", "--memory", "--num-pages", "64", *lora, "--out", str(path)) == 0
+        shown = capsys.readouterr().out
+        assert ("target adapters" in shown) is bool(lora)
+        parts = json.loads(path.read_text())["layouts"]["draft resident"]
+        ledgers.append({part["name"]: part["device_bytes"] for part in parts})
+    without, with_room = ledgers
+    config = ModelConfig.from_folder(resolve_folder("demo", "target"))
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = ((3, hidden, queries + 2 * keys), (1, queries, hidden), (2, hidden, 2 * inner), (1, inner, hidden))
+    numbers = config.num_layers * sum(8 * parts * (inputs + outputs) for parts, inputs, outputs in products)
+    assert with_room["target adapters"] == 3 * 4 * numbers
+    assert {name: size for name, size in with_room.items() if name != "target adapters"} == without
 
 
 @pytest.mark.parametrize(

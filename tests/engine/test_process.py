@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,31 @@ def test_many_requests_keep_order_and_lose_nothing(engine):
         assert [c.finish_reason for c in sinks[name].chunks[0][:-1]] == [None] * (len(sinks[name].chunks[0]) - 1)
         assert sinks[name].last().finish_reason == "length"
         assert sinks[name].last().metrics.output_tokens == len(expected)
+
+
+def test_adapters_are_loaded_and_unloaded_in_the_child(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with new_engine(max_loras=2) as engine:
+        assert (engine.info.adapters, engine.info.lora_slots) == ((), 2)
+        engine.load_adapter("one", str(tmp_path))
+        engine.load_adapter("two", str(tmp_path))
+        with pytest.raises(RequestError, match="all 2 adapters that have room are loaded") as full:
+            engine.load_adapter("three", str(tmp_path))
+        assert (full.value.code, full.value.param) == ("no_adapter_slot", "lora_name")
+        engine.load_adapter("one", str(tmp_path), replace=True)
+        assert set(engine.info.adapters) == {"one", "two"}
+        sink = Collected()
+        engine.submit(replace(request("adapted", "abc", 4), adapter="two"), sink)
+        assert sink.ended.wait(PATIENCE_S) and sink.ids() == list(b"abca")
+        engine.unload_adapter("two")
+        assert engine.info.adapters == ("one",)
+        with pytest.raises(RequestError, match="adapter 'two' must be one that is loaded: one"):
+            engine.submit(replace(request("gone", "abc", 4), adapter="two"), sink)
+        with pytest.raises(RequestError, match="adapter 'two' must be one that is loaded: one"):
+            engine.unload_adapter("two")
+        with pytest.raises(CheckpointError, match="is missing"):
+            engine.load_adapter("two", str(tmp_path / "none"))
+        assert engine.is_alive()
 
 
 def test_the_request_crosses_unchanged(engine):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -391,15 +392,17 @@ class Processes(NamedTuple):
 
 
 @pytest.fixture
-def processes(monkeypatch):
+def processes(monkeypatch, request: pytest.FixtureRequest):
+    """Parameter: fields of the configuration."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    config = EngineConfig(policy="process", **getattr(request, "param", {}))
     built: list[ProcessEngine] = []
     may_build = threading.Event()
     may_build.set()
 
     def build(on_death: OnDeath) -> ProcessEngine:
         assert may_build.wait(PATIENCE_S)
-        built.append(ProcessEngine(EngineConfig(policy="process"), factory=FACTORY, on_death=on_death))
+        built.append(ProcessEngine(config, factory=FACTORY, on_death=on_death))
         return built[-1]
 
     engine = SupervisedEngine(build)
@@ -436,6 +439,28 @@ def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(proc
     assert again.ended.wait(PATIENCE_S) and again.text() == done.text()
     wait_until(lambda: engine.stats().scheduler.steps > steps)
     assert engine.stats().restarts == 1 and len(built) == 2
+
+
+@pytest.mark.parametrize("processes", [{"max_loras": 3}], indirect=True)
+def test_adapters_are_as_they_were_after_a_crash(processes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that was unloaded stays away, and one whose folder is gone by then is logged and missed by no other."""
+    engine, built, _ = processes
+    for name in ("kept", "gone", "unloaded"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        engine.load_adapter(name, str(tmp_path / name))
+    engine.unload_adapter("unloaded")
+    assert engine.info.adapters == ("kept", "gone")
+    (tmp_path / "gone" / "adapter_config.json").unlink()
+    os.kill(built[0].pid, signal.SIGKILL)
+    wait_until(lambda: len(built) == 2 and engine.is_alive())
+    assert engine.info.adapters == ("kept",)
+    assert "adapter 'gone' is not as it was before the engine was started again" in caplog.text
+    sink = Collected()
+    engine.submit(replace(request("adapted", "abc", 5), adapter="kept"), sink)
+    assert sink.ended.wait(PATIENCE_S) and sink.text() == "abcab"
+    engine.load_adapter("unloaded", str(tmp_path / "unloaded"))
+    assert engine.info.adapters == ("kept", "unloaded")
 
 
 def test_many_requests_at_the_moment_of_death_all_end(processes):

@@ -4,16 +4,22 @@ the model's own bits where a row has none."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.model import DeviceModel
 from tests.documents import rows, section
+from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
 from tests.runtime.against_transformers import tree_logits
+from tests.runtime.head_steps import SMALL
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 TOLERANCE = 1e-4
@@ -66,6 +72,24 @@ def test_the_table_of_families_says_what_can_be_adapted() -> None:
     for case, adapted in CASES.items():
         modules.setdefault(f"{FAMILIES[case.split('-')[0]][0]}ForCausalLM", []).append(adapted)
     assert said == {name: "attention" if ATTENTION in each else "all" for name, each in modules.items()}
+
+
+def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
+    """The forward takes adapters where there is room. Where there is none, programs do not depend on the rank."""
+    config = EngineConfig(target=str(write_checkpoint(tmp_path / "target")), draft=None, **SMALL)
+    texts = []
+    for changes in ({}, {"max_lora_rank": 4}, {"max_loras": 3, "max_lora_rank": 4}):
+        executor = load_executor(replace(config, **changes))
+        outputs = partial(executor.target.programs.verify, max_depth=executor.limits.max_tree_depth)
+        declared = executor.target.declare_forward(outputs)
+        texts.append({each.key: each.function.lower(*each.arguments).as_text() for each in declared})
+        executor.close()
+    plain, other_rank, with_room = texts
+    assert plain == other_rank and plain.keys() == with_room.keys() and plain
+    room = "3x4x"  # A of three adapters of rank 4
+    assert not any(room in text for text in plain.values())
+    assert all(room in text for key, text in with_room.items() if text != plain[key])
+    assert any(text != plain[key] for key, text in with_room.items())
 
 
 @pytest.mark.torch
