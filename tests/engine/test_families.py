@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
+from tests.engine.greedy_texts import check_texts
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_greedy, torch_model, write_family
 
 TOKENS = 128
@@ -46,3 +47,11 @@ def test_greedy_text_equals_generate(name: str, tmp_path: Path) -> None:
     assert all(output.metrics.verify_steps <= TOKENS / 5 + 2 for output in outputs)
     assert by_default.token_ids == expected[1][: len(by_default.token_ids)]
     assert compiles == 0
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3", "gpt_oss", "mixtral", "qwen3_moe", "qwen2"])
+def test_greedy_text_on_two_devices_equals_generate(name: str, tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "target", name)
+    check_texts(folder, folder)

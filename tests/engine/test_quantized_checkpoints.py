@@ -3,68 +3,16 @@ plain decoding, by trees, in chunks, after a prefix hit, and on two devices."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from adaserve_jax import LLM, SLO, SamplingParams
-from tests.conftest import ROOT
+from tests.engine.greedy_texts import check_texts
 from tests.models.quantized_checkpoints import write_quantized
-from tests.models.torch_checkpoints import VOCABULARY, torch_greedy, torch_model
-
-TOKENS, PAGE = 128, 16
-LENGTHS = [90, 7]
-"""Tokens of the prompts; the first goes in chunks of the step's 32."""
-CASES = [("fp8_blocks", "qwen3_window"), ("gptq", "llama")]
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(5)
-    return [rng.integers(2, VOCABULARY, length).tolist() for length in LENGTHS]
-
-
-def texts_of(folder: Path, tp: int) -> dict[str, Any]:
-    """The texts by policy, and of the first prompt once more, of which whole pages are there."""
-    sampling, slo = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), SLO(tpot_ms=1)
-    with LLM(
-        str(folder), str(folder), tp=tp, max_requests=2, max_context=256, page_size=PAGE, token_edges=(32,),
-        row_edges=(2,), max_tree_tokens=32, max_depth=4, max_width=2,
-    ) as llm:  # fmt: skip
-        found: dict[str, Any] = {}
-        for policy in ("ar", "adaserve"):
-            llm.set_policy(policy)
-            before = llm.stats().scheduler.accepted_tokens
-            found[policy] = [output.token_ids for output in llm.generate(prompts(), sampling, slo=slo)]
-            assert (llm.stats().scheduler.accepted_tokens > before) == (policy == "adaserve")
-            (hit,) = llm.generate(prompts()[:1], sampling, slo=slo)
-            found[f"{policy} again"], found["cached"] = hit.token_ids, hit.metrics.cached_tokens
-        assert llm.stats().compiles_after_ready == 0
-    return found
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize(("name", "family"), CASES)
+@pytest.mark.parametrize(("name", "family"), [("fp8_blocks", "qwen3_window"), ("gptq", "llama")])
 def test_greedy_text_equals_generate(name: str, family: str, tmp_path: Path) -> None:
-    quantized, plain = write_quantized(tmp_path, family, name)
-    expected = [torch_greedy(torch_model(plain), prompt, TOKENS) for prompt in prompts()]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.test_quantized_checkpoints", quantized],
-        cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for found in (texts_of(quantized, 1), json.loads(done.stdout.splitlines()[-1])):
-        assert found["ar"] == found["adaserve"] == expected
-        assert found["ar again"] == found["adaserve again"] == expected[0]
-        assert found["cached"] == LENGTHS[0] // PAGE * PAGE
-
-
-if __name__ == "__main__":
-    print(json.dumps(texts_of(Path(sys.argv[1]), 2)))
+    check_texts(*write_quantized(tmp_path, family, name))
