@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.engine import test_families
 from tests.models.quantized_checkpoints import FORMATS
 from tests.models.torch_checkpoints import FAMILIES
 from tests.runtime import mesh_process, test_adapters
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- checks -->", "<!-- /checks -->"
-HEAD = """| `architectures` | checkpoints | formats | `--tp` | `--tp`, int8 | `--tp`, formats | LoRA | `--tp`, LoRA |
-|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    "`architectures`", "checkpoints", "formats", "`--tp`, logits", "`--tp`, texts", "`--tp`, int8", "`--tp`, formats",
+    "LoRA", "`--tp`, LoRA",
+)  # fmt: skip
 
 
 def checks_table() -> str:
     """Return the table, a row for each class of transformers."""
-    return "\n".join([HEAD, *(_row(name) for name in dict.fromkeys(name for name, _ in FAMILIES.values()))])
+    head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+    return "\n".join([head, *(_row(name) for name in dict.fromkeys(name for name, _ in FAMILIES.values()))])
 
 
 def updated(page: str) -> str:
@@ -40,6 +44,7 @@ def _row(name: str) -> str:
         str(sum(map(of_class, FAMILIES))),
         ", ".join(f"`{each}`" for each in formats),
         _yes(made in plain for made, quantize in divided.values() if quantize == "none"),
+        _yes(map(of_class, test_families.DIVIDED)),
         _yes(made in plain for made, quantize in divided.values() if quantize == "int8"),
         ", ".join(f"`{made}`" for made in twins),
         _yes(adapted),

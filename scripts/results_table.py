@@ -345,8 +345,8 @@ def rules_table(result: dict[str, Any]) -> str:
             each = [f"{point['acceptance']:.3f} ({point['low']:.3f} to {point['high']:.3f})" for point in points]
             rows.append(line(f"{temperature:g}", str(count), *each))
     about = (
-        f"{result['texts']} files of {result['tokens']} positions, {result['draws']} draws of noise each; 95 % intervals "
-        f"over files. {result['machine']}. Commit {result['commit'][:12]}."
+        f"{result['texts']} files of {result['tokens']} positions, {result['draws']} draws of noise each; "
+        f"95 % intervals over files. {result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join(rows), about])
 

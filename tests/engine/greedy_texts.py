@@ -1,5 +1,5 @@
-"""Greedy texts of a checkpoint that drafts for itself, on one device or two: by plain decoding, by trees, in chunks, and
-after a prefix hit."""
+"""Greedy texts of a checkpoint that drafts for itself, on one device or two: by plain decoding, by trees, in chunks,
+and after a prefix hit."""
 
 from __future__ import annotations
 
