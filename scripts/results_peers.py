@@ -1,4 +1,4 @@
-"""Tables of docs/results.md from a run of benchmarks/peers/compare.py. Imports no jax."""
+"""Tables of docs/results.md, and the chart of README, from a run of benchmarks/peers/compare.py. Imports no jax."""
 
 from __future__ import annotations
 
@@ -48,6 +48,65 @@ def peer_tables(result: dict[str, Any]) -> str:
         f"Measured with `{result['command']}`:", "\n".join([SERVERS, *servers]), "\n".join([LOADS, *figures]), about,
         "Aims and results:", "\n".join([AIMS, *_aims(rows, names, loads)]),
     ])  # fmt: skip
+
+
+CHART_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+"""Okabe and Ito's, in the order of the engines."""
+CHART_WIDTH, CHART_HEIGHT, CHART_LEFT, CHART_TOP, BAR_WIDTH = 760, 310, 46, 68, 22
+CHART_STYLE = """<style>
+text { font: 13px system-ui, sans-serif; fill: #1f2328 }
+.title { font-weight: 600; font-size: 15px }
+.small { font-size: 11px; text-anchor: middle }
+line { stroke: #8c959f; stroke-width: 0.5 }
+.page { fill: #ffffff }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .page { fill: #0d1117 } }
+</style>"""
+
+
+def peer_chart(result: dict[str, Any]) -> str:
+    """Return an SVG of the share of requests that meet both targets, by load and engine, each in its better way.
+
+    Its colours follow the reader's choice of light or dark.
+    """
+    rows = result["rows"]
+    names = [server["name"] for server in result["servers"]]
+    engines = list(dict.fromkeys(name.partition(",")[0] for name in names))
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    bottom, group = CHART_HEIGHT - 44, (CHART_WIDTH - CHART_LEFT - 10) / len(loads)
+    height = bottom - CHART_TOP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img">', CHART_STYLE,
+        f'<rect class="page" width="{CHART_WIDTH}" height="{CHART_HEIGHT}"/>',
+        f'<text class="title" x="{CHART_LEFT}" y="18">Requests that meet their TPOT and TTFT targets, %</text>',
+    ]  # fmt: skip
+    for index, engine in enumerate(engines):
+        x = CHART_LEFT + 160 * index
+        parts.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{CHART_COLOURS[index]}"/>')
+        parts.append(f'<text x="{x + 18}" y="41">{engine}</text>')
+    for percent in (0, 50, 100):
+        y = bottom - height * percent / 100
+        parts.append(f'<line x1="{CHART_LEFT}" x2="{CHART_WIDTH - 10}" y1="{y:g}" y2="{y:g}"/>')
+        parts.append(f'<text x="{CHART_LEFT - 8}" y="{y + 4:g}" text-anchor="end">{percent}</text>')
+    for place, load in enumerate(loads):
+        left = CHART_LEFT + group * place + (group - BAR_WIDTH * len(engines)) / 2
+        for index, engine in enumerate(engines):
+            ways = [_of(rows, load, name) for name in names if name.partition(",")[0] == engine]
+            met = max(median(row["joint"] for row in way) for way in ways)
+            x, top = left + BAR_WIDTH * index, bottom - height * met
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top:.1f}" width="{BAR_WIDTH - 3}" height="{bottom - top:.1f}" '
+                f'fill="{CHART_COLOURS[index]}"/>'
+            )
+            middle = x + (BAR_WIDTH - 3) / 2
+            parts.append(f'<text class="small" x="{middle:.1f}" y="{top - 4:.1f}">{100 * met:.0f}</text>')
+        kind, _, size = load.partition(" ")
+        told = f"{size} at a time" if kind == "closed" else f"{size} x capacity"
+        centre = CHART_LEFT + group * (place + 0.5)
+        parts.append(f'<text x="{centre:.1f}" y="{bottom + 20}" text-anchor="middle">{told}</text>')
+    machine = result["machine"].partition(", Linux")[0]
+    about = f"{result['target']}; {machine}; each with or without its draft, whichever meets more"
+    parts.append(f'<text x="{CHART_LEFT}" y="{CHART_HEIGHT - 6}">{about}</text>')
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def _of(rows: Sequence[dict[str, Any]], load: str, name: str) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from results_client import client_table
 from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
-from results_peers import peer_tables
+from results_peers import peer_chart, peer_tables
 from results_policies import calibration_table, constants_table, contenders_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
@@ -53,6 +53,7 @@ LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 SCHEDULER_PAGE = ROOT / "docs" / "architecture" / "scheduler.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
+PEERS_CHART = ROOT / "docs" / "figures" / "peers.svg"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
     "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
@@ -408,6 +409,7 @@ def main() -> int:
     tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
     scheduler = SCHEDULER_PAGE.read_text()
     constants = _tables(constants_table, results.glob("constants-*.json"))
+    peers = json.loads((results / "peers-110m-cpu.json").read_text())
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
         CLUSTER_PAGE: (cluster, planned),
@@ -415,6 +417,7 @@ def main() -> int:
         LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
         SCHEDULER_PAGE: (scheduler, between(scheduler, "constants", constants, SCHEDULER_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
+        PEERS_CHART: (PEERS_CHART.read_text() if PEERS_CHART.exists() else "", peer_chart(peers)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]

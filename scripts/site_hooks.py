@@ -25,7 +25,7 @@ GUESTS = {
 }
 """Pages of the site, and where in the repository they are."""
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def home_of(page: str) -> str:
@@ -52,7 +52,8 @@ def relinked(markdown: str, page: str) -> str:
         other = page_of(path)
         if other is None:
             return link["text"]
-        return f"[{link['text']}]({posixpath.relpath(other, posixpath.dirname(page) or '.')}{anchor})"
+        there = posixpath.relpath(other, posixpath.dirname(page) or ".")
+        return f"{link['image']}[{link['text']}]({there}{anchor})"
 
     parts = FENCED.split(markdown)
     parts[::2] = [LINK.sub(relink, part) for part in parts[::2]]
