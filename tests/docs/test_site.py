@@ -77,6 +77,7 @@ def test_files_that_the_site_takes_from_elsewhere_exist(hooks):
         ("howto/write-a-policy.md", "[x](../../CONTRIBUTING.md#a-policy)", "[x](../contributing.md#a-policy)"),
         ("about.md", "[x](docs/howto/write-a-policy.md) [y](LICENSE)", "[x](howto/write-a-policy.md) y"),
         ("peers.md", "[x](../../docs/bench.md)", "[x](bench.md)"),
+        ("about.md", "![x](docs/figures/peers.svg)", "![x](figures/peers.svg)"),
         ("security.md", "[deploy/](../deploy) `[a](b)` [p](https://a.org)", "deploy/ `[a](b)` [p](https://a.org)"),
         ("security.md", "```\n[x](../deploy)\n```", "```\n[x](../deploy)\n```"),
         ("security.md", "[lost](../nowhere.md)", "[lost](../nowhere.md)"),
