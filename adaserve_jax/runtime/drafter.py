@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -22,7 +22,7 @@ from adaserve_jax.runtime.programs import Root
 from adaserve_jax.runtime.step_layout import beam_layout, fill_rows, pack_catchup
 from adaserve_jax.runtime.vocabulary_table import place_maps
 from adaserve_jax.tree.beam import AcceptanceTable
-from adaserve_jax.types import CandidateTrees, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, StepPlan
 
 
 class LocalDrafter:
@@ -160,7 +160,7 @@ def plan_for_rows(plan: StepPlan, rows: np.ndarray) -> StepPlan:
         root_token=plan.root_token[decode],
         ctx_len=plan.ctx_len[rows],
         page_table=plan.page_table[rows],
-        sampling=RowSampling(*(getattr(plan.sampling, each.name)[rows] for each in fields(RowSampling))),
+        sampling=plan.sampling.take(rows),
         draft=replace(
             draft,
             catchup_tokens=np.concatenate(tokens),

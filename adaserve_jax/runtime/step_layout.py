@@ -18,10 +18,11 @@ from jax import lax
 from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.tree.sampling import DeviceSampling
 from adaserve_jax.tree.verify import PADDING, PREFILL
-from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import ROW_SAMPLING, DraftTrees, RowSampling, StepPlan
 
-FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p", "presence", "frequency", "repetition", "bias"})
-_SAMPLING_FIELDS = ("seed_low", "seed_high", "choice", "top_k", "temperature", "top_p", "min_p")
+FLOAT_FIELDS = frozenset({"presence", "frequency", "repetition", "bias"}) | {
+    name for name, (dtype, _) in ROW_SAMPLING.items() if dtype == np.float32
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Layout:
 
 
 def _row_shapes(rows: int, max_pages: int) -> list[tuple[str, tuple[int, ...]]]:
-    sampling = [(name, (rows,)) for name in _SAMPLING_FIELDS]
+    sampling = [(name, (rows,)) for name in ("seed_low", "seed_high", *ROW_SAMPLING)]
     return [("page_table", (rows, max_pages)), ("ctx_len", (rows,)), *sampling]
 
 
@@ -93,7 +94,7 @@ def beam_layout(rows: int, max_pages: int) -> Layout:
 def sampler_of(fields: dict[str, jax.Array]) -> DeviceSampling:
     """Return the rows' sampling parameters; traced."""
     seed = jnp.stack([fields["seed_low"], fields["seed_high"]], axis=-1).astype(jnp.uint32)
-    return DeviceSampling(seed, *(fields[name] for name in ("choice", "temperature", "top_k", "top_p", "min_p")))
+    return DeviceSampling(seed, **{name: fields[name] for name in ROW_SAMPLING})
 
 
 def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: RowSampling) -> None:
@@ -103,9 +104,9 @@ def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: Ro
     seeds = sampling.seed.astype(np.uint64)
     views["seed_low"][:rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     views["seed_high"][:rows] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
-    views["top_p"][:] = 1.0
-    for name in ("choice", "top_k", "temperature", "top_p", "min_p"):
+    for name, (_, greedy) in ROW_SAMPLING.items():
         views[name][:rows] = getattr(sampling, name)
+        views[name][rows:] = greedy
 
 
 @dataclass(frozen=True, eq=False)

@@ -272,10 +272,8 @@ def decode_plan(
 ) -> StepPlan:
     """Return a step of `rows` sampling rows at `context` on page 0; if prefill > 0, the last row is such a chunk, of
     tokens drawn below `vocabulary`."""
-    sampling = RowSampling(
-        seed=np.arange(rows, dtype=np.uint64), choice=np.zeros(rows, np.int32), temperature=np.ones(rows, np.float32),
-        top_k=np.zeros(rows, np.int32), top_p=np.ones(rows, np.float32), min_p=np.zeros(rows, np.float32),
-    )  # fmt: skip
+    sampling = RowSampling.greedy(rows)
+    sampling.seed[:], sampling.temperature[:] = np.arange(rows), 1.0
     chunks = 1 if prefill else 0
     return StepPlan(
         step=0, slots=np.arange(rows), num_decode=rows - chunks, root_token=np.zeros(rows - chunks, np.int32),

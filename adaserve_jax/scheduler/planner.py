@@ -358,7 +358,7 @@ class Planner:
             root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
             ctx_len=num_computed.astype(np.int32),
             page_table=table.page_table.take(slots, axis=0),
-            sampling=table.row_sampling(slots),
+            sampling=table.sampling.take(slots),
             prefill_tokens=prefill_tokens,
             prefill_counts=prefill_counts,
             prefill_final=final,

@@ -8,7 +8,7 @@ import numpy as np
 
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import ANSWERING
-from adaserve_jax.types import Limits, RowSampling, Sequence
+from adaserve_jax.types import ROW_SAMPLING, Limits, RowSampling, Sequence
 
 NO_SLOT = -1
 
@@ -30,6 +30,8 @@ COMPUTED = slice(NUM_COMPUTED, DRAFT_COMPUTED + 1)
 """The counts of tokens that the target and the draft have computed."""
 FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, PACE_START_S, NUM_TIMES = range(5)
 """Indices into the times of a sequence, which are NaN until they happen; the last is their number."""
+_PARAMETERS = tuple(name for name in ROW_SAMPLING if name != "choice")
+"""Columns of `RowSampling` that are fields of `SamplingParams`."""
 
 
 class _Count:
@@ -246,12 +248,8 @@ class SlotTable:
         self.token_ids = np.empty((size, 0), np.int32)
         self._most_emitted = limits.max_tree_depth + 1
         self.states: list[SequenceState | None] = [None] * size
-        self.seed = np.zeros(size, np.uint64)
-        self.choice = np.zeros(size, np.int32)
-        self.temperature = np.zeros(size, np.float32)
-        self.top_k = np.zeros(size, np.int32)
-        self.top_p = np.ones(size, np.float32)
-        self.min_p = np.zeros(size, np.float32)
+        self.sampling = RowSampling.greedy(size)
+        """Sampling parameters of the slots; gather those of a step with its `take`."""
         self.tpot_slo_s = np.full(size, np.inf)
         """Seconds per token that the scheduler aims at now; inf without a target or after it was dropped."""
         self.deadline_s = np.full(size, np.inf)
@@ -277,13 +275,9 @@ class SlotTable:
         """Give `state` a free slot and its first pages."""
         slot = state.slot = self._free.pop()
         sequence = state.sequence
-        sampling = sequence.sampling
-        self.seed[slot] = sequence.seed
-        self.choice[slot] = sequence.choice
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
+        self.sampling.seed[slot], self.sampling.choice[slot] = sequence.seed, sequence.choice
+        for name in _PARAMETERS:
+            getattr(self.sampling, name)[slot] = getattr(sequence.sampling, name)
         ttft_slo_s = sequence.ttft_slo_s if self._gives_up else None
         self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else sequence.arrival_s + ttft_slo_s
         self.deadline_s[slot] = np.inf if sequence.e2e_slo_s is None else sequence.arrival_s + sequence.e2e_slo_s
@@ -386,17 +380,6 @@ class SlotTable:
         late = slots[self._ttft_due_s[slots] < first_token_s]
         self.tpot_slo_s[late] = np.inf
         self.deadline_s[late] = np.inf
-
-    def row_sampling(self, slots: np.ndarray) -> RowSampling:
-        """Return the sampling parameters of these slots."""
-        return RowSampling(
-            seed=self.seed[slots],
-            choice=self.choice[slots],
-            temperature=self.temperature[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
-        )
 
     def _move_in(self, state: SequenceState) -> None:
         """Copy counts, times and tokens into the slot of `state` and make `state` view them there."""

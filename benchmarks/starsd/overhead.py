@@ -228,10 +228,8 @@ class Target:
     def _plan(self, fed: np.ndarray) -> StepPlan:
         num, i32 = self._rows, np.int32
         zeros, none = np.zeros(num, i32), np.zeros(0, i32)
-        sampling = RowSampling(
-            np.arange(num, dtype=np.uint64), zeros, np.ones(num, np.float32), zeros, np.ones(num, np.float32),
-            np.zeros(num, np.float32),
-        )  # fmt: skip
+        sampling = RowSampling.greedy(num)
+        sampling.seed[:], sampling.temperature[:] = np.arange(num), 1.0
         counts, known = np.full(num, len(fed), i32), np.full(num, self._length, i32)
         draft = DraftPlan(self._depth, WIDTH, np.tile(fed, num), counts, known, np.ones(num, bool))
         self._length += len(fed)

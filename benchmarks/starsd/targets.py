@@ -163,11 +163,8 @@ class PacedTarget:
         length = np.array([row.length for row in rows], np.int32)
         fed = np.concatenate([row.tokens[row.known : row.length] for row in rows])
         said = [row.text for row in rows]
-        sampling = RowSampling(
-            np.array([text.seed for text in said], np.uint64), np.zeros(count, np.int32),
-            np.array([text.temperature for text in said], np.float32), np.zeros(count, np.int32),
-            np.ones(count, np.float32), np.zeros(count, np.float32),
-        )  # fmt: skip
+        sampling = RowSampling.greedy(count)
+        sampling.seed[:], sampling.temperature[:] = zip(*((text.seed, text.temperature) for text in said), strict=True)
         slot = np.array(slots, np.int32)
         table = slot[:, None] * self._pages + np.arange(self._pages, dtype=np.int32)
         root = np.array([row.tokens[row.length - 1] for row in rows], np.int32)

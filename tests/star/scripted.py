@@ -266,11 +266,9 @@ def plan_of(
     assert list(rows[: len(decoding)]) == decoding, "decode rows come first"
     fed = [np.asarray(row.text, np.int32)[row.known : row.end] for row in rows]
     num, i32 = len(rows), np.int32
-    sampling = RowSampling(
-        seed=np.array([row.seed for row in rows], np.uint64), choice=np.zeros(num, i32),
-        temperature=np.array([row.temperature for row in rows], np.float32), top_k=np.zeros(num, i32),
-        top_p=np.ones(num, np.float32), min_p=np.zeros(num, np.float32),
-    )  # fmt: skip
+    sampling = RowSampling.greedy(num)
+    sampling.seed[:] = [row.seed for row in rows]
+    sampling.temperature[:] = [row.temperature for row in rows]
     draft = DraftPlan(
         depth, width, np.concatenate([*fed, np.zeros(0, i32)]), np.array([len(tokens) for tokens in fed], i32),
         np.array([row.known for row in rows], i32), np.array([row.speculates for row in decoding], bool),

@@ -128,13 +128,7 @@ class DraftModel:
         for at, row in enumerate(rows):
             pages = self._pages[row.key]
             table[at, : len(pages)] = pages
-        given = [row.sampling for row in rows]
-        sampling = RowSampling(
-            seed=np.array([s.seed for s in given], np.uint64), choice=np.array([s.choice for s in given], np.int32),
-            temperature=np.array([s.temperature for s in given], np.float32),
-            top_k=np.array([s.top_k for s in given], np.int32), top_p=np.array([s.top_p for s in given], np.float32),
-            min_p=np.array([s.min_p for s in given], np.float32),
-        )  # fmt: skip
+        sampling = RowSampling.of(row.sampling for row in rows)
         fed = np.concatenate([row.tokens for row in rows])
         draft = DraftPlan(batch.depth, batch.width, fed, counts, start, searched, batch.calibrated)
         none, no_flags = np.zeros(0, np.int32), np.zeros(0, bool)
