@@ -8,6 +8,7 @@ here, so that clients wait instead of being refused while the router restarts.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -55,14 +56,21 @@ class LocalCluster(Cluster):
     async def start(self) -> None:
         """Start all members and wait until every target serves. Raises MemberFailed; then `stop` is still needed."""
         began = time.monotonic()
+        self.announce_start()
+
+        async def start(supervisor: Supervisor) -> None:
+            supervisor.start()
+            await supervisor.ready()
+            after_s, name = time.monotonic() - began, supervisor.member.name
+            print(f"adaserve cluster: {name} is ready after {after_s:.1f} s", file=sys.stderr, flush=True)
 
         async def start_targets() -> None:
             first, *others = self._of("target")
-            await _start(first)
+            await start(first)
             self.serves_s = time.monotonic() - began
-            await asyncio.gather(*map(_start, others))
+            await asyncio.gather(*map(start, others))
 
-        await asyncio.gather(*map(_start, self._of("router") + self._of("draft")), start_targets())
+        await asyncio.gather(*map(start, self._of("router") + self._of("draft")), start_targets())
         self.ready_s = time.monotonic() - began
         self.phase = "ready"
         self.write()
@@ -106,12 +114,6 @@ class LocalCluster(Cluster):
 
     def write(self) -> None:
         self.write_state(serves_after_s=self.serves_s, members=[each.describe() for each in self._supervisors])
-
-
-async def _start(supervisor: Supervisor) -> None:
-    """Start a member and wait until it is ready. Raises MemberFailed."""
-    supervisor.start()
-    await supervisor.ready()
 
 
 async def up(plan: ClusterPlan, folder: ClusterFolder) -> None:

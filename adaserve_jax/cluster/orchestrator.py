@@ -56,7 +56,16 @@ class Cluster(ABC):
             "token_file": str(self.folder.token_file), "tls_cert": self.plan.router.tls_cert, **more,
         })  # fmt: skip
 
+    def announce_start(self) -> None:
+        """Print what is started, and where to look meanwhile."""
+        print(
+            f"adaserve cluster: starts {self.plan.targets} targets and {self.plan.drafts} drafts; the first start compiles, "
+            f"which takes minutes (logs: {self.folder.logs})",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
     def announce(self) -> None:
+        """Print that the cluster is ready, and its address."""
         assert self.ready_s is not None, "a ready cluster has measured its start"
         print(
             f"adaserve cluster: {self.plan.targets} targets and {self.plan.drafts} drafts serve on {self.url} "

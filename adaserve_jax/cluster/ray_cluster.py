@@ -414,6 +414,7 @@ def run_up_on_ray(plan: ClusterPlan, folder: ClusterFolder, address: str | None,
 async def _run(cluster: RayCluster) -> None:
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(lambda: loop.run_in_executor(None, cluster.kill))
+    cluster.announce_start()
     starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
     stopping = asyncio.ensure_future(stop.wait())
     try:
