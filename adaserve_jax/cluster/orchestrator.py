@@ -59,10 +59,11 @@ class Cluster(ABC):
     def announce_start(self) -> None:
         """Print what is started, and where to look meanwhile."""
         print(
-            f"adaserve cluster: starts {self.plan.targets} targets and {self.plan.drafts} drafts; the first start compiles, "
-            f"which takes minutes (logs: {self.folder.logs})",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"adaserve cluster: starts {self.plan.targets} targets and {self.plan.drafts} drafts; a first start "
+            f"compiles, which takes minutes (logs: {self.folder.logs})",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def announce(self) -> None:
         """Print that the cluster is ready, and its address."""
