@@ -423,7 +423,12 @@ class Scheduler:
         return self._policy.calibrated and (plan.adapters is not None or self._adapters.is_needed)
 
     def _most_output(self, sequence: Sequence) -> float:
-        """Return the upper bound on the output of a new sequence; its `max_tokens` where none was learned."""
+        """Return the upper bound on the output of a new sequence; its `max_tokens` where none was learned.
+
+        Only `goodput` ordering asks for one.
+        """
+        if self._policy.ordering != "goodput":
+            return 1.0
         found = self._lengths.learned_left(sequence.slo_class, len(sequence.prompt_ids), 0, UPPER)
         return float(found or sequence.sampling.max_tokens)
 
