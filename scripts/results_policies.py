@@ -125,7 +125,12 @@ def constants_table(result: dict[str, Any]) -> str:
                          _change(max(changes))))  # fmt: skip
     head = line("constant", "value", "tried", "safe range", "most lost, points", "most gained, points")
     held = ", ".join(f"{point} {met:.1%}" for point, met in result["as_chosen"].items())
-    about = f"Attainment as chosen: {held}. Commit {result['commit'][:12]}."
+    about = f"Attainment as chosen: {held}. Commit {result['commit'][:12]}"
+    since: dict[str, list[str]] = {}
+    for each in result["constants"]:
+        if (commit := each.get("commit", result["commit"])) != result["commit"]:
+            since.setdefault(commit[:12], []).append(f"`{each['name']}`")
+    about += "".join(f"; {', '.join(names)}: {commit}" for commit, names in since.items()) + "."
     return "\n\n".join(["\n".join([head, "|" + "---|" * 6, *rows]), about])
 
 

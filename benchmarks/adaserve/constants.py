@@ -4,7 +4,9 @@
 
 Every value of KNOBS runs at every point of POINTS, points of benchmarks/adaserve/sweeps.py, on one machine. Beside the
 attainments stands the range of each constant: the values tried, the chosen one among them, whose attainment is nowhere
-more than SAFE_POINTS below the chosen one's. Simulated results are the same on every host.
+more than SAFE_POINTS below the chosen one's. Simulated results are the same on every host. With `--only` and a file
+that is there, the constants' rows are replaced in it, or added, if nothing else has changed since: the attainments as
+chosen must be the same.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ KNOBS = (
     Knob("planner", "PROMPTS_AHEAD", (8, 256)),
     Knob("planner", "PREFILL_RATE", (0.01, 0.05)),
     Knob("planner", "PACE_RATE", (0.05, 0.2)),
+    Knob("slo", "DEMANDING_SHARE", (0.6, 0.9)),
     Knob("queue", "LATE_PROMPTS", (1.0, 3.0, 12.0)),
     Knob("queue", "LEAST_LATE_SHARE", (0.0, 0.75)),
     Knob("queue", "PATIENCE_S", (5.0, 20.0)),
@@ -162,6 +165,17 @@ def measure(traces: Path, knobs: Sequence[Knob], jobs: int, seed: int, told: Cal
     return {"machine": MACHINE, "seed": seed, "as_chosen": dict(zip(names, chosen, strict=True)), "constants": rows}
 
 
+def merged(found: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    """Return what is held with the rows that were found. Raises ConfigError: attainments as chosen have changed."""
+    for name in ("machine", "seed", "as_chosen"):
+        if found[name] != held[name]:
+            raise ConfigError(
+                f"--out has another {name}, {held[name]}, than found now, {found[name]}; run all constants"
+            )
+    rows = {(row["module"], row["name"]): row for row in [*held["constants"], *found["constants"]]}
+    return held | {"constants": list(rows.values())}
+
+
 def main(
     traces: Annotated[Path, typer.Option(help="folder of AdaServe's traces")],
     out: Annotated[Path, typer.Option(help="JSON file to write")],
@@ -176,7 +190,12 @@ def main(
         raise ConfigError(f"--only: no constant {unknown[0]!r}; there are {', '.join(knob.name for knob in KNOBS)}")
     knobs = [knob for knob in KNOBS if not wanted or knob.name in wanted]
     found = measure(traces, knobs, jobs, seed, lambda text: notes().print(text, highlight=False))
-    out.write_text(json.dumps({"commit": source_commit(), **found}, indent=1, allow_nan=False) + "\n")
+    for row in found["constants"]:
+        row["commit"] = source_commit()
+    found = {"commit": source_commit(), **found}
+    if wanted and out.exists():
+        found = merged(found, json.loads(out.read_text()))
+    out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":
