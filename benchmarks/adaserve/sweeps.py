@@ -23,6 +23,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -32,7 +33,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.bench.simulate import Grid, as_run, result_rows, tune_fixed
+from adaserve_jax.bench.simulate import TUNED, Grid, Setting, as_run, result_rows, tune_fixed
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
@@ -67,13 +68,15 @@ class Job:
     contender: Contender
     seed: int
     grid: Grid
+    setting: Setting | None = None
+    """Of the tuned contender, if it is known."""
 
     @property
     def key(self) -> str:
         """The same for the same commit, machine, trace and setting: such a point need not be run again."""
         parts = (self.commit, self.machine, self.point.trace.sha256, self.contender, self.seed)
         parts += (self.point.sweep, self.point.value, self.point.targets)
-        parts += (self.grid,) if self.contender.policy is None else ()
+        parts += (self.setting or self.grid,) if self.contender.policy is None else ()
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -85,7 +88,10 @@ def run(job: Job) -> Line:
         (), job.seed, contender.max_requests, contender.max_prefill_tokens, keep_token_times=False
     )  # fmt: skip
     policy, label = contender.policy, None
-    if policy is None:
+    if policy is None and job.setting is not None:
+        policy, plan = as_run(job.setting, plan)
+        label = f"{contender.name}, as found before"
+    elif policy is None:
         tuned = tune_fixed(plan, machine, point.trace, grid=job.grid)
         policy, plan = as_run(tuned.setting, plan)
         label = f"{contender.name}, best of {tuned.tried} tried"
@@ -130,6 +136,27 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
             yield future.result()
 
 
+_SETTING = re.compile(r"(ar|spec:([0-9]+)), chunk ([0-9]+), ([0-9]+) running")
+
+
+def known_settings(files: Sequence[str]) -> dict[tuple[str, str, str, float], Setting]:
+    """Return the tuned settings that earlier runs found, by machine, targets, sweep and value.
+
+    files: their verdict.json or contenders.json. Raises ConfigError: one cannot be read.
+    """
+    found: dict[tuple[str, str, str, float], Setting] = {}
+    for file in files:
+        try:
+            for point in json.loads(Path(file).read_text())["points"]:
+                text = point.get("tuned_setting") or point.get("contenders", {}).get(TUNED, {}).get("setting") or ""
+                if match := _SETTING.fullmatch(text):
+                    setting = Setting(int(match[2] or 0), int(match[3]), int(match[4]))
+                    found[point["machine"], point["targets"], point["sweep"], point["value"]] = setting
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"--known: {file} is no verdict.json or contenders.json of a run: {error}") from error
+    return found
+
+
 def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
     """README.md, verdict.json, contenders.json and, where matplotlib is installed, the figures; returns the verdict."""
     judged = {"commit": commit, **verdict(lines)}
@@ -158,6 +185,13 @@ def policy_sweeps(
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
     seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and generated traces")] = 0,
+    known: Annotated[
+        str,
+        typer.Option(
+            help="verdict.json or contenders.json of earlier runs, separated by commas: their tuned "
+            "settings are run again, and none is searched for"
+        ),
+    ] = "",
     report_only: Annotated[bool, typer.Option(help="run nothing: write the report of what sweeps.jsonl has")] = False,
     quick: Annotated[bool, typer.Option(help="short generated traces and few contenders, to see it work")] = False,
 ) -> None:
@@ -190,10 +224,17 @@ def policy_sweeps(
     make_folder(out)
     grid = QUICK_GRID if quick else Grid()
     commit = source_commit()
-    all_jobs = [
-        Job(commit, machine, point, contender, seed, grid)
+    settings = known_settings(comma_list("known", known, str))
+
+    def job(machine: Machine, point: Point, contender: Contender) -> Job:
+        setting = settings.get((machine.name, point.targets, point.sweep, point.value))
+        return Job(commit, machine, point, contender, seed, grid, setting if contender.policy is None else None)
+
+    every = [
+        job(machine, point, contender)
         for machine in named for point in todo for contender in chosen if contender.runs_at(point, machine)
     ]  # fmt: skip
+    all_jobs = [each for each in every if each.contender.policy is not None or each.setting is not None or not known]
     judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
     show(judged, out)
 

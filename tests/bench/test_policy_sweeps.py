@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.simulate import Grid
+from adaserve_jax.bench.simulate import Grid, Setting
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.sim.machines import load_machine
@@ -187,6 +187,35 @@ def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkey
     assert again[2].overall["label"] == "tuned, best of 2 tried"
     others = {"commit": "d", "seed": 1, "machine": load_machine("qwen-32b"), "contender": chosen[1]}
     assert all(replace(jobs[0], **{name: value}).key != jobs[0].key for name, value in others.items())
+
+
+def test_tuned_settings_of_earlier_runs_are_run_again(modules, tmp_path: Path) -> None:
+    """A verdict and a file of contenders; points without a setting, and other machines, have none."""
+    main = modules["main"]
+    points = [
+        {"machine": "llama-70b", "targets": "joint", "sweep": "rate", "value": 3.0, "tuned_setting": None},
+        {"machine": "llama-70b", "targets": "joint", "sweep": "rate", "value": 4.0,
+         "tuned_setting": "spec:2, chunk 512, 42 running"},
+    ]  # fmt: skip
+    (tmp_path / "verdict.json").write_text(json.dumps({"points": points}))
+    tuned = {"tuned": {"setting": "ar, chunk 64, 8 running"}, "ar": {"setting": None}}
+    of = {"machine": "m", "targets": "joint", "sweep": "mix", "value": 0.5, "contenders": tuned}
+    (tmp_path / "contenders.json").write_text(json.dumps({"points": [of]}))
+    found = main.known_settings([str(tmp_path / "verdict.json"), str(tmp_path / "contenders.json")])
+    assert found == {
+        ("llama-70b", "joint", "rate", 4.0): Setting(2, 512, 42), ("m", "joint", "mix", 0.5): Setting(0, 64, 8)
+    }  # fmt: skip
+    for text in ("{", "[]", '{"points": [{"tuned_setting": "ar, chunk 64, 8 running"}]}'):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"--known: .*wrong.json is no verdict.json or contenders.json of a run"):
+            main.known_settings([str(tmp_path / "wrong.json")])
+    (point, *_) = modules["points"].points(None, requests=4, seed=1)
+    (contender,) = (each for each in modules["points"].contenders(quick=True) if each.name == "tuned")
+    job = main.Job("c", load_machine("llama-70b"), point, contender, 0, Grid(), Setting(2, 512, 42))
+    row = main.run(job).overall
+    assert (row["label"], row["policy"]) == ("tuned, as found before", "spec:2")
+    assert (row["max_prefill_tokens"], row["max_requests"]) == (512, 42)
+    assert job.key != replace(job, setting=None).key
 
 
 @pytest.mark.slow
