@@ -18,12 +18,6 @@ SWEPT = (
     "| goodput, times | best tuned chain | points above it | points above `adaserve-paper` |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
-SWEEPS = {
-    "rate": "requests per second", "urgent": "share of urgent requests", "mix": "share of urgent requests, drawn anew",
-    "scale": "SLO scale of the urgent", "fluctuating": "mean requests per second, fluctuating",
-    "deadline": "seconds to the last token of requests that are not urgent",
-    "overload": "requests per second, doubled for 60 s",
-}  # fmt: skip
 KINDS = {"tpot": "TPOT", "joint": "TPOT and TTFT"}
 
 
@@ -90,25 +84,6 @@ def sweeps_table(result: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 
 
-def contenders_table(result: dict[str, Any]) -> str:
-    """Return every contender of a run of benchmarks/adaserve/sweeps.py (its contenders.json), sweep by sweep."""
-    parts = []
-    for machine, targets, sweep in dict.fromkeys((p["machine"], p["targets"], p["sweep"]) for p in result["points"]):
-        points = [p for p in result["points"] if (p["machine"], p["targets"], p["sweep"]) == (machine, targets, sweep)]
-        names = list(dict.fromkeys(name for point in points for name in point["contenders"]))
-        head = line("policy", *(f"{point['value']:g}" for point in points))
-        rows = [line(f"`{name}`", *(_met(point["contenders"].get(name)) for point in points)) for name in names]
-        settings = [
-            f"{point['value']:g}: {each['setting']}"
-            for point in points if (each := point["contenders"].get("tuned")) is not None
-        ]  # fmt: skip
-        most = max(point["requests"] for point in points)
-        about = f"{machine}, {KINDS[targets]}, by {SWEEPS[sweep]}; {most} requests at most:"
-        tuned = [f"Settings of `tuned`, by column: {'; '.join(settings)}."] if settings else []
-        parts += [about, "\n".join([head, "|" + "---|" * (1 + len(points)), *rows]), *tuned]
-    return "\n\n".join([*parts, f"Commit {result['commit'][:12]}."])
-
-
 def constants_table(result: dict[str, Any]) -> str:
     """Return what each constant of `adaserve` is worth, from a run of benchmarks/adaserve/constants.py."""
     rows = []
@@ -137,10 +112,6 @@ def constants_table(result: dict[str, Any]) -> str:
 def _change(change: tuple[float, float, str]) -> str:
     points, value, where = change
     return f"{100 * points:+.1f} at {value:g}, {where}" if abs(points) >= 0.0005 else "0"
-
-
-def _met(contender: dict[str, Any] | None) -> str:
-    return "-" if contender is None else f"{contender['attainment']:.1%} / {contender['goodput_tps']:.0f}"
 
 
 def _baseline(point: dict[str, Any]) -> str:

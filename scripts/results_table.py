@@ -34,7 +34,7 @@ from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
 from results_peers import peer_chart, peer_tables
-from results_policies import calibration_table, constants_table, contenders_table, sweeps_table, validation_tables
+from results_policies import calibration_table, constants_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
 from results_star import overhead_tables, table1_tables
@@ -42,6 +42,7 @@ from results_tiles import tile_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
 from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, paired_ratio, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,7 @@ LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 SCHEDULER_PAGE = ROOT / "docs" / "architecture" / "scheduler.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
+SWEEPS_PAGE = ROOT / "docs" / "sweeps" / "README.md"
 PEERS_CHART = ROOT / "docs" / "figures" / "peers.svg"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
@@ -353,7 +355,7 @@ def rules_table(result: dict[str, Any]) -> str:
 
 
 POLICY_PARTS = {
-    "validation": validation_tables, "sweeps": sweeps_table, "contenders": contenders_table,
+    "validation": validation_tables, "sweeps": sweeps_table,
     "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table,
     "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,
@@ -409,6 +411,8 @@ def main() -> int:
     tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
     scheduler = SCHEDULER_PAGE.read_text()
     constants = _tables(constants_table, results.glob("constants-*.json"))
+    swept = SWEEPS_PAGE.read_text()
+    contenders = _tables(sweep_tables, sorted(results.glob("contenders-*.json")))
     peers = json.loads((results / "peers-110m-cpu.json").read_text())
     written = {
         PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
@@ -417,6 +421,7 @@ def main() -> int:
         LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
         SCHEDULER_PAGE: (scheduler, between(scheduler, "constants", constants, SCHEDULER_PAGE)),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
+        SWEEPS_PAGE: (swept, between(swept, "contenders", contenders, SWEEPS_PAGE)),
         PEERS_CHART: (PEERS_CHART.read_text() if PEERS_CHART.exists() else "", peer_chart(peers)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip

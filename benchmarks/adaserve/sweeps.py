@@ -160,9 +160,9 @@ def known_settings(files: Sequence[str]) -> dict[tuple[str, str, str, float], Se
 def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
     """README.md, verdict.json, contenders.json and, where matplotlib is installed, the figures; returns the verdict."""
     judged = {"commit": commit, **verdict(lines)}
-    (out / "README.md").write_text(tables(lines))
-    (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
     each = {"commit": commit, "points": contenders_by_point(lines)}
+    (out / "README.md").write_text(f"# Policy sweeps\n\n{tables(each)}\n")
+    (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
     (out / "contenders.json").write_text(json.dumps(each, indent=1, allow_nan=False) + "\n")
     try:
         from benchmarks.adaserve.sweeps_figures import draw

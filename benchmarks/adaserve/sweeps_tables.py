@@ -1,4 +1,4 @@
-"""The lines of sweeps.jsonl and what follows: tables in Markdown, and how `adaserve` stands at each point."""
+"""The lines of sweeps.jsonl and what follows: every contender at each point, tables, and how `adaserve` stands."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.results.schema import ALL_CLASSES
-from adaserve_jax.results.submission import RECOVERED
-from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, OVERLOAD, PAPER, SWEEPS, TARGETS
+from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, OVERLOAD, PAPER, SWEEPS, TARGETS, contenders
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Line:
     """One contender at one point.
 
     rows: result rows as in results.jsonl, over all classes first. recovery_s: seconds from the end of the overload to
-    the first moment after which RECOVERED of the requests meet their targets again; None if that never comes, and in
+    the first moment after which 90 % of the requests meet their targets again; None if that never comes, and in
     other sweeps.
     """
 
@@ -55,8 +54,14 @@ Group = tuple[str, str, str]
 
 
 def grouped(lines: Sequence[Line]) -> dict[Group, dict[float, dict[str, Line]]]:
-    """By machine, targets and sweep: by value: by contender; sweeps and values in order."""
-    order = sorted(lines, key=lambda line: (list(TARGETS).index(line.targets), list(SWEEPS).index(line.sweep)))
+    """By machine, targets and sweep: by value: by contender; sweeps, values and contenders in order."""
+    names = [contender.name for contender in contenders()]
+
+    def place(line: Line) -> tuple[int, int, int]:
+        name = names.index(line.contender) if line.contender in names else len(names)
+        return list(TARGETS).index(line.targets), list(SWEEPS).index(line.sweep), name
+
+    order = sorted(lines, key=place)
     groups: dict[Group, dict[float, dict[str, Line]]] = {}
     for line in sorted(order, key=lambda line: line.machine):
         by_value = groups.setdefault((line.machine, line.targets, line.sweep), {})
@@ -69,49 +74,44 @@ def best_baseline(at_point: dict[str, Line], judge: Callable[[Line], float]) -> 
     return max((line for line in at_point.values() if line.group == BASELINE_GROUP), key=judge, default=None)
 
 
-def tables(lines: Sequence[Line]) -> str:
-    """A table for each machine, kind of targets and sweep: attainment and goodput by contender and value."""
+def tables(result: dict[str, Any]) -> str:
+    """Return a table of contenders.json for each machine, kind of targets and sweep: attainment and goodput by
+    contender and value."""
     kinds = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
-    commits = ", ".join(sorted({line.overall["commit"][:12] for line in lines}))
-    parts = ["# Policy sweeps", "", _about(commits), ""]
-    for machine, targets in dict.fromkeys((group[0], group[1]) for group in grouped(lines)):
-        parts += [f"![attainment and goodput: {machine}, {kinds[targets]}]({machine}-{targets}.png)", ""]
-    for (machine, targets, sweep), by_value in grouped(lines).items():
-        names = list(dict.fromkeys(name for at_point in by_value.values() for name in at_point))
+    groups: dict[Group, list[dict[str, Any]]] = {}
+    for point in result["points"]:
+        groups.setdefault((point["machine"], point["targets"], point["sweep"]), []).append(point)
+    parts = []
+    for (machine, targets, sweep), points in groups.items():
+        names = list(dict.fromkeys(name for point in points for name in point["contenders"]))
+        head = _row("policy", *(f"{point['value']:g}" for point in points))
+        rows = [_row(f"`{name}`", *(_cell(point["contenders"].get(name)) for point in points)) for name in names]
+        settings = [
+            f"{point['value']:g}: {point['contenders'][TUNED]['setting']}"
+            for point in points if TUNED in point["contenders"]
+        ]  # fmt: skip
         parts += [
             f"## {machine}, {kinds[targets]}: by {SWEEPS[sweep]}",
-            "",
-            "Each cell: share of requests met / goodput in tokens/s"
-            + (f" / from the end of the overload until {RECOVERED:.0%} are met again." if sweep == OVERLOAD else "."),
-            "",
+            f"{max(point['requests'] for point in points)} requests at most.",
+            "\n".join([head, f"|{'---|' * (1 + len(points))}", *rows]),
+            *([f"Settings of `{TUNED}`, by column: {'; '.join(settings)}."] if settings else []),
         ]
-        parts += _table(["policy", *(f"{value:g}" for value in by_value)], [
-            [name, *(_cell(at_point.get(name)) for at_point in by_value.values())] for name in names
-        ])  # fmt: skip
-        tuned = [f"{value:g}: {at[TUNED].setting}" for value, at in by_value.items() if TUNED in at]
-        parts += [*([f"Tuned settings: {'; '.join(tuned)}.", ""] if tuned else [])]
-    return "\n".join(parts)
+    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    return "\n\n".join([*parts, f"Simulated at commit {commits}."])
 
 
-def _about(commits: str) -> str:
-    return (
-        f"`benchmarks/adaserve/sweeps.py` simulated these sweeps at commit {commits}. They compare every policy on "
-        "AdaServe's traces, over rates, shares of urgent requests and SLO scales. The summary is in docs/results.md."
-    )
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def _cell(line: Line | None) -> str:
-    if line is None:
-        return ""
-    cell = f"{line.attainment:.1%} / {line.goodput:.0f}"
-    if line.sweep != OVERLOAD:
+def _cell(contender: dict[str, Any] | None) -> str:
+    if contender is None:
+        return "-"
+    cell = f"{contender['attainment']:.1%} / {contender['goodput_tps']:.0f}"
+    if "recovery_s" not in contender:
         return cell
-    return f"{cell} / {'never' if line.recovery_s is None else f'{line.recovery_s:.0f} s'}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    ruled = ["|" + "|".join("---" for _ in head) + "|"]
-    return [f"| {' | '.join(head)} |", *ruled, *(f"| {' | '.join(row)} |" for row in rows), ""]
+    recovered = contender["recovery_s"]
+    return f"{cell} / {'never' if recovered is None else f'{recovered:.0f} s'}"
 
 
 def contenders_by_point(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def test_every_contender_at_every_point(modules) -> None:
          line(modules, "ar", "baseline", 0.9, 650.0, value=2.0)]
     )  # fmt: skip
     assert [(point["value"], point["requests"], list(point["contenders"])) for point in found] == [
-        (2.0, 40, ["ar"]), (4.0, 40, ["tuned", "ar"])
+        (2.0, 40, ["ar"]), (4.0, 40, ["ar", "tuned"])
     ]  # fmt: skip
     assert found[1]["contenders"] == {
         "tuned": {"attainment": 0.97, "goodput_tps": 880.0, "setting": "spec:2, chunk 512, 48 running"},
@@ -144,12 +144,14 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert (overall["points"], overall["points_without_violations"]) == (2, 1)
     assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
     assert overall["largest_violation_ratio"] == pytest.approx(4.0)
-    table = modules["tables"].tables(lines)
-    assert "commit c0ffee." in table and "](m-joint.png)" in table
+    each = {"commit": "c0ffee", "points": modules["tables"].contenders_by_point(lines)}
+    table = modules["tables"].tables(each)
+    assert "## m, TPOT targets and TTFT within 4 s: by requests per second" in table
     assert "| policy | 2 | 4 |" in table
-    assert "| adaserve | 100.0% / 700 | 95.0% / 900 |" in table
-    assert "| spec:4 |  | 80.0% / 600 |" in table
-    assert "Tuned settings: 4: spec:2, chunk 512, 48 running." in table
+    assert "| `adaserve` | 100.0% / 700 | 95.0% / 900 |" in table
+    assert "| `spec:4` | - | 80.0% / 600 |" in table
+    assert "Settings of `tuned`, by column: 4: spec:2, chunk 512, 48 running." in table
+    assert table.endswith("Simulated at commit c0ffee.")
 
 
 def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
@@ -166,7 +168,7 @@ def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
         assert (found.attainment, found.recovery_s) == (float(met), recovered)
         (told,) = modules["tables"].contenders_by_point([found])
         assert told["contenders"]["adaserve"]["recovery_s"] == recovered
-        assert ("/ 0 s |" if met else "/ never |") in modules["tables"].tables([found])
+        assert ("/ 0 s |" if met else "/ never |") in modules["tables"].tables({"commit": "c", "points": [told]})
 
 
 def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +233,3 @@ def test_a_figure_is_drawn_for_each_machine_and_kind_of_targets(modules, tmp_pat
     written = importlib.import_module(FIGURES).draw(lines, tmp_path)
     assert sorted(path.name for path in written) == ["m-joint.png", "m-joint.svg", "m-tpot.png", "m-tpot.svg"]
     assert all(path.stat().st_size > 5000 for path in written)
-    assert "TPOT targets and TTFT within 4 s" in modules["tables"].tables(lines)
