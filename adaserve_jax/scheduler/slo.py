@@ -19,6 +19,10 @@ HORIZON_TOKENS = 32
 """h: tokens within which a sequence may catch up with its target (24 to 48 are good values)."""
 CODE_FACTOR = 1.05
 """Factor on A in the code of AdaServe's authors."""
+DEMANDING_SHARE = 0.75
+"""Share of the speed of one sequence alone above which a pace is demanding: it forces steps so short that prompts
+hardly advance beside it.
+"""
 TOLERANCE = 0.1
 """Share by which a target must be below the estimate before it counts as infeasible. The tables hold averages over
 recent requests and steps, which move by some percent from step to step, and a wrong no costs more than a wrong yes.
@@ -64,12 +68,6 @@ def deadline_rate(now: float, deadline_s: np.ndarray, tokens_left: np.ndarray) -
     """Return f64[R], tokens per second that end a sequence by its deadline: 0 without one (inf), inf if it passed."""
     left_s = deadline_s - now
     return np.where(left_s > 0, tokens_left / np.where(left_s > 0, left_s, 1.0), np.inf)
-
-
-DEMANDING_SHARE = 0.75
-"""Share of the speed of one sequence alone above which a pace is demanding: it forces steps so short that prompts
-hardly advance beside it.
-"""
 
 
 @dataclass(frozen=True)
