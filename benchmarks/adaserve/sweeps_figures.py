@@ -55,7 +55,7 @@ def draw(lines: Sequence[Line], out: Path) -> list[Path]:
         figure.tight_layout(rect=(0, 0.1 if len(sweeps) < 3 else 0.05, 1, 1))
         for suffix in ("png", "svg"):
             written.append(out / f"{Path(machine).stem}-{targets}.{suffix}")
-            figure.savefig(written[-1], dpi=130)
+            figure.savefig(written[-1], dpi=100)
         plt.close(figure)
     return written
 

@@ -46,7 +46,7 @@ OVERLOAD = "overload"
 SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests",
           "mix": "share of urgent requests, drawn anew", "scale": "SLO scale of the urgent",
           "fluctuating": "mean requests per second, fluctuating",
-          "deadline": "seconds to the last token of requests that are not urgent",
+          "deadline": "deadline of those not urgent, s",
           OVERLOAD: "requests per second, doubled for 60 s"}  # fmt: skip
 _PATTERNS = {
     "rate": r"rate_rps[\d.]+_ol\d+",
