@@ -34,10 +34,11 @@ from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_c
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
-from adaserve_jax.server.tracing import Tracer, open_exporter
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+
+    from adaserve_jax.server.tracing import Tracer
 
 BACKLOG = 2048
 DEAD_STATUS = 70
@@ -229,6 +230,13 @@ class Observability:
         self._retention = Retention(settings.records_days * DAY_S, settings.records_max_mib * 2**20)
         self._exporter: SpanExporter | None = None
         if settings.otlp_endpoint is not None:
+            try:
+                from adaserve_jax.server.tracing import open_exporter  # OpenTelemetry is optional
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"--otlp-endpoint needs the package {error.name!r}, which is not installed; run: pip install "
+                    "'adaserve-jax[otel]'"
+                ) from error
             self._exporter = open_exporter(settings.otlp_endpoint)
         self._store = RecordStore.open(Path(settings.records)) if settings.records is not None else None
         self._attached: list[Recorder | Tracer] = []
@@ -239,6 +247,8 @@ class Observability:
             self._attached.append(Recorder(state, self._store, self._retention))
             self._store = None
         if self._exporter is not None:
+            from adaserve_jax.server.tracing import Tracer
+
             self._attached.append(Tracer(state, self._exporter))
         state.observers += [each.observe for each in self._attached]
 
