@@ -213,7 +213,7 @@ _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 ROW_SAMPLING: dict[str, tuple[np.dtype[Any], float]] = {
     "choice": (_I32, 0), "temperature": (_F32, 0.0), "top_k": (_I32, 0), "top_p": (_F32, 1.0), "min_p": (_F32, 0.0),
 }  # fmt: skip
-"""Type of each column of `RowSampling` but the seed, and the value that changes nothing."""
+"""Type of each column of `RowSampling` but the seed, and its value in a row of `RowSampling.greedy`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ def sweeps_table(result: dict[str, Any]) -> str:
     ratios = [point["attainment"] / point["best_baseline_attainment"] for point in figure_8]
     about = (
         f"Largest ratio of attainment to the best baseline's on {result['points'][0]['machine']}, rates, TPOT targets: "
-        f"{max(ratios):.2f}. Commit {result['commit'][:12]}."
+        f"{max(ratios):.2f}. Commit {', '.join(commit[:12] for commit in result['commit'].split(', '))}."
     )
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 

@@ -8,13 +8,12 @@ here, so that clients wait instead of being refused while the router restarts.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from adaserve_jax.cluster.orchestrator import Cluster, ReplaceMember, announce_end, stop_on_signals
+from adaserve_jax.cluster.orchestrator import Cluster, ReplaceMember, announce_end, announce_ready, stop_on_signals
 from adaserve_jax.cluster.plan import ClusterPlan, ReservedPort, place_draft, place_router, place_target
 from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.run_folder import ClusterFolder, OrderServer
@@ -61,8 +60,7 @@ class LocalCluster(Cluster):
         async def start(supervisor: Supervisor) -> None:
             supervisor.start()
             await supervisor.ready()
-            after_s, name = time.monotonic() - began, supervisor.member.name
-            print(f"adaserve cluster: {name} is ready after {after_s:.1f} s", file=sys.stderr, flush=True)
+            announce_ready(supervisor.member.name, time.monotonic() - began)
 
         async def start_targets() -> None:
             first, *others = self._of("target")

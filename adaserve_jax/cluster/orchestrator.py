@@ -139,6 +139,11 @@ async def _wait_until_up(url: str, router: RouterClient, limit_s: float) -> None
     raise AdaServeError(f"the router does not use {url} again after {limit_s:g} s; see 'adaserve cluster status'")
 
 
+def announce_ready(name: str, after_s: float) -> None:
+    """Print that a member has become ready."""
+    print(f"adaserve cluster: {name} is ready after {after_s:.1f} s", file=sys.stderr, flush=True)
+
+
 def announce_end() -> None:
     print("adaserve cluster: stops", file=sys.stderr, flush=True)
 

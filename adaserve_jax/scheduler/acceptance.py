@@ -315,10 +315,7 @@ class Calibrator:
         if candidates.cell is None or candidates.log_q is None:
             return
         columns = trees.candidate if columns is None else columns
-        known = (columns >= 0) & accepted.take(trees.parent)
-        if edited is not None:
-            known &= ~edited.take(trees.row)
-        judged = np.flatnonzero(known)
+        judged = _judged(trees, accepted, edited, columns)
         if not len(judged):
             return
         row = trees.row.take(judged)
@@ -377,6 +374,16 @@ class Calibrator:
         self.outcomes = {name: int(count) for name, count in zip(MODES, counts, strict=True) if count}
 
 
+def _judged(trees: DraftTrees, accepted: np.ndarray, edited: np.ndarray | None, columns: np.ndarray) -> np.ndarray:
+    """Return the packed nodes of which a verification tells: those of the candidates, behind accepted parents, in rows
+    whose logits were not changed. Arguments as in `Calibrator.observe`.
+    """
+    known = (columns >= 0) & accepted.take(trees.parent)
+    if edited is not None:
+        known &= ~edited.take(trees.row)
+    return np.flatnonzero(known)
+
+
 class AdapterAcceptance:
     """Acceptance of each LoRA adapter, as the power to which f of its rows is raised.
 
@@ -414,10 +421,7 @@ class AdapterAcceptance:
         `Calibrator.observe`.
         """
         columns = trees.candidate if columns is None else columns
-        known = (columns >= 0) & accepted.take(trees.parent)
-        if edited is not None:
-            known &= ~edited.take(trees.row)
-        judged = np.flatnonzero(known)
+        judged = _judged(trees, accepted, edited, columns)
         row, column = trees.row[judged], columns[judged]
         parent = candidates.parent[row, column]
         above = np.where(parent < 0, np.float32(0), candidates.log_f[row, np.maximum(parent, 0)])

@@ -141,7 +141,7 @@ class WaitingQueue:
         self._on_time, self._late = _Lines(shares), _Lines(shares)
         self.admissions = 0
         """Sequences that were taken for the first time."""
-        self._untargeted = 0
+        self._untargeted = self._demanding = 0
 
     def __len__(self) -> int:
         return len(self._preempted) + self.num_new
@@ -154,12 +154,12 @@ class WaitingQueue:
     def add(self, state: SequenceState) -> None:
         """Queue a new sequence."""
         self._on_time.add(state)
-        self._untargeted += state.is_untargeted
+        self._count(state, 1)
 
     def put_back(self, state: SequenceState) -> None:
         """Return a preempted sequence to the front."""
         insort(self._preempted, state, key=_rank)
-        self._untargeted += state.is_untargeted
+        self._count(state, 1)
 
     def peek(self, now: float) -> SequenceState | None:
         """Return the sequence to admit next without removing it; None if the queue is empty."""
@@ -182,7 +182,7 @@ class WaitingQueue:
         """
         if refused.patience_s is None:
             yield from self._first(lambda state: state.patience_s is not None)
-        if refused.is_demanding:
+        if refused.is_demanding and self._demanding < len(self):
             yield from self._first(lambda state: not state.is_demanding)
         if self._untargeted:
             yield from self._first(lambda state: state.is_untargeted)
@@ -221,7 +221,12 @@ class WaitingQueue:
             if self._preempted[index : index + 1] != [state]:
                 raise ValueError(f"request {state.sequence.sequence_id!r} does not wait")
             del self._preempted[index]
-        self._untargeted -= state.is_untargeted
+        self._count(state, -1)
+
+    def _count(self, state: SequenceState, change: int) -> None:
+        """Keep the numbers by which `instead_of` searches no queue in vain."""
+        self._untargeted += change * state.is_untargeted
+        self._demanding += change * state.is_demanding
 
     def first_on_time(self, most: int) -> list[SequenceState]:
         """Return up to `most` new sequences that are on time, in the order of admission within each flow."""

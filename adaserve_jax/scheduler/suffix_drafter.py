@@ -111,13 +111,13 @@ class SuffixDrafter:
         if not len(slots):
             return None
         table, limits = self._batch.table, self._batch.limits
-        states, sampling = (table.states[slot] for slot in slots.tolist()), table.sampling.take(slots)
+        states, sampling = (table.states[slot] for slot in slots.tolist()), table.sampling
         candidates = self.source.propose(
             TextRows(
                 table.token_ids, slots, table.number[slots], table.num_tokens[slots],
                 # the deepest node that may be taken is emitted beside one more token
-                np.minimum(remaining - 1, limits.suffix_depth), sampling.seed, sampling.choice, sampling.temperature,
-                ["" if state is None else state.sequence.cache_salt for state in states],
+                np.minimum(remaining - 1, limits.suffix_depth), sampling.seed[slots], sampling.choice[slots],
+                sampling.temperature[slots], ["" if state is None else state.sequence.cache_salt for state in states],
             ),
             self.calibrator.chance,
         )  # fmt: skip

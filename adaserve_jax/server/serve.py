@@ -232,12 +232,13 @@ class Observability:
         if settings.otlp_endpoint is not None:
             try:
                 from adaserve_jax.server.tracing import open_exporter  # OpenTelemetry is optional
+
+                self._exporter = open_exporter(settings.otlp_endpoint)
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     f"--otlp-endpoint needs the package {error.name!r}, which is not installed; run: pip install "
                     "'adaserve-jax[otel]'"
                 ) from error
-            self._exporter = open_exporter(settings.otlp_endpoint)
         self._store = RecordStore.open(Path(settings.records)) if settings.records is not None else None
         self._attached: list[Recorder | Tracer] = []
 

@@ -17,7 +17,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import adaserve_jax
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import ServedRecord
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import BatchThread, ChoiceStamper, RecordMaker, StampedChoice
@@ -41,14 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 def open_exporter(endpoint: str) -> SpanExporter:
-    """Return an exporter to a collector by OTLP over HTTP. Raises ConfigError when OpenTelemetry is not installed."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--otlp-endpoint needs the package {error.name!r}, which is not installed; run: pip install "
-            "'adaserve-jax[otel]'"
-        ) from error
+    """Return an exporter to a collector by OTLP over HTTP."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
     logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # else every failure
     path = "" if endpoint.endswith(TRACES_PATH) else TRACES_PATH
     return OTLPSpanExporter(endpoint=endpoint.rstrip("/") + path, timeout=POST_TIMEOUT_S)

@@ -172,7 +172,8 @@ def merged(found: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"--out has another {name}, {held[name]}, than found now, {found[name]}; run all constants"
             )
-    rows = {(row["module"], row["name"]): row for row in [*held["constants"], *found["constants"]]}
+    new = [row | {"commit": found["commit"]} for row in found["constants"]]
+    rows = {(row["module"], row["name"]): row for row in [*held["constants"], *new]}
     return held | {"constants": list(rows.values())}
 
 
@@ -189,10 +190,8 @@ def main(
     if unknown:
         raise ConfigError(f"--only: no constant {unknown[0]!r}; there are {', '.join(knob.name for knob in KNOBS)}")
     knobs = [knob for knob in KNOBS if not wanted or knob.name in wanted]
-    found = measure(traces, knobs, jobs, seed, lambda text: notes().print(text, highlight=False))
-    for row in found["constants"]:
-        row["commit"] = source_commit()
-    found = {"commit": source_commit(), **found}
+    measured = measure(traces, knobs, jobs, seed, lambda text: notes().print(text, highlight=False))
+    found = {"commit": source_commit(), **measured}
     if wanted and out.exists():
         found = merged(found, json.loads(out.read_text()))
     out.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")

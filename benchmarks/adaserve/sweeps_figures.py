@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from adaserve_jax.bench.simulate import TUNED
 from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, PAPER, SWEEPS
-from benchmarks.adaserve.sweeps_tables import Line, best_baseline, grouped
+from benchmarks.adaserve.sweeps_tables import KINDS, Line, best_baseline, grouped
 
 STYLES = {
     OURS: {"color": "#0072B2", "marker": "o", "linewidth": 2.4, "label": "adaserve"},
@@ -26,7 +26,6 @@ STYLES = {
 BEST = {"color": "black", "linestyle": "--", "marker": "x", "linewidth": 1.6,
         "label": "best baseline at the paper's setting"}  # fmt: skip
 EACH = {"color": "#BBBBBB", "linewidth": 0.9, "label": "each baseline at the paper's setting"}
-KINDS = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
 
 
 def draw(lines: Sequence[Line], out: Path) -> list[Path]:

@@ -10,14 +10,17 @@ from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.results.schema import ALL_CLASSES
 from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, OVERLOAD, PAPER, SWEEPS, TARGETS, contenders
 
+KINDS = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
+"""What each kind of targets is called."""
+
 
 @dataclass(frozen=True)
 class Line:
     """One contender at one point.
 
     rows: result rows as in results.jsonl, over all classes first. recovery_s: seconds from the end of the overload to
-    the first moment after which 90 % of the requests meet their targets again; None if that never comes, and in
-    other sweeps.
+    the first moment after which `submission.RECOVERED` of them meet their targets again; None if that never comes, and
+    in other sweeps.
     """
 
     key: str
@@ -77,7 +80,6 @@ def best_baseline(at_point: dict[str, Line], judge: Callable[[Line], float]) -> 
 def tables(result: dict[str, Any]) -> str:
     """Return a table of contenders.json for each machine, kind of targets and sweep: attainment and goodput by
     contender and value."""
-    kinds = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
     groups: dict[Group, list[dict[str, Any]]] = {}
     for point in result["points"]:
         groups.setdefault((point["machine"], point["targets"], point["sweep"]), []).append(point)
@@ -91,7 +93,7 @@ def tables(result: dict[str, Any]) -> str:
             for point in points if TUNED in point["contenders"]
         ]  # fmt: skip
         parts += [
-            f"## {machine}, {kinds[targets]}: by {SWEEPS[sweep]}",
+            f"## {machine}, {KINDS[targets]}: by {SWEEPS[sweep]}",
             f"{max(point['requests'] for point in points)} requests at most.",
             "\n".join([head, f"|{'---|' * (1 + len(points))}", *rows]),
             *([f"Settings of `{TUNED}`, by column: {'; '.join(settings)}."] if settings else []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import logging
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -214,7 +215,19 @@ def test_a_dead_collector_costs_a_counter(start_server, caplog):
     assert len(said) == 1 and "the server goes on" in said[0].getMessage()
 
 
-def test_it_says_how_to_install_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+@pytest.mark.parametrize("module", ["opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk"])
+def test_it_says_how_to_install_what_is_missing(monkeypatch, module: str):
+    monkeypatch.delitem(sys.modules, "adaserve_jax.server.tracing")
+    for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=r"needs the package .*; run: pip install 'adaserve-jax\[otel\]'"):
         Observability(ServerSettings(otlp_endpoint="http://127.0.0.1:4318"))
+
+
+def test_a_server_needs_nothing_of_the_extra():
+    """The API of OpenTelemetry comes with other packages, its SDK and exporter with the extra `otel` alone."""
+    missing = "sys.modules['opentelemetry.sdk'] = sys.modules['opentelemetry.exporter'] = None"
+    code = f"import sys; {missing}; import adaserve_jax.server.serve"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
