@@ -16,8 +16,9 @@ from adaserve_jax.scheduler.controllers.corrected import (
     OptionRatios,
     neighbours,
 )
-from adaserve_jax.scheduler.controllers.joint import JointController, Shapes
+from adaserve_jax.scheduler.controllers.joint import JointController
 from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
+from adaserve_jax.scheduler.controllers.shapes import Shapes
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import Scheduler

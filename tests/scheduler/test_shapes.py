@@ -1,8 +1,11 @@
-"""What shapes of the draft are expected to bring, against plain loops over nodes."""
+"""What shapes of the draft are expected to bring and which rows they keep on pace, against plain loops over nodes."""
 
 import numpy as np
+import pytest
 
-from adaserve_jax.scheduler.controllers.joint import GRID, OUT_OF_REACH, Shapes, _spread
+from adaserve_jax.scheduler.controllers.joint import _spread
+from adaserve_jax.scheduler.controllers.shape_kernels import GRID
+from adaserve_jax.scheduler.controllers.shapes import Shapes, cumulated, gain, kernels, rows_on_pace
 from tests.scheduler.harness import limits_of
 
 CHANCE = np.array([[0.8, 0.15], [0.6, 0.1], [0.5, 0.05]])
@@ -17,34 +20,48 @@ def best_first(shapes: Shapes, option: int) -> list[float]:
     return sorted((CHANCE[d, r] for d in range(depth) for r in range(width)), reverse=True)
 
 
+def fewest(best: list[float], rate: float, seconds: float) -> float:
+    """Nodes that bring a row the tokens it needs in a step, to a step of the grid; inf where all of them do not."""
+    wanted = np.ceil((max(rate * seconds - 1.0, 0.0)) * GRID - 1e-9) / GRID
+    return next((n for n in range(len(best) + 1) if sum(best[:n]) >= wanted - 1e-12), np.inf)
+
+
 def test_tokens_by_nodes_are_sums_of_the_best_chances():
     shapes = shapes_of()
-    reach = shapes.reach(CHANCE)
+    tokens = shapes.tokens(CHANCE)
     for option in range(len(shapes.depth)):
         best = best_first(shapes, option)
         assert shapes.size[option] == len(best)
-        for nodes in range(reach.tokens.shape[1]):
-            assert np.isclose(reach.tokens[option, nodes], sum(best[:nodes]))
+        for nodes in range(tokens.shape[1]):
+            assert np.isclose(tokens[option, nodes], sum(best[:nodes]))
 
 
-def test_nodes_for_pace_are_the_fewest_that_reach_the_need_to_a_step_of_the_grid():
-    shapes = shapes_of()
-    reach = shapes.reach(CHANCE)
-    rates = np.array([5.0, 11.0, 20.0, 27.3, 400.0])
-    step_s = np.linspace(0.02, 0.12, 4) + np.zeros((len(shapes.depth), 1))
-    found = reach.nodes_for(rates, step_s)
-    for option, edge, row in np.ndindex(found.shape):
-        wanted = np.ceil((max(rates[row] * step_s[option, edge] - 1.0, 0.0)) * GRID - 1e-9) / GRID
-        best = best_first(shapes, option)
-        fewest = next((n for n in range(len(best) + 1) if sum(best[:n]) >= wanted - 1e-12), OUT_OF_REACH)
-        assert found[option, edge, row] == fewest, (option, edge, row)
-    some = np.array([3, 1])
-    np.testing.assert_array_equal(reach.nodes_for(rates, step_s[some], some), found[some])
+@pytest.mark.parametrize("with_text", [False, True])
+@pytest.mark.parametrize("num_plain", [0, 2, 5])
+def test_rows_on_pace_are_as_many_as_the_nodes_can_serve(with_text, num_plain):
+    shapes, rng = shapes_of(), np.random.default_rng(num_plain)
+    drafted, plain = (np.sort(rng.uniform(5, 60, count)) for count in (5 - num_plain, num_plain))
+    step_s = np.linspace(0.02, 0.09, 4) + np.zeros((len(shapes.depth), 1))
+    extra = np.array([[-1, 0], [1, 2], [3, 5], [8, 20]])
+    f = -np.sort(-rng.uniform(0.2, 0.9, (5, 4)), axis=1)
+    text = (cumulated(f[num_plain:]), cumulated(f[:num_plain])) if with_text else ()
+
+    found = rows_on_pace(drafted, plain, step_s, extra, shapes.tokens(CHANCE), *text)
+
+    for option, edge, share in np.ndindex(found.shape):
+        seconds = step_s[option, edge]
+        costs = []
+        for row, rate in enumerate([*plain, *drafted]):
+            cost = fewest(best_first(shapes, option) if row >= num_plain else [], rate, seconds)
+            costs.append(min(cost, fewest(list(f[row]), rate, seconds) if with_text else np.inf))
+        served = np.cumsum(sorted(costs)) <= extra[edge, share]
+        assert found[option, edge, share] == served.sum(), (option, edge, share)
+    assert [len(each.signatures) for each in (kernels().gain, kernels().count_on_pace)] == [1, 1], "compiled in a step"
 
 
 def test_gain_is_linear_between_whole_nodes_and_ends_at_the_largest_tree():
-    reach = shapes_of().reach(CHANCE)
-    np.testing.assert_allclose(reach.gain(np.array([0.5, 1.5, 99.0]), np.array([1])), [[0.4, 0.8, 0.8]])
+    tokens = shapes_of().tokens(CHANCE)[1:2]
+    np.testing.assert_allclose(gain(tokens, np.array([-1.0, 0.5, 1.5, 99.0])), [[0.0, 0.4, 0.8, 0.8]])
 
 
 def test_spread_keeps_both_ends():

@@ -15,8 +15,9 @@ import numpy as np
 
 from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, SoloSpeed, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import is_of_its_chain
-from adaserve_jax.scheduler.controllers.joint import Correction, JointController, Pick, Shapes, Weighed
+from adaserve_jax.scheduler.controllers.joint import Correction, JointController, Pick, Weighed
 from adaserve_jax.scheduler.controllers.nightjar import ExplorationSchedule, SwitchTable, doubling
+from adaserve_jax.scheduler.controllers.shapes import Shapes
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 

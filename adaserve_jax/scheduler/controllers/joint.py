@@ -17,14 +17,11 @@ import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, SoloSpeed
+from adaserve_jax.scheduler.controllers.shapes import Shapes, cumulated, gain, kernels, rows_on_pace
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
 
-GRID = 16
-"""Steps per token of the table that turns expected tokens into nodes."""
-OUT_OF_REACH = 1 << 24
-"""Number of nodes that no budget holds."""
 FINE_SHAPES = 3
 """Shapes that are also tried with the edges between the coarse ones."""
 CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
@@ -39,92 +36,7 @@ TEXT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the nodes of text already seen that are weighed beside a draft's."""
 REACH_STEPS = 4
 """Updates of the acceptance averages for which the expected tokens of shapes are reused."""
-
-
-@dataclass(frozen=True, eq=False)
-class Shapes:
-    """Shapes of the beam search, O of them; the first is depth 0.
-
-    depth, width, size (nodes): i64[O]. mask: bool[O, max nodes].
-    """
-
-    depth: np.ndarray
-    width: np.ndarray
-    size: np.ndarray
-    mask: np.ndarray
-
-    @classmethod
-    def of(cls, limits: Limits, widths: tuple[int, ...]) -> Shapes:
-        """Return every depth with every width that was timed."""
-        widths = tuple(width for width in widths if width <= limits.max_width)
-        pairs = [(0, 0)] + [(depth, width) for depth in range(1, limits.max_depth + 1) for width in widths]
-        depth = np.array([pair[0] for pair in pairs])
-        width = np.array([pair[1] for pair in pairs])
-        levels = np.arange(limits.max_depth)[:, None]
-        ranks = np.arange(limits.max_width)[None, :]
-        mask = (levels < depth[:, None, None]) & (ranks < width[:, None, None])
-        return cls(depth, width, depth * width, mask.reshape(len(pairs), -1))
-
-    def reach(self, chance: np.ndarray) -> Reach:
-        """Return the expected tokens of each shape; chance: f64[max_depth, max_width], f by depth and rank."""
-        best_first = np.sort(np.where(self.mask, chance.ravel(), 0.0), axis=1)[:, ::-1]
-        tokens = np.zeros((len(self.depth), best_first.shape[1] + 1))
-        np.cumsum(best_first, axis=1, out=tokens[:, 1:])
-        return Reach.of(tokens)
-
-
-@dataclass(frozen=True, eq=False)
-class Reach:
-    """Expected tokens of each shape by number of nodes, and the inverse.
-
-    tokens: f64[O, 1 + K], expected tokens beyond the root with the best 0, 1, ... nodes. nodes: i64[O * grid_steps],
-    fewest nodes that bring each GRID-th of a token, shape after shape; OUT_OF_REACH in the last of each.
-    """
-
-    tokens: np.ndarray
-    nodes: np.ndarray
-    grid_steps: int
-
-    @classmethod
-    def of(cls, tokens: np.ndarray) -> Reach:
-        """Build the inverse table."""
-        steps = int(tokens[:, -1].max() * GRID) + 2
-        levels = np.arange(steps) / GRID
-        nodes = np.stack([np.searchsorted(row, levels) for row in tokens])
-        nodes[nodes >= tokens.shape[1]] = OUT_OF_REACH
-        return cls(tokens, nodes.ravel(), steps)
-
-    def nodes_for(self, need_rate: np.ndarray, step_s: np.ndarray, shapes: np.ndarray | None = None) -> np.ndarray:
-        """Return the nodes that put each sequence on pace, i64[O, E, R].
-
-        need_rate: f64[R], tokens per second. step_s: f64[O, E]. shapes: indices of the O rows of step_s; None for all.
-        """
-        first = np.arange(len(self.tokens)) if shapes is None else shapes
-        return self._nodes(need_rate, step_s, (first * self.grid_steps)[:, None, None])
-
-    def nodes_of_rows(self, need_rate: np.ndarray, step_s: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the nodes that put each of `rows` on pace, i64[O, E, len(rows)], where the table has a line for each
-        row instead of each shape. Arguments as of `nodes_for`; rows: i64[n].
-        """
-        return self._nodes(need_rate[rows], step_s, rows * self.grid_steps)
-
-    def _nodes(self, need_rate: np.ndarray, step_s: np.ndarray, line: np.ndarray) -> np.ndarray:
-        """Look the nodes up. line: begin of the table's line for each need, broadcast to i64[O, E, R]."""
-        gain = need_rate * (step_s * GRID)[:, :, None]
-        gain -= GRID
-        np.ceil(gain, out=gain)
-        np.clip(gain, 0.0, self.grid_steps - 1, out=gain)
-        gain += line
-        return self.nodes.take(gain.astype(np.intp))
-
-    def gain(self, nodes: np.ndarray, shapes: np.ndarray | None) -> np.ndarray:
-        """Return f64[O, ...], expected tokens beyond the root of the `nodes` best nodes, linear between whole ones."""
-        tokens = self.tokens if shapes is None else self.tokens[shapes]
-        last = tokens.shape[1] - 1
-        each = np.clip(nodes, 0, last)
-        whole = each.astype(np.int64)
-        above = np.minimum(whole + 1, last)
-        return tokens[:, whole] + (tokens[:, above] - tokens[:, whole]) * (each - whole)
+_NO_RATES = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +150,9 @@ class JointController(Controller):
         self._edges = np.array(limits.token_edges)
         sizes = np.geomspace(1, self._edges[-1], 2 * COARSE_EDGES).round()
         self._coarse = np.unique(np.searchsorted(self._edges, sizes))
-        self._reach: Reach | None = None
-        self._reach_age = 0
+        self._tokens: np.ndarray | None = None
+        self._tokens_age = 0
+        kernels()
 
     def decide(self, load: Load) -> Decision:
         return self.weigh(load).pick().decision
@@ -255,7 +168,7 @@ class JointController(Controller):
         draft_s = self._draft_s(all_rows, catchup_s, context)
         verify_s = self._cost.verify_s(all_rows, context)
         edges = _spread(low, high, COARSE_EDGES)
-        text = None if load.suffix_f is None else Reach.of(_cumulated(load.suffix_f))
+        text = None if load.suffix_f is None else cumulated(load.suffix_f)
 
         def look(shapes: np.ndarray, edges: np.ndarray) -> Choices:
             return self._look(load, shapes, edges, draft_s, verify_s, correction, text)
@@ -282,26 +195,26 @@ class JointController(Controller):
         """
         if not self._admits_by_pace:
             return True
-        reach = self._reach_now()
-        shapes = np.arange(len(self.shapes.depth) if can_draft else 1)
-        feasible = need_rate[need_rate <= self._fastest_alone(reach, shapes)]
+        shapes = slice(None if can_draft else 1)
+        feasible = need_rate[need_rate <= self._fastest_alone(shapes)]
         if not len(feasible):
             return True
         rows = len(need_rate) + others
-        step_s = self._step_s(rows)[shapes]
         budget = share * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
-        nodes = reach.nodes_for(feasible, step_s, shapes).sum(axis=2)
-        return bool((nodes <= budget - rows).any())
+        extra = np.floor(budget).astype(np.int64)[:, None] - rows
+        on_pace = rows_on_pace(feasible, _NO_RATES, self._step_s(rows)[shapes], extra, self._tokens_now()[shapes])
+        return bool((on_pace == len(feasible)).any())
 
     def _look(
         self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray,
-        correction: Correction | None, text: Reach | None,
+        correction: Correction | None, text: np.ndarray | None,
     ) -> Choices:  # fmt: skip
         """Value `shapes` at the edges `at` (indices) for every share of prefill.
 
-        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges. text: a line of nodes of text for each row.
+        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges. text: f64[R, 1 + C], expected
+        tokens of each row's best 0, 1, ... nodes of text.
         """
-        rows, reach = load.num_decode, self._reach_now()
+        rows, tokens = load.num_decode, self._tokens_now()[shapes]
         step_s = draft_s[shapes, None] + verify_s[at]
         if correction is not None:
             step_s *= correction.seconds[shapes, None]
@@ -310,49 +223,37 @@ class JointController(Controller):
 
         with_target = (load.need_rate > 0) & np.isfinite(load.need_rate)
         drafted, plain = with_target & load.can_speculate, with_target & ~load.can_speculate
-        in_order = np.sort(load.need_rate[drafted]) if load.suffix_f is None else load.need_rate[drafted]
-        cost = reach.nodes_for(in_order, step_s, shapes)
-        late = load.need_rate[plain] * step_s[:, :, None] > 1.0
-        plain_cost = np.where(late, OUT_OF_REACH, 0)
-        if text is not None:
-            cost = np.minimum(cost, text.nodes_of_rows(load.need_rate, step_s, drafted.nonzero()[0]))
-            plain_cost = np.minimum(plain_cost, text.nodes_of_rows(load.need_rate, step_s, plain.nonzero()[0]))
-        if plain_cost.shape[2] or text is not None:
-            cost = np.concatenate([plain_cost, cost], axis=2)
-            cost.sort(axis=2)
-        spent = np.cumsum(cost, axis=2, out=cost)
-        on_pace = np.empty((*step_s.shape, chunk.shape[1]))
-        for share in range(chunk.shape[1]):
-            on_pace[:, :, share] = np.count_nonzero(spent <= extra[:, share, None], axis=2)
+        texts = () if text is None else (text[drafted], text[plain])
+        on_pace = rows_on_pace(load.need_rate[drafted], load.need_rate[plain], step_s, extra, tokens, *texts)
 
         speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
         factor = np.ones((len(shapes), 1, 1)) if correction is None else correction.tokens[shapes, None, None]
         if load.suffix_f is None:
-            gain = speculating * reach.gain(extra / speculating, shapes) * factor
+            gained = speculating * gain(tokens, extra / speculating) * factor
         else:
-            gain = _gain_of_both(load, load.suffix_f, reach, extra, shapes, factor)
-        emitted = rows + gain
+            gained = _gain_of_both(load, load.suffix_f, tokens, extra, factor)
+        emitted = rows + gained
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
         if load.prompt_rates is not None:  # a prompt in time is worth a row on pace
             rate += np.searchsorted(load.prompt_rates, chunk / step_s[:, :, None], "right")
         return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
 
-    def _reach_now(self) -> Reach:
-        """Return the expected tokens of shapes, computed anew after some updates of the averages."""
+    def _tokens_now(self) -> np.ndarray:
+        """Return the expected tokens of shapes, f64[O, 1 + K], computed anew after some updates of the averages."""
         age = self._acceptance.updates // REACH_STEPS
-        if self._reach is None or age != self._reach_age:
-            self._reach, self._reach_age = self.shapes.reach(self._acceptance.expected()), age
-        return self._reach
+        if self._tokens is None or age != self._tokens_age:
+            self._tokens, self._tokens_age = self.shapes.tokens(self._acceptance.expected()), age
+        return self._tokens
 
     def fastest_alone(self, alone: SoloSpeed) -> float:
         """Return the tokens per second of the best shape, by this controller's own tables."""
-        return self._fastest_alone(self._reach_now())
+        return self._fastest_alone()
 
-    def _fastest_alone(self, reach: Reach, shapes: np.ndarray | slice = slice(None)) -> float:
+    def _fastest_alone(self, shapes: slice = slice(None)) -> float:
         """Return expected tokens per second of one sequence on an empty machine, at the best of `shapes` and edges."""
         nodes = np.minimum(self._edges[self._coarse], self._limits.max_tree_tokens) - 1
-        return float(((1.0 + reach.gain(nodes, None)) / self._step_s(1))[shapes].max())
+        return float(((1.0 + gain(self._tokens_now(), nodes)) / self._step_s(1))[shapes].max())
 
     def _step_s(self, rows: int) -> np.ndarray:
         """Return f64[O, E], seconds of a step at the coarse edges, with drafts that lag by no more than usual."""
@@ -402,15 +303,8 @@ def _spread(low: int, high: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(low, high, min(most, high - low + 1)).round().astype(np.int64))
 
 
-def _cumulated(f: np.ndarray) -> np.ndarray:
-    """Return f64[R, 1 + C], the sums of the best 0, 1, ... of each row's nodes; f: f64[R, C], best first."""
-    tokens = np.zeros((len(f), f.shape[1] + 1))
-    np.cumsum(f, axis=1, out=tokens[:, 1:])
-    return tokens
-
-
 def _gain_of_both(
-    load: Load, suffix_f: np.ndarray, reach: Reach, extra: np.ndarray, shapes: np.ndarray, factor: np.ndarray
+    load: Load, suffix_f: np.ndarray, tokens: np.ndarray, extra: np.ndarray, factor: np.ndarray
 ) -> np.ndarray:
     """Return f64[O, E, F], expected tokens beyond the roots of `extra` nodes (i64[E, F]) of text and of the draft.
 
@@ -423,11 +317,11 @@ def _gain_of_both(
     extra = np.maximum(extra, 0)
     most = np.minimum(extra, len(best) - 1)
     if not drafting:
-        return np.broadcast_to(best[most], (len(shapes), *extra.shape))
+        return np.broadcast_to(best[most], (len(tokens), *extra.shape))
     unknown = float(1.0 - np.minimum(suffix_f[rows, 0], 1.0).mean())
-    found = np.zeros((len(shapes), *extra.shape))
+    found = np.zeros((len(tokens), *extra.shape))
     for share in TEXT_SHARES:
         of_text = np.ceil(most * share).astype(np.int64)
-        drafted = drafting * unknown * reach.gain((extra - of_text) / drafting, shapes) * factor
+        drafted = drafting * unknown * gain(tokens, (extra - of_text) / drafting) * factor
         np.maximum(found, best[of_text] + drafted, out=found)
     return found
