@@ -94,6 +94,8 @@ _PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
     "original_max_position_embeddings": 4096,
     "eos_token_id": 32000,
 }
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | dict.fromkeys(_MULTIPLIERS, 1.0)
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,13 @@ _FAMILIES = {
         sinks=True,
     ),
     "Phi3ForCausalLM": _Family(_PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), phi=True),
+    "GraniteForCausalLM": _Family(_GRANITE_DEFAULTS, frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS})),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
-    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -305,11 +308,13 @@ class ModelConfig:
     windows. window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None:
     as elsewhere. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 +
     weight. post_norms: attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied
-    by sqrt(hidden_size). query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap,
-    logit_cap: scores, and logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head,
-    the first ones, that are rotated; None: all. sinks: each head has a score without a key. fused_tensors:
-    checkpoints hold queries, keys and values as one tensor, and gate and up. eagle3: of an EAGLE-3 head, which drafts
-    for a target of its vocabulary; None: a model of its own. medusa: of Medusa heads, likewise; they have no layers.
+    by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what attention and MLP add to the
+    stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar: scores are divided by its
+    root; None: by that of head_dim. attention_cap, logit_cap: scores, and logits, s become cap * tanh(s / cap); None:
+    they stay. rotary_dim: features of each head, the first ones, that are rotated; None: all. sinks: each head has a
+    score without a key. fused_tensors: checkpoints hold queries, keys and values as one tensor, and gate and up.
+    eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
+    Medusa heads, likewise; they have no layers.
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -336,6 +341,9 @@ class ModelConfig:
     offset_norms: bool = False
     post_norms: bool = False
     scaled_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     query_scalar: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
@@ -444,6 +452,8 @@ class ModelConfig:
         # The length that a family with two bases states is that after scaling.
         longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
         scalar = values.optional("query_pre_attn_scalar")
+        if "attention_multiplier" in family.knows:  # scores times m are scores divided by the root of m^-2
+            scalar = values.positive("attention_multiplier") ** -2
         biased = bool(values.get("attention_bias"))
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
         if heads % num_kv_heads:
@@ -485,6 +495,9 @@ class ModelConfig:
             offset_norms=family.gemma,
             post_norms=family.gemma,
             scaled_embedding=family.gemma,
+            embedding_multiplier=values.optional("embedding_multiplier") or 1.0,
+            residual_multiplier=values.optional("residual_multiplier") or 1.0,
+            logits_scaling=values.optional("logits_scaling") or 1.0,
             query_scalar=None if scalar == head_dim else scalar,
             attention_cap=values.optional("attn_logit_softcapping"),
             logit_cap=values.optional("final_logit_softcapping"),

@@ -13,7 +13,9 @@ from tests.engine.greedy_texts import check_texts
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_greedy, torch_model, write_family
 
 TOKENS = 128
-DIVIDED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt_oss")
+DIVIDED = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt_oss", "granite",
+)  # fmt: skip
 """Families whose texts are compared on two devices as well."""
 PROMPTS = [90, 7]  # tokens; with the first, the window and the context before scaling are left behind at once
 

@@ -72,6 +72,7 @@ QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -184,6 +185,20 @@ def test_gpt_oss_has_sinks_and_clamped_experts(tmp_path: Path) -> None:
     assert found.rope_scaling == YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
 
 
+def test_granite_has_multipliers(tmp_path: Path) -> None:
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    given = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}
+    expected = replace(
+        llama, query_scalar=64.0**2, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16
+    )
+    assert ModelConfig.from_folder(_write(tmp_path, **GRANITE, **given, attention_multiplier=1 / 64)) == expected
+    assert ModelConfig.from_folder(_write(tmp_path, **GRANITE, attention_multiplier=0.25)) == llama
+    assert ModelConfig.from_folder(_write(tmp_path, **GRANITE)) == replace(llama, query_scalar=1.0)
+    assert ModelConfig.from_folder(_write(tmp_path, residual_multiplier=None)) == llama
+    by_type = GRANITE | {"architectures": "absent", "attention_multiplier": 0.25}
+    assert ModelConfig.from_folder(_write(tmp_path, **by_type)) == llama
+
+
 def test_llama_biases_are_read(tmp_path: Path) -> None:
     llama = ModelConfig.from_folder(_write(tmp_path))
     biased = ModelConfig.from_folder(_write(tmp_path, attention_bias=True, mlp_bias=True))
@@ -241,6 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
+    ({"residual_multiplier": 0.22}, "residual_multiplier = 0.22 is not supported"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
     (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
     (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
@@ -288,6 +304,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
     ({"rope_theta": None}, "rope_theta must be a number above 0, got None"),
     (MIXTRAL | {"num_experts_per_tok": 7}, r"num_experts_per_tok must be at most num_local_experts \(6\), got 7"),
+    (GRANITE | {"attention_multiplier": 0}, "attention_multiplier must be a number above 0, got 0"),
     (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
 ]
 

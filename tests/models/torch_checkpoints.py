@@ -94,6 +94,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW, "swiglu_limit": 0.5, "rope_parameters": _YARN | {"truncate": False},
         },
     ),
+    "granite": (
+        "Granite", {
+            "embedding_multiplier": 3.0, "attention_multiplier": 0.15, "residual_multiplier": 0.4,
+            "logits_scaling": 0.7, "attention_bias": True, "mlp_bias": True,
+        },
+    ),
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
 }  # fmt: skip
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""

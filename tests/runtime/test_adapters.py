@@ -31,10 +31,11 @@ CASES = {
     "llama_biases-blocks": DENSE, "qwen2-blocks": DENSE, "qwen3_window-canonical": ["q_proj", "down_proj"],
     "mistral-blocks": DENSE, "gemma2-blocks": DENSE, "gemma3-canonical": DENSE, "phi4_mini-blocks": FUSED,
     "phi3-canonical": FUSED, "mixtral-blocks": ATTENTION, "qwen3_moe-blocks": ATTENTION,
-    "gpt_oss-canonical": ATTENTION,
+    "gpt_oss-canonical": ATTENTION, "granite-blocks": DENSE,
 }  # fmt: skip
 """Family and order of attention's sums, and modules that the adapter changes: all that can be."""
 QUICK = {"llama_biases-blocks", "qwen3_window-canonical", "phi4_mini-blocks", "gemma3-canonical", "gpt_oss-canonical"}
+assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 

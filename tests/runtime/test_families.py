@@ -14,7 +14,7 @@ from tests.runtime.packed_model import build
 TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
-    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical",
+    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical", "granite-blocks",
 }  # fmt: skip
 CASES = [f"{name}-blocks" for name in FAMILIES] + [
     "mistral-canonical",
@@ -24,6 +24,7 @@ CASES = [f"{name}-blocks" for name in FAMILIES] + [
     "gemma3-canonical",
     "gpt_oss-canonical",
 ]
+assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
