@@ -18,6 +18,8 @@ Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
 DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
 DRAFT_SOURCES: tuple[DraftSources, ...] = get_args(DraftSources)
+TEXT_SOURCES = frozenset({"suffix"})
+"""Sources that draft from text already seen."""
 DEFAULT_DRAFT = "default"
 """Name of `draft` where there are several drafts."""
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
@@ -38,7 +40,8 @@ class EngineConfig(Settings):
     )  # fmt: skip
     draft: PathText | None = setting(
         "demo", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo' or 'demo-head' for "
-        "an embedded one, or none for no speculation", Panel.MODELS, expected="a name or a path",
+        "an embedded one, or none: the engine drafts from text already seen (--policy ar: no speculation)",
+        Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(
         "adaserve", "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the "
@@ -280,7 +283,13 @@ class EngineConfig(Settings):
     @property
     def may_use_suffix(self) -> bool:
         """True where trees may be made of text already seen; with "auto" the policy decides."""
-        return self.synthetic_acceptance is None and self.draft_sources in ("auto", "suffix", "suffix+model")
+        named = self.draft_sources == "auto" or drafts_from_text(self.draft_sources)
+        return self.synthetic_acceptance is None and named
+
+
+def drafts_from_text(sources: str) -> bool:
+    """Return True if sources, joined by "+", include one that reads text already seen."""
+    return not TEXT_SOURCES.isdisjoint(sources.split("+"))
 
 
 def _is_address(value: object) -> bool:

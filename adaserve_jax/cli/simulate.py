@@ -20,14 +20,14 @@ from adaserve_jax.cli.options import (
     numbers_above_0,
 )
 from adaserve_jax.cli.terminal import point_line, print_rows, say, say_next_step
-from adaserve_jax.config import Elastic, EngineConfig
+from adaserve_jax.config import Elastic, EngineConfig, drafts_from_text
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.routing.routers import ROUTERS, find_router
-from adaserve_jax.scheduler.policies import expand, find_policy
+from adaserve_jax.scheduler.policies import expand, find_policy, named_sources
 from adaserve_jax.settings import options_of
 from adaserve_jax.sim.acceptance import load_acceptance
 from adaserve_jax.sim.machines import load_machine, packaged_machines
@@ -156,6 +156,11 @@ def simulate(
         raise ConfigError("--acceptance and --synthetic-acceptance both say what is accepted; give one of them")
     for name in names:
         find_policy(name, simulated.max_depth)
+        if drafts_from_text(named_sources(name)):
+            raise ConfigError(
+                f"policy {name}: simulated requests have no text, so that nothing can be drafted from it; compare it "
+                "with adaserve bench"
+            )
     find_router(router)
     shapes = [
         Shape(rate, shares, scale, requests)
@@ -190,7 +195,9 @@ def simulate(
     for trace, shape in zip(reshaped, asked, strict=True):
         if shape.rate_rps is not None and abs(trace.rate_rps / shape.rate_rps - 1) > RATE_TOLERANCE:
             say(f"{trace.name}: {shape.rate_rps:g} requests/s were asked for; the requests that are simulated come at "
-                f"{trace.rate_rps:.4g}/s on average")  # fmt: skip
+                f"{trace.rate_rps:.4g}/s on average"
+                + (f", because --requests keeps those of the first {trace.duration_s:.0f} s alone; leave it out for "
+                   "the whole trace" if shape.requests else ""))  # fmt: skip
     total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
     done = count(1)
 

@@ -19,6 +19,7 @@ from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.sampling import require
 from adaserve_jax.types import SLO, Progress, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -95,7 +96,7 @@ class LLM:
 
         Args:
             target: "demo" or a checkpoint folder.
-            draft: "demo", a checkpoint folder, or None for no speculation.
+            draft: "demo", a checkpoint folder, or None to draft from text already seen alone.
             policy: scheduling policy.
             deterministic: make texts independent of what else runs.
             progress: progress(what, done, total), called while models load and compile.
@@ -247,6 +248,10 @@ class LLM:
         many = _as_prompts(prompts)
         sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
+        for each in sampling:
+            require(isinstance(each, SamplingParams), "sampling_params", "SamplingParams", each)
+        for each in slos:
+            require(isinstance(each, SLO), "slo", "an SLO, such as SLO(tpot_ms=40)", each, "invalid_slo")
         salts = _one_each(cache_salt, len(many), "cache_salt")
         learns, tags = _one_each(learn, len(many), "learn"), _one_each(draft_tag, len(many), "draft_tag")
         adapters = _one_each(adapter, len(many), "adapter")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
-from adaserve_jax.config import DRAFT_SOURCES, DraftSources, EngineConfig
+from adaserve_jax.config import DRAFT_SOURCES, DraftSources, EngineConfig, drafts_from_text
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller
@@ -46,6 +46,9 @@ SelectionRule = Literal[
     "slo", "slo-equal", "slo-only", "throughput", "slo-throughput", "equal", "best", "static"
 ]  # fmt: skip
 NeedRule = Literal["horizon", "step", "code"]
+_RULES = {
+    "selector": SelectionRule, "ordering": Ordering, "need": NeedRule, "slo_order": SloOrder, "sources": DraftSources,
+}  # fmt: skip
 
 SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
 """Nodes by level; SpecInfer's published expansion is 1, 1, 3, 1, 1, 1, 1, 1 children of each node."""
@@ -120,6 +123,13 @@ class Policy:
     weighs_pages: bool = False
     bounds_lengths: bool = False
     sources: DraftSources = "model"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if a rule is not among its kinds: policies of files are not type-checked."""
+        for name, kinds in _RULES.items():
+            if getattr(self, name) not in get_args(kinds):
+                known = ", ".join(get_args(kinds))
+                raise ConfigError(f"{name} of a policy must be one of {known}, got {getattr(self, name)!r}")
 
     @property
     def gives_up(self) -> bool:
@@ -429,8 +439,8 @@ def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
 
     Raises ConfigError: with synthetic acceptance, for text already seen that the policy's name says.
     """
-    named = _named_sources(config.policy)
-    if config.synthetic_acceptance is not None and "suffix" in named:
+    named = named_sources(config.policy)
+    if config.synthetic_acceptance is not None and drafts_from_text(named):
         raise ConfigError(
             f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: texts already seen cost "
             "no time to draft from, but would be accepted as often"
@@ -441,14 +451,14 @@ def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
 
 def longest_chain(config: EngineConfig, max_depth: int) -> int:
     """Return the longest chain that the draft sources in force can propose. max_depth: of the draft; 0 without one."""
-    named = _named_sources(config.policy)
+    named = named_sources(config.policy)
     sources = config.draft_sources if named == "auto" else named
-    if max_depth and sources in ("auto", "model", "suffix+model"):
+    if max_depth and (sources == "auto" or "model" in sources.split("+")):
         return max_depth
-    return config.max_depth if sources in ("suffix", "suffix+model") else 0
+    return config.max_depth if drafts_from_text(sources) else 0
 
 
-def _named_sources(name: str) -> DraftSources:
+def named_sources(name: str) -> DraftSources:
     """Return the SOURCES of a policy's name `NAME@SOURCES`; "auto" where it has none."""
     for sources in DRAFT_SOURCES:
         if name.endswith(f"@{sources}"):
@@ -457,7 +467,7 @@ def _named_sources(name: str) -> DraftSources:
 
 
 def _without_sources(name: str) -> str:
-    return name if _named_sources(name) == "auto" else name.rpartition("@")[0]
+    return name if named_sources(name) == "auto" else name.rpartition("@")[0]
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
@@ -467,13 +477,13 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     deeper one, and for a file as `policy_from_file` does.
     """
     name = _without_sources(name)
-    family, colon, parameter = name.partition(":")
+    family, _, parameter = name.partition(":")
     whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)
     if whole is not None and f"{family}:<k>" not in POLICIES:
         if whole.needs_draft and not max_depth:
             raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
         return whole, 0
-    if not colon or f"{family}:<k>" not in POLICIES:
+    if f"{family}:<k>" not in POLICIES:
         known = ", ".join((*POLICIES, *ABLATIONS))
         raise ConfigError(
             f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME; "

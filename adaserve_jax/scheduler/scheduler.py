@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import EngineConfig, drafts_from_text
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import AdapterAcceptance, Calibrator, LearnedAcceptance
@@ -88,11 +88,11 @@ class Scheduler:
         self._adapters = AdapterAcceptance()
         self._corrected: CandidateTrees | None = None
         policy, sources = self._policy, sources_of(config, self._policy)
-        uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources
-        uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and "suffix" in sources
+        uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources.split("+")
+        uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and drafts_from_text(sources)
         # a policy that knows no suffix source takes text alone for a draft, of the same depths, that costs nothing
         decided = limits
-        text_as_draft = uses_suffix and not uses_model and "suffix" not in policy.sources
+        text_as_draft = uses_suffix and not uses_model and not drafts_from_text(policy.sources)
         if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         parts = Parts(
@@ -130,10 +130,10 @@ class Scheduler:
         self._suffix: SuffixDrafter | None = None
         if uses_suffix:
             from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter
+            from adaserve_jax.suffix.source import SuffixSource
 
-            self._suffix = SuffixDrafter(
-                self.batch, self._acceptance, kept_tokens=config.suffix_kept_tokens, learn=config.calibrate
-            )
+            texts = SuffixSource(limits.max_requests, limits.suffix_depth, config.suffix_kept_tokens)
+            self._suffix = SuffixDrafter(self.batch, self._acceptance, texts, learn=config.calibrate)
         self._merged: MergedTrees | None = None
         self._lengths = OutputLengths()
         self._planner = Planner(

@@ -16,7 +16,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.stats import StepStats
 from adaserve_jax.suffix.kernels import merge_rows
-from adaserve_jax.suffix.source import SuffixSource, TextRows
+from adaserve_jax.suffix.source import SuffixSource, TextRows, TextSource
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
@@ -93,14 +93,14 @@ def compile_kernels() -> None:
 class SuffixDrafter:
     """Suffix source of one scheduler, with the chances that its proposals are accepted."""
 
-    def __init__(self, batch: Batch, acceptance: LearnedAcceptance, *, kept_tokens: int, learn: bool = True):
+    def __init__(self, batch: Batch, acceptance: LearnedAcceptance, source: TextSource, *, learn: bool = True):
         """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
         chances of the start.
         """
         compile_kernels()
         self._batch = batch
         self._acceptance = acceptance
-        self.source = SuffixSource(batch.limits.max_requests, batch.limits.suffix_depth, kept_tokens)
+        self.source = source
         self.calibrator = Calibrator(ChanceTable(self.source.prior, _NO_EDGES), learn=learn)
 
     def propose(self, slots: np.ndarray, remaining: np.ndarray) -> SuffixTrees | None:

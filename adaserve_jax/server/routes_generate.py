@@ -100,6 +100,16 @@ def warning_headers(body: RequestModel, query: Iterable[str]) -> Mapping[str, st
     return headers
 
 
+def _check_target_names(body: RequestModel) -> None:
+    """Raise ApiError for an unknown field that looks like a target: what is served without it would be too slow."""
+    known = [name for name in type(body).model_fields if name.startswith("slo_")]
+    for name in body.ignored_fields():
+        if name.startswith("slo"):
+            raise invalid(
+                f"{name:.40} is not a field; targets are {', '.join(known)}", param=name[:40], code="invalid_slo"
+            )
+
+
 def _named(names: list[str]) -> str:
     shown = (re.sub(r"[^!-~]", "?", name[:MAX_NAME]) or "''" for name in names[:MAX_NAMED_FIELDS])
     more = f" and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
@@ -164,6 +174,7 @@ async def generate(
     operation = "chat" if isinstance(body, ChatBody) else "text_completion"
     traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
     origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent)
+    _check_target_names(asked or body)
     generation = await begin(state, body, origin, account, adapter)
     if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
         generation.deltas.unscored = generation.requests[0].sampling.thinking

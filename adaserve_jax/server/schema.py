@@ -699,7 +699,7 @@ class ModelCard(ResponseModel):
     created: int = Field(description="Unix time of the server's start, seconds.")
     owned_by: Literal["adaserve"] = Field(default="adaserve", description="Always adaserve.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
-    draft: str | None = Field(description="The draft model; null: no speculation.")
+    draft: str | None = Field(description="The draft model; null: there is none.")
     drafts: list[str] = Field(description="What draft_tag may be.")
     baseline_ms: float = Field(description="Measured milliseconds of one token, alone, without speculation.")
     slo_classes: dict[str, SloTargets] = Field(description="What slo_class may be, and the targets that it stands for.")

@@ -212,8 +212,8 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
 
 
 def example(url: str, state: ServerState) -> str:
-    """Return a curl command whose TPOT target is a little tighter than the target model's speed alone."""
-    target_ms = max(round(0.8 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
+    """Return a curl command whose TPOT target leaves an idle server room to spare."""
+    target_ms = max(round(2 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
     body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
     key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.keyring else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -7,6 +7,7 @@ a device. Source: SuffixDecoding (arXiv 2411.04975) and prompt lookup; kernels.p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -77,6 +78,30 @@ class TextRows:
     choice: np.ndarray
     temperature: np.ndarray
     salts: list[str]
+
+
+class TextSource(Protocol):
+    """What a source of drafts from text must do; `SuffixDrafter` sees to pages, merging and learning."""
+
+    prior: np.ndarray
+    """Chances that are assumed before anything was verified, f32[2, cells...]: at temperature 0, and above."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of ended texts that it holds."""
+        ...
+
+    def propose(self, rows: TextRows, chance: np.ndarray) -> CandidateTrees:
+        """Return the trees of all rows. chance: the table in force, of the shape of `prior`.
+
+        A candidate's `cell`, which its chance is learned by, indexes one half of that table, flattened; nothing is
+        learned of a candidate without `log_q`, the log of the source's own probability.
+        """
+        ...
+
+    def keep(self, token_ids: np.ndarray, salt: str) -> None:
+        """Take in an ended text, i32[n], for rows of the same salt."""
+        ...
 
 
 class SuffixSource:

@@ -320,7 +320,8 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
     assert row.workload == "fluctuating at 0.2/s seed 4 first 6"
     assert (row.machine, row.device) == ("llama-70b, simulated", "simulated: llama-70b")
     said = f"0.2 requests/s were asked for; the requests that are simulated come at {row.rate_rps:.4g}/s on average"
-    assert said in " ".join(capsys.readouterr().err.split())
+    found = " ".join(capsys.readouterr().err.split())
+    assert f"{said}, because --requests keeps those of the first" in found
     assert row.itl_p50_s is None
     assert row.acceptance_rate == pytest.approx(0.65, abs=0.12)  # (0.75 + 0.75^2) / 2
 
@@ -329,6 +330,7 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
     ("arguments", "message"),
     [
         ([], "nothing to simulate: give trace files, or --fluctuating"),
+        (["--fluctuating", "--policies", "spec:2@suffix"], "policy spec:2@suffix: simulated requests have no text"),
         (["--fluctuating", "--router", "fast"], "unknown router 'fast'"),
         (["--fluctuating", "--replicas", "2,none"], "--replicas must be whole numbers above 0, .*got 'none'"),
         (["--fluctuating", "--mix", "code"], "--mix must be classes and shares such as code=0.6,chat=0.4, got 'code'"),

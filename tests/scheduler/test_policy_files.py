@@ -130,6 +130,11 @@ def test_it_stands_beside_names_of_the_package(tmp_path):
             "import nothing_of_this_name\n",
             "fails in line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'",
         ),
+        (
+            HEAD + "p = Policy('x', None, 'fair')\n",
+            "line 8: ConfigError: selector of a policy must be one of slo, .*'fair'",
+        ),
+        (HEAD + "p = Policy('x', None, 'slo', 'fifo')\n", "ordering of a policy must be one of .*got 'fifo'"),
         (HEAD + "p = Policy('no controller')\n", "fails in line 8: TypeError: .* missing 2 required .*'controller'"),
     ],
 )

@@ -339,6 +339,7 @@ def test_steps_out_of_turn_are_refused():
     [
         ("fast", "unknown policy 'fast'; known policies are adaserve, adaserve-paper, adaserve-code, spec:<k>, "),
         ("adaserve:3", "unknown policy 'adaserve:3'"),
+        ("spec", "policy spec:<k> needs an integer k of at least 1, got 'spec'; for example spec:4"),
         ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
         ("spec:-1", "needs an integer k"),
         ("spec:9", "spec:9 needs a draft and max_depth of at least 9, but max_depth is 4"),

@@ -22,6 +22,7 @@ from adaserve_jax.scheduler.policies import POLICIES, find_policy, longest_chain
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, merge
 from adaserve_jax.suffix import kernels
+from adaserve_jax.suffix.source import SuffixSource
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import costs_of, limits_of, request_of
 
@@ -76,7 +77,8 @@ def test_merging_unites_the_paths_and_takes_the_larger_chance(one: dict, other: 
 
 def drafter_of(limits) -> tuple[SuffixDrafter, Batch]:
     batch = Batch(limits, "arrival")
-    return SuffixDrafter(batch, LearnedAcceptance(limits.max_depth, limits.max_width), kept_tokens=256), batch
+    source = SuffixSource(limits.max_requests, limits.suffix_depth, kept_tokens=256)
+    return SuffixDrafter(batch, LearnedAcceptance(limits.max_depth, limits.max_width), source), batch
 
 
 def start(batch: Batch, name: str, prompt: list[int], salt: str = "", tokens: int = 40) -> SequenceState:

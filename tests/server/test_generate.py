@@ -235,6 +235,15 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert streamed.headers["x-adaserve-warning"] == "ignored fields: colour"
 
 
+def test_an_unknown_field_that_looks_like_a_target_is_refused(server):
+    before = len(server.engine.submitted)
+    answer = server.post(prompt="x", slo_tpot=5)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_slo", "slo_tpot")
+    assert error["message"].startswith("slo_tpot is not a field; targets are slo_tpot_ms, ")
+    assert len(server.engine.submitted) == before
+
+
 def test_32_concurrent_streams_lose_and_mix_nothing(server):
     def one(i: int) -> tuple[str, dict]:
         events = sse(server, prompt=f"{TEXT}{i} ", max_tokens=90 + i, slo_tpot_ms=20 + 10 * (i % 3))
