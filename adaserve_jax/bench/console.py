@@ -97,11 +97,12 @@ def refused(rows: Sequence[ResultRow]) -> list[str]:
 def _title(rows: Sequence[ResultRow]) -> str | None:
     if not rows:
         return None
-    size = f"{rows[0].target_params / 1e6:.1f}M" if rows[0].target_params else "size unknown"
+    size = f" ({rows[0].target_params / 1e6:.1f}M)" if rows[0].target_params else ""
+    where = ", simulated" if rows[0].device.startswith("simulated") else f" on {rows[0].device}"
     workloads = list(dict.fromkeys(row.workload for row in rows))
-    named = workloads[0] if len(workloads) == 1 else f"{len(workloads)} of them"
+    named = f"workload {workloads[0]}" if len(workloads) == 1 else f"{len(workloads)} workloads"
     synthetic = ", synthetic acceptance" if any(row.synthetic_acceptance is not None for row in rows) else ""
-    return f"{rows[0].target} ({size}) on {rows[0].device}, workload {named}, seed {rows[0].seed}{synthetic}"
+    return f"{rows[0].target}{size}{where}, {named}, seed {rows[0].seed}{synthetic}"
 
 
 def _plain(value: object) -> str:

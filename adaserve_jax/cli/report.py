@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text as Styled
 
-from adaserve_jax.cli.terminal import say, table_console
+from adaserve_jax.cli.terminal import MOST_COLUMNS, say, table_console
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
@@ -63,6 +64,10 @@ def report(
         float | None,
         typer.Option(help="requests per second of the figures that show one rate; without: the middle one"),
     ] = None,
+    subject: Annotated[
+        str | None,
+        typer.Option(help="policy that is compared with each other one; without: adaserve, or the policy named first"),
+    ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="file for that point's requests as trace events, which ui.perfetto.dev shows")
     ] = None,
@@ -88,7 +93,7 @@ def report(
     Definitions: docs/metrics.md; how to read a report: docs/reports.md. A time without a zone is the local one.
     """
     of_folders = {"-o": out, "--against": against, "--title": title, "--timeline": timeline, "--rate": rate}
-    of_folders |= {"--perfetto": perfetto}
+    of_folders |= {"--perfetto": perfetto, "--subject": subject}
     of_records = {"--since": since != SINCE, "--until": until != UNTIL, "--class": slo_class, "--key": key}
     of_records |= {"--format": format is not Format.table}
     if records is not None and not folders:
@@ -101,7 +106,9 @@ def report(
             _refuse(of_folders, "folders, not to the files of a suite")
             write_suite_page(folders, out, title)
             return
-        write_report(folders, out, against, title=title, timeline=timeline, rate=rate, perfetto=perfetto)
+        write_report(
+            folders, out, against, title=title, timeline=timeline, rate=rate, subject=subject, perfetto=perfetto
+        )
     else:
         raise ConfigError(
             "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with the file of "
@@ -151,7 +158,7 @@ def parse_time(text: str, now_unix_s: float, option: str) -> float:
 
 def write_report(
     folders: Sequence[Path], out: Path | None, against: Path | None, *, title: str | None, timeline: str | None,
-    rate: float | None, perfetto: Path | None,
+    rate: float | None, subject: str | None, perfetto: Path | None,
 ) -> None:  # fmt: skip
     """Write the files that are asked for; without a file to write, print the headline. Raises ConfigError."""
     render = None if out is None else renderer(out)
@@ -161,7 +168,7 @@ def write_report(
     loaded, other = load_folders(tuple(folders), against)
     found = measured(loaded, beside=() if other is None else (other,))
     compared = None if other is None else measured((other,), beside=loaded)
-    document = build(found, against=compared, title=title, timeline=timeline, rate=rate)
+    document = build(found, against=compared, title=title, timeline=timeline, rate=rate, subject=subject)
     if out is not None and render is not None:
         _write(out, render(document))
         say(f"report in {out}", style="dim")
@@ -227,19 +234,46 @@ def print_summary(document: Document) -> None:
         elif isinstance(item, Table):
             console.print()
             console.print(item.title, style="bold", markup=False, soft_wrap=True)
-            console.print(_grid(item, folded=console.is_terminal))
+            left_out = _print_table(console, item)
+            if left_out:
+                console.print(
+                    f"{left_out}. A wider terminal and -o report.html have them.", markup=False, soft_wrap=True
+                )
             if item.caption:
                 console.print(item.caption, style="dim", markup=False, soft_wrap=True)
 
 
-def _grid(table: Table, *, folded: bool) -> Grid:
-    """Return a table for the terminal. folded: an interval stands below its value."""
+def _print_table(console: Console, table: Table) -> str:
+    """Print a table; into a terminal that is too narrow without its intervals, then without its last columns too.
+
+    Returns what was left out, for people, or "".
+    """
+    grid = _grid(table, folded=console.is_terminal)
+    unbounded = console.options.update(max_width=MOST_COLUMNS)
+    if not console.is_terminal or console.measure(grid, options=unbounded).maximum <= console.width:
+        console.print(grid)
+        return ""
+    rows = tuple(tuple(cell.partition(" (")[0] for cell in row) for row in table.rows)
+    bare = replace(table, columns=tuple(name.replace(" ", "\n") for name in table.columns), rows=rows)
+    shown = len(bare.columns)
+    while (
+        shown > 1 and console.measure(_grid(bare, folded=True, most=shown), options=unbounded).minimum > console.width
+    ):
+        shown -= 1
+    console.print(_grid(bare, folded=True, most=shown))
+    return "; ".join(["Left out here: intervals", *table.columns[shown:]])
+
+
+def _grid(table: Table, *, folded: bool, most: int | None = None) -> Grid:
+    """Return a table for the terminal. folded: an interval stands below its value. most: columns; None: all."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for index, column in enumerate(table.columns):
+    for index, column in enumerate(table.columns[:most]):
         numeric = index in table.numeric
         grid.add_column(Styled(column), justify="right" if numeric else "left", no_wrap=index == 0)
     for i, row in enumerate(table.rows):
-        cells = (cell.replace(" (", "\n(") if folded and j in table.numeric else cell for j, cell in enumerate(row))
+        cells = (
+            cell.replace(" (", "\n(") if folded and j in table.numeric else cell for j, cell in enumerate(row[:most])
+        )
         grid.add_row(*(Styled(cell, style="bold" if (i, j) in table.strong else "") for j, cell in enumerate(cells)))
     return grid
 

@@ -41,19 +41,20 @@ def load_folders(
 
 def build(
     found: Measured, *, against: Measured | None = None, title: str | None = None, timeline: str | None = None,
-    rate: float | None = None,
+    rate: float | None = None, subject: str | None = None,
 ) -> Document:  # fmt: skip
     """Build the report of all measured points; sections with nothing to show are left out.
 
     timeline: name of the point that is shown over time; None chooses one. rate: requests per second of the figures that
-    show one rate; None chooses the middle one.
+    show one rate; None chooses the middle one. subject: policy that is compared with each other one; None chooses
+    `adaserve`, or the first.
 
     Raises:
-        ConfigError: there is no such point or rate.
+        ConfigError: there is no such point, rate or policy.
     """
     if timeline is not None:
         find_point(found.points, timeline)
-    sections = _sections(found, against, timeline, rate)
+    sections = _sections(found, against, timeline, rate, subject)
     shown = tuple(
         replace(section, folded=section.key in FOLDED) for section in sections if section is not None and section.items
     )
@@ -61,7 +62,7 @@ def build(
 
 
 def _sections(
-    found: Measured, against: Measured | None, timeline: str | None, rate: float | None
+    found: Measured, against: Measured | None, timeline: str | None, rate: float | None, subject: str | None
 ) -> list[Section | None]:
     invalid, notices = invalid_points(found), warnings(found)
     if not found.valid:
@@ -72,7 +73,7 @@ def _sections(
     return [
         Section(first.key, first.title, (*invalid, *first.items)),
         notices,
-        versus(view),
+        versus(view, subject),
         comparison(view, against) if against is not None else None,
         curves(view),
         latency(view),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.estimates import (
     Estimate,
@@ -199,13 +200,16 @@ def _repeats(view: View) -> Iterator[Text]:
         )
 
 
-def versus(view: View) -> Section | None:
-    """Compare one policy with each other policy, setting by setting; None if no setting has two policies."""
-    groups = view.measured.groups.values()
-    ours = next((g.policy for g in groups if g.points[0].served_by == OURS), view.measured.policies[0])
-    pairs = {
-        other: pairs for other in view.measured.policies if other != ours and (pairs := pairs_of(view, ours, other))
-    }
+def versus(view: View, subject: str | None = None) -> Section | None:
+    """Compare one policy with each other policy, setting by setting; None if no setting has two policies.
+
+    subject: that policy; None: OURS, or the first. Raises ConfigError: it was not measured.
+    """
+    groups, policies = view.measured.groups.values(), view.measured.policies
+    if subject is not None and subject not in policies:
+        raise ConfigError(f"--subject must be a policy that was measured ({', '.join(policies)}), got {subject!r}")
+    ours = subject or next((g.policy for g in groups if g.points[0].served_by == OURS), policies[0])
+    pairs = {other: pairs for other in policies if other != ours and (pairs := pairs_of(view, ours, other))}
     if not pairs:
         return None
     texts = [

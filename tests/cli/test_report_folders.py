@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.report import print_summary, renderer
+from adaserve_jax.cli.report import print_summary, renderer, report
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report import figures as svg
 from adaserve_jax.results.jsonl import append_rows
@@ -37,7 +37,7 @@ def test_options_of_records_mean_nothing_for_folders(tmp_path, arguments):
     assert refused(tmp_path, *arguments).startswith(f"{arguments[0]} belongs to --from with a server's records")
 
 
-@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--rate"])
+@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--rate", "--subject"])
 def test_options_of_folders_mean_nothing_for_records(tmp_path, option):
     said = refused("--from", tmp_path / "records.sqlite", option, "2")
     assert said.startswith(f"{option} belongs to a folder that `adaserve bench` or `adaserve simulate` wrote")
@@ -56,6 +56,19 @@ def test_html_needs_matplotlib_before_anything_is_read(tmp_path, monkeypatch):
 def test_what_an_ending_means():
     assert renderer(Path("a.md")).__name__ == "render_markdown"
     assert renderer(Path("a.HTML")).__name__ == "render_html"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_a_narrow_terminal_shows_whole_figures_and_says_what_it_leaves_out(monkeypatch, capsys, small, columns):
+    """Rich takes stdout for a terminal of that width: no cell and no heading may be cut."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report([small])
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out[out.index("Policies side by side") :].split("95% intervals")[0]
+    assert "\u2026" not in table and max(map(len, table.splitlines()[:-1])) <= columns
+    assert "Left out here: intervals" in table
+    assert ("; TTFT p99, ms" in table) == (columns < 100)
 
 
 def test_the_terminal_shows_the_headline_and_every_warning(capsys):

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.compare import comparison, headline, verdict, versus
 from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
@@ -109,6 +112,10 @@ def test_one_policy_against_each_of_the_others():
         ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")
     ]  # fmt: skip
     assert versus(view_of(point(requests(0)))) is None
+    ours = versus(view, "spec:4")
+    assert ours.title == "spec:4 against the others" and ours.items[0].text.startswith("spec:4 against ar. ")
+    with pytest.raises(ConfigError, match=r"--subject must be a policy that was measured \(.*\), got 'spec:5'"):
+        versus(view, "spec:5")
 
 
 def test_rows_from_before_burstiness_was_noted_are_matched():
