@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache, wraps
 from types import NoneType, UnionType
@@ -206,7 +207,9 @@ def _config_error(kind: type, error: ValidationError, given: Mapping[str, Any]) 
     by_name = {each.name: each for each in settings_of(kind)}
     unknown = sorted(set(given) - set(by_name))
     if unknown:
-        return ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(by_name))}")
+        near = get_close_matches(unknown[0], by_name, 1)
+        meant = f", did you mean {near[0]}" if near else ""
+        return ConfigError(f"unknown option {unknown[0]!r}{meant}; known options are {', '.join(sorted(by_name))}")
     place = error.errors(include_url=False)[0]["loc"][0]
     name = place if isinstance(place, str) else list(by_name)[place]
     if name not in given:

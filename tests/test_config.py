@@ -161,7 +161,9 @@ def test_options_of_learning_are_a_config_only_where_it_is_on() -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'tagret'; known options are attention, calibrate, "):
+    with pytest.raises(
+        ConfigError, match="unknown option 'tagret', did you mean target; known options are attention, calibrate, "
+    ):
         EngineConfig(tagret="demo")
 
 

@@ -65,5 +65,7 @@ def test_options_without_a_service_choose_none_and_name_what_has_no_effect() -> 
 
 
 def test_unknown_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'drafters'; known options are drafter, "):
+    with pytest.raises(
+        ConfigError, match="unknown option 'drafters', did you mean drafter; known options are drafter, "
+    ):
         DrafterConfig(drafters=ONE)

@@ -6,6 +6,7 @@ before a weight is read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -716,8 +717,11 @@ def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -
     folder = Path(name_or_path).expanduser() if name is None else DEMO_FOLDER / name
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
+        looks_like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)) is not None
+        fetch = f"; names of the Hub are not taken: hf download {name_or_path} --local-dir FOLDER, then give FOLDER"
         raise CheckpointError(
             f"{role} checkpoint {str(name_or_path)!r}: expected a folder at {folder}, found {found}; "
             f"give the path of a Hugging Face checkpoint folder, or {' or '.join(map(repr, embedded))}"
+            f"{fetch if looks_like_hub else ''}"
         )
     return folder

@@ -368,6 +368,10 @@ def test_malformed_values_are_named(tmp_path: Path, text: str, named: str) -> No
 def test_names_resolve_to_folders(tmp_path: Path) -> None:
     assert resolve_folder(str(tmp_path), "target") == tmp_path
     assert resolve_folder("demo", "target").parts[-3:] == ("models", "demo", "target")
+    with pytest.raises(
+        CheckpointError, match=r"hf download meta-llama/Llama-3.2-1B --local-dir FOLDER, then give FOLDER"
+    ):
+        resolve_folder("meta-llama/Llama-3.2-1B", "target")
     with pytest.raises(CheckpointError, match=r"draft checkpoint '.*nowhere': expected a folder at .*, found nothing"):
         resolve_folder(tmp_path / "nowhere", "draft")
     (tmp_path / "file").write_text("")

@@ -48,6 +48,11 @@ def test_every_file_is_served_with_its_kind_and_a_policy_that_forbids_the_rest(b
     assert board.http.get("/dashboard/nothing.js").status_code == 404
 
 
+def test_a_slash_behind_its_path_leads_to_it(board):
+    answer = board.http.get("/dashboard/", follow_redirects=True)
+    assert (answer.status_code, answer.url.path) == (200, "/dashboard")
+
+
 def test_the_files_are_small_and_ask_nobody_else():
     texts = {name: (FOLDER / name).read_text() for name in FILES}
     assert sum(len(text.encode()) for text in texts.values()) < 60_000

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Query, Response
+from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve_jax.server.dashboard.live import DashboardMonitor, DashboardSnapshot
@@ -38,6 +39,10 @@ def router(monitor: DashboardMonitor) -> APIRouter:
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in KINDS:
             _add_file(routes, path)
+
+    @routes.get(f"{PATH}/", include_in_schema=False)
+    async def with_slash() -> RedirectResponse:
+        return RedirectResponse(PATH)
 
     @routes.get(
         f"{PATH}/data", operation_id="dashboard_data", summary="What the dashboard shows, in numbers",
