@@ -9,8 +9,7 @@ from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
-from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, MIN_CHUNK, JointController
-from adaserve_jax.scheduler.controllers.shape_kernels import GRID
+from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits

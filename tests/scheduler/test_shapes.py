@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.controllers.joint import _spread
-from adaserve_jax.scheduler.controllers.shape_kernels import GRID
+from adaserve_jax.scheduler.controllers.joint import GRID, _spread
 from adaserve_jax.scheduler.controllers.shapes import Shapes, cumulated, gain, kernels, rows_on_pace
 from tests.scheduler.harness import limits_of
 
@@ -46,7 +45,7 @@ def test_rows_on_pace_are_as_many_as_the_nodes_can_serve(with_text, num_plain):
     f = -np.sort(-rng.uniform(0.2, 0.9, (5, 4)), axis=1)
     text = (cumulated(f[num_plain:]), cumulated(f[:num_plain])) if with_text else ()
 
-    found = rows_on_pace(drafted, plain, step_s, extra, shapes.tokens(CHANCE), *text)
+    found = rows_on_pace(drafted, plain, step_s, extra, shapes.tokens(CHANCE), GRID, *text)
 
     for option, edge, share in np.ndindex(found.shape):
         seconds = step_s[option, edge]

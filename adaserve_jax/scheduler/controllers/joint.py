@@ -22,6 +22,8 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
 
+GRID = 16
+"""Steps per token to which the tokens that a row must gain are rounded up."""
 FINE_SHAPES = 3
 """Shapes that are also tried with the edges between the coarse ones."""
 CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
@@ -202,7 +204,7 @@ class JointController(Controller):
         rows = len(need_rate) + others
         budget = share * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
         extra = np.floor(budget).astype(np.int64)[:, None] - rows
-        on_pace = rows_on_pace(feasible, _NO_RATES, self._step_s(rows)[shapes], extra, self._tokens_now()[shapes])
+        on_pace = rows_on_pace(feasible, _NO_RATES, self._step_s(rows)[shapes], extra, self._tokens_now()[shapes], GRID)
         return bool((on_pace == len(feasible)).any())
 
     def _look(
@@ -224,7 +226,7 @@ class JointController(Controller):
         with_target = (load.need_rate > 0) & np.isfinite(load.need_rate)
         drafted, plain = with_target & load.can_speculate, with_target & ~load.can_speculate
         texts = () if text is None else (text[drafted], text[plain])
-        on_pace = rows_on_pace(load.need_rate[drafted], load.need_rate[plain], step_s, extra, tokens, *texts)
+        on_pace = rows_on_pace(load.need_rate[drafted], load.need_rate[plain], step_s, extra, tokens, GRID, *texts)
 
         speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
         factor = np.ones((len(shapes), 1, 1)) if correction is None else correction.tokens[shapes, None, None]

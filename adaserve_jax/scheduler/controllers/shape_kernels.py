@@ -8,9 +8,6 @@ from typing import Any
 import numba
 import numpy as np
 
-GRID = 16
-"""Steps per token to which the tokens that a row must gain are rounded up."""
-
 _compiled = numba.njit(cache=True, error_model="numpy")
 
 
@@ -39,8 +36,9 @@ def _fewest(tokens: Any, gained: Any, most: Any) -> Any:
 
 @_compiled
 def count_on_pace(
-    drafted: Any, plain: Any, step_s: Any, extra: Any, tokens: Any, drafted_text: Any, plain_text: Any, found: Any
-) -> None:
+    drafted: Any, plain: Any, step_s: Any, extra: Any, tokens: Any, grid: Any, drafted_text: Any, plain_text: Any,
+    found: Any,
+) -> None:  # fmt: skip
     """Add `shapes.rows_on_pace` to found, i64[O, E, F]."""
     has_text = len(drafted_text) + len(plain_text) > 0
     rows_by_cost = np.zeros(max(extra.max(), 0) + 1, np.int64)
@@ -51,7 +49,7 @@ def count_on_pace(
             for row in range(len(plain) + len(drafted)):
                 at = row - len(plain)
                 rate = plain[row] if at < 0 else drafted[at]
-                gained = math.ceil(max(rate * (seconds * GRID) - GRID, 0.0)) / GRID
+                gained = math.ceil(max(rate * (seconds * grid) - grid, 0.0)) / grid
                 if gained == 0.0:
                     nodes = 0
                 else:

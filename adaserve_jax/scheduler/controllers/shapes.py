@@ -66,18 +66,18 @@ def gain(tokens: np.ndarray, nodes: np.ndarray) -> np.ndarray:
 
 
 def rows_on_pace(
-    drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray,
+    drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int,
     drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
 ) -> np.ndarray:  # fmt: skip
     """Count the rows that `extra` nodes can keep on pace, i64[O, E, F]: those that need the fewest nodes first.
 
     drafted, plain: f64, tokens per second that rows with and without a draft need. step_s: f64[O, E], seconds of a step
     by shape and token edge. extra: i64[E, F], nodes beside the roots by edge and share of prefill; below 0 no row is
-    kept. tokens: f64[O, 1 + K], of the same shapes. drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text
-    already seen, a line for each row.
+    kept. tokens: f64[O, 1 + K], of the same shapes. grid: steps per token to which what a row must gain is rounded up.
+    drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row.
     """
     found = np.zeros((*step_s.shape, extra.shape[1]), np.int64)
-    kernels().count_on_pace(drafted, plain, step_s, extra, tokens, drafted_text, plain_text, found)
+    kernels().count_on_pace(drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, found)
     return found
 
 
@@ -89,5 +89,5 @@ def kernels() -> ModuleType:
     rates, empty = np.ones(1), np.ones((1, 1))
     shape_kernels.gain(empty, rates, empty.copy())
     counts = np.zeros((1, 1, 1), np.int64)
-    shape_kernels.count_on_pace(rates, rates, empty, counts[0], empty, _NO_TEXT, _NO_TEXT, counts)
+    shape_kernels.count_on_pace(rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, counts)
     return shape_kernels
