@@ -18,6 +18,7 @@ ENV PATH=/opt/adaserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HUB_OFFLINE=1 \
     ADASERVE_COMPILE_CACHE=/var/cache/adaserve \
+    NUMBA_CACHE_DIR=/var/cache/adaserve/numba \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

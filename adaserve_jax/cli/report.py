@@ -119,7 +119,7 @@ def report(
 def _refuse(options: dict[str, object], belongs: str) -> None:
     """Raise ConfigError for the first given option that has no effect here."""
     for name, value in options.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise ConfigError(f"{name} belongs to {belongs}; leave it out")
 
 
@@ -184,7 +184,7 @@ def write_report(
         if not point.row.valid:
             say(f"warning: {invalid_point(point)}", style="dim")
     if out is None:
-        say(f"the whole report: adaserve report {' '.join(map(str, folders))} -o report.html", style="dim")
+        say(f"the whole report: adaserve report {shlex.join(map(str, folders))} -o report.html", style="dim")
 
 
 def write_suite_page(files: Sequence[Path], out: Path | None, title: str | None) -> None:
@@ -253,7 +253,10 @@ def _print_table(console: Console, table: Table) -> str:
     if not console.is_terminal or console.measure(grid, options=unbounded).maximum <= console.width:
         console.print(grid)
         return ""
-    rows = tuple(tuple(cell.partition(" (")[0] for cell in row) for row in table.rows)
+    rows = tuple(
+        tuple(cell.partition(" (")[0] if at in table.numeric else cell for at, cell in enumerate(row))
+        for row in table.rows
+    )
     bare = replace(table, columns=tuple(name.replace(" ", "\n") for name in table.columns), rows=rows)
     shown = len(bare.columns)
     while (
@@ -261,7 +264,8 @@ def _print_table(console: Console, table: Table) -> str:
     ):
         shown -= 1
     console.print(_grid(bare, folded=True, most=shown))
-    return "; ".join(["Left out here: intervals", *table.columns[shown:]])
+    left_out = [*(["intervals"] if rows != table.rows else []), *table.columns[shown:]]
+    return f"Left out here: {'; '.join(left_out)}" if left_out else ""
 
 
 def _grid(table: Table, *, folded: bool, most: int | None = None) -> Grid:

@@ -57,7 +57,7 @@ class Constraints:
 
     @property
     def active(self) -> bool:
-        """True if any running sequence has constraints."""
+        """True if any open sequence has constraints."""
         return bool(self._sequences)
 
     @property

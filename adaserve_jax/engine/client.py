@@ -120,9 +120,13 @@ class EngineInfo:
     lora_slots: int = 0
     synthetic_acceptance: str | None = None
 
-    def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
-        """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
-        return due_s(arrival_s, priority, ttft_slo_s)
+    def due_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
+        """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner.
+
+        patience_s: seconds to the TTFT target or the deadline; before a deadline the scheduler also leaves the time
+        that the output takes, so that it serves such a request sooner than this says.
+        """
+        return due_s(arrival_s, priority, patience_s)
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
 def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") -> None:
     """Raise RequestError, naming the field `param`, unless a prompt has a token and leaves room for one."""
     if prompt_tokens == 0:
-        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+        raise RequestError(f"{param} must have at least one token, got none", param=param, code="empty_prompt")
     if prompt_tokens >= max_context:
         raise RequestError(
             f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "

@@ -129,10 +129,10 @@ class SloAware(RoutingPolicy):
     it looks at, drawn anew for each request (seeded, so that simulations repeat); 0: all.
 
     The time of a step (an edge's packed tokens, a depth) follows from the cost table. In that time a request on pace
-    needs a number of tokens (`need_rate`, and PRIOR_OUTPUT_TOKENS by its deadline),
-    hence a number of nodes beside the root of a chain whose every token is
-    accepted with probability PRIOR_FIRST; a prompt not yet computed needs its share until its TTFT target. The cheapest
-    requests go first. The step that keeps the most on pace represents the replica.
+    needs a number of tokens (`need_rate`, and PRIOR_OUTPUT_TOKENS by its deadline), hence a number of nodes beside the
+    root of a chain whose every token is accepted with probability PRIOR_FIRST; a prompt not yet computed needs its
+    share until its TTFT target. The cheapest requests go first. The step that keeps the most on pace represents the
+    replica.
 
     A chain of m nodes is enough for a rate of at most its expected tokens over the step's time: a fixed table of rates
     by (D, E, M). So a replica only has to say how many requests are below each rate, and one more request adds one to

@@ -207,7 +207,8 @@ class ServerState:
         Raises RateLimited, OverloadedError (their turn comes too late), QueueFullError.
         """
         account.require_room(choices)
-        due_s = self.info.due_s(time.monotonic(), priority, slo.ttft_s)
+        patience_s = min((each for each in (slo.ttft_s, slo.e2e_s) if each is not None), default=None)
+        due_s = self.info.due_s(time.monotonic(), priority, patience_s)
         self.admission.check(self._wait_s(due_s, max_tokens, choices), slo.ttft_s, slo.e2e_s, max_queue_s)
         return self.slots.reserve(account, choices, due_s, max_tokens)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
+
+from adaserve_jax.compiled import compiled
 
 CONTEXTS = (2, 4, 8)
 """Lengths of the hashed contexts, in tokens."""
@@ -35,16 +36,14 @@ DEPTH_CLASSES, KINDS, BINS = 3, 10, 8
 LEAST_F = 0.02
 """Probability below which a node is not proposed."""
 
-_compiled = numba.njit(cache=True, error_model="numpy")
 
-
-@_compiled
+@compiled
 def _mix(value: Any) -> Any:
     value = (value ^ (value >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     return value ^ (value >> np.uint64(29))
 
 
-@_compiled
+@compiled
 def _context_hash(tokens: Any, mask: Any, end: Any, length: Any, salt: Any) -> Any:
     """Return the hash of the `length` tokens before position `end`."""
     value = np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(length)
@@ -53,7 +52,7 @@ def _context_hash(tokens: Any, mask: Any, end: Any, length: Any, salt: Any) -> A
     return value
 
 
-@_compiled
+@compiled
 def index_tokens(
     tokens: Any, mask: Any, head: Any, prev: Any, text_start: Any, start: Any, end: Any, salt: Any
 ) -> None:
@@ -71,7 +70,7 @@ def index_tokens(
                 head[which, slot] = position
 
 
-@_compiled
+@compiled
 def _matched(query: Any, query_end: Any, tokens: Any, mask: Any, position: Any, oldest: Any) -> Any:
     """Return how many of the last query tokens stand before `position` too, at most MOST_MATCHED."""
     length = 0
@@ -81,7 +80,7 @@ def _matched(query: Any, query_end: Any, tokens: Any, mask: Any, position: Any, 
     return length
 
 
-@_compiled
+@compiled
 def _occurrences(
     query: Any, query_end: Any, tokens: Any, mask: Any, head: Any, prev: Any, oldest: Any, newest: Any, salts: Any,
     salt: Any, found: Any, lengths: Any,
@@ -116,7 +115,7 @@ def _occurrences(
     return count
 
 
-@_compiled
+@compiled
 def gumbel(seed: Any, choice: Any, position: Any, token: Any) -> Any:
     """Return the noise of one token at one position: an entry of `tree.sampling.gumbel_noise`."""
     key = _threefry(np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32)), np.uint32(choice),
@@ -127,7 +126,7 @@ def gumbel(seed: Any, choice: Any, position: Any, token: Any) -> Any:
     return -math.log(-math.log(uniform))
 
 
-@_compiled
+@compiled
 def _threefry(key0: Any, key1: Any, high: Any, low: Any) -> Any:
     """Apply Threefry-2x32 with 20 rounds (Salmon et al., Random123)."""
     key2 = np.uint32(key0 ^ key1 ^ np.uint32(0x1BD11BDA))
@@ -143,7 +142,7 @@ def _threefry(key0: Any, key1: Any, high: Any, low: Any) -> Any:
     return x0, x1
 
 
-@_compiled
+@compiled
 def _add_continuation(
     tokens: Any, mask: Any, position: Any, newest: Any, wraps_into: Any, most: Any, weight: Any, matched: Any,
     kind: Any, node: Any, node_weight: Any, count: Any,
@@ -187,7 +186,7 @@ def _add_continuation(
     return count
 
 
-@_compiled
+@compiled
 def _bin_of(edges: Any, value: Any) -> Any:
     index = 0
     while index < len(edges) and value >= edges[index]:
@@ -195,7 +194,7 @@ def _bin_of(edges: Any, value: Any) -> Any:
     return index
 
 
-@_compiled
+@compiled
 def propose_rows(
     tokens: Any, slots: Any, num_tokens: Any, most_depth: Any, seed: Any, choice: Any, temperature: Any,
     salt: Any, own_head: Any, own_prev: Any, indexed: Any, ring: Any, ring_salts: Any, ring_head: Any, ring_prev: Any,
@@ -319,7 +318,7 @@ def propose_rows(
             base += widths[level]
 
 
-@_compiled
+@compiled
 def merge_rows(
     drafted_token: Any, drafted_parent: Any, drafted_log_f: Any, drafted_depth: Any, proposed_token: Any,
     proposed_parent: Any, proposed_log_f: Any, token: Any, parent: Any, log_f: Any, proposed_column: Any,

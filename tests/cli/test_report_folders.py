@@ -59,16 +59,16 @@ def test_what_an_ending_means():
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-def test_a_narrow_terminal_shows_whole_figures_and_says_what_it_leaves_out(monkeypatch, capsys, small, columns):
+def test_a_narrow_terminal_shows_whole_figures_and_says_what_it_leaves_out(monkeypatch, capsys, folder, columns):
     """Rich takes stdout for a terminal of that width: no cell and no heading may be cut."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(columns))
-    report([small])
+    report([folder])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     table = out[out.index("Policies side by side") :].split("95% intervals")[0]
     assert "\u2026" not in table and max(map(len, table.splitlines()[:-1])) <= columns
     assert "Left out here: intervals" in table
-    assert ("; TTFT p99, ms" in table) == (columns < 100)
+    assert ("; TTFT p99, ms" in table) == (columns < 100), "the last column goes first"
 
 
 def test_the_terminal_shows_the_headline_and_every_warning(capsys):

@@ -34,9 +34,10 @@ def test_a_request_that_can_never_be_served(prompt: list[int], tokens: int, para
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
-def test_an_error_names_the_field_of_the_prompt() -> None:
-    with pytest.raises(RequestError) as caught:
-        check_prompt(48, 48, "messages")
+@pytest.mark.parametrize("tokens", [48, 0])
+def test_an_error_names_the_field_of_the_prompt(tokens: int) -> None:
+    with pytest.raises(RequestError, match="messages must" if not tokens else "prompt must") as caught:
+        check_prompt(tokens, 48, "messages")
     assert caught.value.param == "messages"
 
 

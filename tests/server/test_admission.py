@@ -16,6 +16,7 @@ from adaserve_jax.server.admission import REFUSE_AT, TTFT_SHARE, QueueAdmission,
 from adaserve_jax.server.auth import Account
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO
 
 SLOTS = 4
 LIMIT_S = 5.0
@@ -267,6 +268,17 @@ def test_a_full_server_says_429_and_when_to_come_again(start_server) -> None:
         assert engine.submitted[-1].max_wait_s == 2.0
         held.release()
         assert server.post(prompt="x", slo_ttft_ms=1).status_code == 200
+
+
+def test_a_deadline_comes_before_a_request_without_targets(start_server) -> None:
+    with start_server(ServerSettings()) as server:
+        state = server.state
+        patient = state.admit(Account(), 1, 8, SLO(), 0)
+        urgent = state.admit(Account(), 1, 8, SLO(e2e_ms=500), 0)
+        dues = [place.due_s for place in state.slots.waiting]
+        urgent.release()
+        assert [place.due_s for place in state.slots.waiting] == dues[1:], "the deadline stood first"
+        patient.release()
 
 
 def test_a_wait_past_the_deadline_or_far_beyond_the_longest_wait_is_refused() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-_compiled = numba.njit(cache=True, error_model="numpy")
+from adaserve_jax.compiled import compiled
 
 
-@_compiled
+@compiled
 def gain(tokens: Any, nodes: Any, found: Any) -> None:
     """Enter `shapes.gain` into found, f64[O, N]."""
     last = tokens.shape[1] - 1
@@ -23,7 +22,7 @@ def gain(tokens: Any, nodes: Any, found: Any) -> None:
             found[line, at] = tokens[line, whole] + (tokens[line, above] - tokens[line, whole]) * (each - whole)
 
 
-@_compiled
+@compiled
 def _fewest(tokens: Any, gained: Any, most: Any) -> Any:
     """Return the fewest nodes of a line that bring `gained` tokens; most + 1 if `most` nodes do not."""
     if tokens[-1] < gained:
@@ -34,7 +33,7 @@ def _fewest(tokens: Any, gained: Any, most: Any) -> Any:
     return nodes
 
 
-@_compiled
+@compiled
 def count_on_pace(
     drafted: Any, plain: Any, step_s: Any, extra: Any, tokens: Any, grid: Any, drafted_text: Any, plain_text: Any,
     found: Any,
