@@ -217,7 +217,9 @@ def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, .
         (here,) = np.nonzero(candidates.depth == level)
         present = np.isfinite(candidates.log_f[:, here])
         open_nodes = present & np.take_along_axis(in_tree, candidates.parent[:, here], axis=1)
-        in_tree[:, here] = open_nodes & (np.cumsum(open_nodes, axis=1) <= width)
+        worst_last = np.argsort(np.where(open_nodes, -candidates.log_f[:, here], np.inf), axis=1, kind="stable")
+        place = np.argsort(worst_last, axis=1)
+        in_tree[:, here] = open_nodes & (place < width)
     chosen = np.take_along_axis(in_tree, ranked.column, axis=1) & (ranked.f > 0)
     if chosen.sum() <= left:
         return chosen

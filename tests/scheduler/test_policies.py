@@ -304,6 +304,15 @@ class TestSpecInfer:
         assert not selection.static_tree(candidates, ranked, (1, 1, 3, 3), left=0).any()
 
 
+def test_static_trees_take_the_likeliest_of_a_level_wherever_they_stand():
+    """Columns of text follow those of the draft, likelier or not."""
+    log_f = np.log(np.array([[0.3, 0.1, 0.9]], np.float32))
+    candidates = CandidateTrees(np.zeros((1, 3), np.int32), np.full((1, 3), -1, np.int32), log_f, np.ones(3, np.int32))
+    ranked = selection.rank(candidates)
+    chosen = selection.static_tree(candidates, ranked, (1,), left=9)
+    assert ranked.column[chosen].tolist() == [2]
+
+
 class TestAdaServePaper:
     def test_eq_8_as_the_code_has_it_rounds_up(self):
         """B1 = 512: at n = 60 the text gives 512 // 60 - 1 = 7, the code ceil(512 / 60) = 9."""
