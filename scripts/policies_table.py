@@ -18,7 +18,6 @@ RULES = {
     "static": "the same tree for each request",
     "throughput": "as many of the likeliest as raise throughput",
     "slo-throughput": "as many of the likeliest as raise throughput, among those that keep the most targets",
-    "slo-equal": "need over a horizon, cheapest-first, then as many for each request",
     "slo-only": "need over a horizon, cheapest-first, and no more",
 }
 

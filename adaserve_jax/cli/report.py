@@ -234,38 +234,37 @@ def print_summary(document: Document) -> None:
         elif isinstance(item, Table):
             console.print()
             console.print(item.title, style="bold", markup=False, soft_wrap=True)
-            left_out = _print_table(console, item)
-            if left_out:
-                console.print(
-                    f"{left_out}. A wider terminal and -o report.html have them.", markup=False, soft_wrap=True
-                )
+            if left_out := _print_table(console, item):
+                said = f"Left out here: {'; '.join(left_out)}. A wider terminal and -o report.html have them."
+                console.print(said, markup=False, soft_wrap=True)
             if item.caption:
                 console.print(item.caption, style="dim", markup=False, soft_wrap=True)
 
 
-def _print_table(console: Console, table: Table) -> str:
+def _print_table(console: Console, table: Table) -> list[str]:
     """Print a table; into a terminal that is too narrow without its intervals, then without its last columns too.
 
-    Returns what was left out, for people, or "".
+    Returns what was left out.
     """
     grid = _grid(table, folded=console.is_terminal)
-    unbounded = console.options.update(max_width=MOST_COLUMNS)
-    if not console.is_terminal or console.measure(grid, options=unbounded).maximum <= console.width:
+    if not console.is_terminal or _width(console, grid) <= console.width:
         console.print(grid)
-        return ""
+        return []
     rows = tuple(
         tuple(cell.partition(" (")[0] if at in table.numeric else cell for at, cell in enumerate(row))
         for row in table.rows
     )
     bare = replace(table, columns=tuple(name.replace(" ", "\n") for name in table.columns), rows=rows)
-    shown = len(bare.columns)
-    while (
-        shown > 1 and console.measure(_grid(bare, folded=True, most=shown), options=unbounded).minimum > console.width
-    ):
-        shown -= 1
+    widths = range(len(bare.columns), 0, -1)
+    fits = (most for most in widths if _width(console, _grid(bare, folded=True, most=most)) <= console.width)
+    shown = next(fits, 1)
     console.print(_grid(bare, folded=True, most=shown))
-    left_out = [*(["intervals"] if rows != table.rows else []), *table.columns[shown:]]
-    return f"Left out here: {'; '.join(left_out)}" if left_out else ""
+    return [*(["intervals"] if rows != table.rows else []), *table.columns[shown:]]
+
+
+def _width(console: Console, grid: Grid) -> int:
+    """Return the columns of a terminal that show every cell unbroken."""
+    return console.measure(grid, options=console.options.update(max_width=MOST_COLUMNS)).maximum
 
 
 def _grid(table: Table, *, folded: bool, most: int | None = None) -> Grid:

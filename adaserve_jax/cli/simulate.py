@@ -192,12 +192,14 @@ def simulate(
     if save_traces:
         for number, trace in enumerate(reshaped):
             save_trace(trace, out / f"trace-{number:02d}-{trace.sha256[:8]}.jsonl.gz")
-    for trace, shape in zip(reshaped, asked, strict=True):
+    for (whole, _), trace, shape in zip(pairs, reshaped, asked, strict=True):
         if shape.rate_rps is not None and abs(trace.rate_rps / shape.rate_rps - 1) > RATE_TOLERANCE:
+            is_cut = len(trace.requests) < len(whole.requests)
+            why = (
+                f", because --requests keeps the first {trace.duration_s:.0f} s alone; leave it out for the whole trace"
+            )
             say(f"{trace.name}: {shape.rate_rps:g} requests/s were asked for; the requests that are simulated come at "
-                f"{trace.rate_rps:.4g}/s on average"
-                + (f", because --requests keeps those of the first {trace.duration_s:.0f} s alone; leave it out for "
-                   "the whole trace" if shape.requests else ""))  # fmt: skip
+                f"{trace.rate_rps:.4g}/s on average{why if is_cut else ''}")  # fmt: skip
     total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
     done = count(1)
 

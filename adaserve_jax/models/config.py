@@ -717,11 +717,11 @@ def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -
     folder = Path(name_or_path).expanduser() if name is None else DEMO_FOLDER / name
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
-        looks_like_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)) is not None
-        fetch = f"; names of the Hub are not taken: hf download {name_or_path} --local-dir FOLDER, then give FOLDER"
+        fetch = f"; for a name of the Hub: hf download {name_or_path} --local-dir FOLDER, then give FOLDER"
+        may_be_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path))
         raise CheckpointError(
             f"{role} checkpoint {str(name_or_path)!r}: expected a folder at {folder}, found {found}; "
             f"give the path of a Hugging Face checkpoint folder, or {' or '.join(map(repr, embedded))}"
-            f"{fetch if looks_like_hub else ''}"
+            f"{fetch if may_be_of_hub else ''}"
         )
     return folder

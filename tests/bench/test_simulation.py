@@ -321,7 +321,7 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
     assert (row.machine, row.device) == ("llama-70b, simulated", "simulated: llama-70b")
     said = f"0.2 requests/s were asked for; the requests that are simulated come at {row.rate_rps:.4g}/s on average"
     found = " ".join(capsys.readouterr().err.split())
-    assert f"{said}, because --requests keeps those of the first" in found
+    assert f"{said}, because --requests keeps the first {row.duration_s:.0f} s alone; leave it out" in found
     assert row.itl_p50_s is None
     assert row.acceptance_rate == pytest.approx(0.65, abs=0.12)  # (0.75 + 0.75^2) / 2
 

@@ -142,6 +142,7 @@ def test_a_grammar_that_breaks_ends_its_own_choices_only(
     grammars: Grammars, engine: LocalEngine, where: str, error: BaseException
 ) -> None:
     grammars.breaks_in, grammars.error = where, error
+    aborted = engine.stats().scheduler.finished.get("abort", 0)
     broken, good = Reader(), Reader()
     engine.submit(request_of("broken", replace(ASKING, n=2, json_schema="broken")), broken)
     engine.submit(request_of("good", ASKING), good)
@@ -153,6 +154,7 @@ def test_a_grammar_that_breaks_ends_its_own_choices_only(
     assert good.end().finish_reason == "length"
     assert engine.is_alive() and not grammars.ids
     wait_until(lambda: engine.stats().scheduler.pages_used == 0)
+    assert engine.stats().scheduler.finished.get("abort", 0) == aborted, "an error is no abort"
 
 
 def test_a_schema_that_costs_too_much_says_so(grammars: Grammars, engine: LocalEngine) -> None:

@@ -1,5 +1,6 @@
 """The joint choice against a search by plain loops over every shape, edge and share."""
 
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -10,6 +11,7 @@ from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
+from adaserve_jax.scheduler.controllers.shapes import kernels
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits
@@ -124,6 +126,21 @@ def test_many_edges_cost_little_of_the_best():
     lost = [1 - found / best for found, best in (found_and_best(seed, limits) for seed in range(10))]
     assert np.mean(lost) < 0.01
     assert np.count_nonzero(np.array(lost) > 0.02) <= 1
+
+
+def test_no_decision_compiles_a_loop_again():
+    """Whatever arrays a load has: with text and without, rows with and without a draft, one shape or all."""
+    limits, rng = limits_of(), np.random.default_rng(3)
+    cost, acceptance = random_machine(rng, limits), LearnedAcceptance(limits.max_depth, limits.max_width)
+    joint = JointController(limits, cost, acceptance, OBJECTIVE)
+    for rows in (0, 1, 8):
+        load = random_load(rng, rows)
+        text = -np.sort(-rng.uniform(0, 1, (rows, 5)), axis=1)
+        for suffix_f in (None, text, np.asfortranarray(text)):
+            joint.decide(replace(load, suffix_f=suffix_f))
+    for can_draft in (True, False):
+        joint.sustains(np.array([1.0, 5.0]), 1, 3.5, 0.6, can_draft=can_draft)
+    assert [len(each.signatures) for each in (kernels().gain, kernels().count_on_pace)] == [1, 1]
 
 
 def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:

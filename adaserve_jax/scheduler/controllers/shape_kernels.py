@@ -1,4 +1,7 @@
-"""Loops over shapes, token edges and rows, compiled by numba: expected tokens, and rows that nodes keep on pace."""
+"""Loops over shapes, token edges and rows, compiled by numba: expected tokens, and rows that nodes keep on pace.
+
+A file apart: `shapes.py` imports it with the first controller, so that other commands start without numba.
+"""
 
 from __future__ import annotations
 
