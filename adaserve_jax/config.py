@@ -11,8 +11,8 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.settings import Dtype, Panel, PathText, Settings, setting, settings
 
 Elastic = Literal["auto", "on", "off"]
-Quantize = Literal["auto", "none", "int8"]
-WEIGHT_KINDS: tuple[Quantize, ...] = ("none", "int8")
+Quantize = Literal["auto", "none", "int8", "int4"]
+WEIGHT_KINDS: tuple[Quantize, ...] = ("none", "int8", "int4")
 """Values of `quantize` but "auto": what weights are held as."""
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
@@ -124,8 +124,9 @@ class EngineConfig(Settings):
     )  # fmt: skip
     dtype: Dtype = setting("auto", "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)", Panel.MODELS)
     quantize: Quantize = setting(
-        "auto", "weights of the target: none (as dtype says), int8 with a scale per row, or auto (none, but int8 where "
-        "a checkpoint that is quantised already would not fit into memory); the draft keeps its own", Panel.MODELS,
+        "auto", "weights of the target: none (as dtype says), int8 with a scale per row, int4 with a scale per group "
+        "of inputs, or auto (none, but int8 or int4 where a checkpoint that is quantised already would not fit into "
+        "memory); the draft keeps its own", Panel.MODELS,
     )  # fmt: skip
     attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
         "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "

@@ -30,10 +30,12 @@ def perplexity(
         list[Path] | None,
         typer.Option(help="UTF-8 file to predict, may be given again; without one, Python's own held-out source files"),
     ] = None,
-    quantize: Annotated[str, typer.Option(help="kinds of weights to compare with the first: none, int8")] = "none,int8",
+    quantize: Annotated[
+        str, typer.Option(help=f"kinds of weights to compare with the first: {', '.join(WEIGHT_KINDS)}")
+    ] = "none,int8,int4",
     window: Annotated[int, typer.Option(help="tokens that are predicted from one start")] = 512,
     max_tokens: Annotated[int, typer.Option(help="most tokens to score, taken evenly from all the text")] = 16384,
-    dtype: Annotated[str, typer.Option(help="f32 or bf16: activations, and weights that are not int8")] = "f32",
+    dtype: Annotated[str, typer.Option(help="f32 or bf16: activations, and weights that are not quantised")] = "f32",
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> None:
     """Measure perplexity of a checkpoint on held-out text for each kind of weights. Columns: docs/models.md."""
@@ -41,7 +43,7 @@ def perplexity(
     wrong = [kind for kind in kinds if kind not in WEIGHT_KINDS]
     if wrong or not kinds:
         given = wrong[0] if wrong else quantize
-        raise ConfigError(f"--quantize must be {' or '.join(WEIGHT_KINDS)}, separated by commas, got {given!r}")
+        raise ConfigError(f"--quantize must be {', '.join(WEIGHT_KINDS)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
     from adaserve_jax.models.perplexity import measure_perplexity  # imports jax

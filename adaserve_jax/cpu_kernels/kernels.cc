@@ -27,6 +27,19 @@ ffi::Error product_i8(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, F32 x, Resul
   return ffi::Error::Success();
 }
 
+// Weights of 4 bits: values [outputs, inputs / 2], scales and zeros [outputs, groups] of a power of two inputs.
+adaserve::Int4 in_int4(ffi::Buffer<ffi::S8>& w, ffi::Buffer<ffi::F16>& scale, ffi::Buffer<ffi::S8>& zero) {
+  const auto* values = static_cast<const uint8_t*>(w.untyped_data());
+  const auto* scales = static_cast<const uint16_t*>(scale.untyped_data());
+  return {values, scales, zero.typed_data(), __builtin_ctzll(2 * w.dimensions()[1] / scale.dimensions()[1])};
+}
+
+ffi::Error product_i4(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F16> scale,
+                      ffi::Buffer<ffi::S8> zero, F32 x, Result y) {
+  adaserve::multiply(pool, in_int4(w, scale, zero), x, y->typed_data(), w.dimensions()[0]);
+  return ffi::Error::Success();
+}
+
 ffi::Error grouped_f32(ffi::ThreadPool pool, F32 w, F32 x, S32 sizes, Result y) {
   adaserve::multiply_groups(pool, w.typed_data(), x, sizes, y->typed_data(), w.dimensions()[1]);
   return ffi::Error::Success();
@@ -43,6 +56,13 @@ ffi::Error grouped_i8(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, F32 x, S32 s
   return ffi::Error::Success();
 }
 
+ffi::Error grouped_i4(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> w, ffi::Buffer<ffi::F16> scale,
+                      ffi::Buffer<ffi::S8> zero, F32 x, S32 sizes, Result y) {
+  const int64_t outputs = w.dimensions()[0] / sizes.dimensions()[0];
+  adaserve::multiply_groups(pool, in_int4(w, scale, zero), x, sizes, y->typed_data(), outputs);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // clang-format off
@@ -52,12 +72,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_bf16, product_bf16,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_i8, product_i8,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::S8>>().Arg<F32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_product_i4, product_i4,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::Buffer<ffi::F16>>().Arg<ffi::Buffer<ffi::S8>>()
+        .Arg<F32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_f32, grouped_f32,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_bf16, grouped_bf16,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>().Arg<F32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_i8, grouped_i8,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::S8>>().Arg<F32>().Arg<S32>().Ret<F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_grouped_i4, grouped_i4,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::S8>>().Arg<ffi::Buffer<ffi::F16>>().Arg<ffi::Buffer<ffi::S8>>()
+        .Arg<F32>().Arg<S32>().Ret<F32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(adaserve_packed_attention, adaserve::packed_attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()
         .Arg<F32>().Arg<F32>().Arg<F32>()             // q, k, v

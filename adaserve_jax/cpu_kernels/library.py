@@ -24,8 +24,8 @@ from pathlib import Path
 import jax
 
 HANDLERS = (
-    "product_f32", "product_bf16", "product_i8", "grouped_f32", "grouped_bf16", "grouped_i8", "packed_attention",
-    "beam_attention",
+    "product_f32", "product_bf16", "product_i8", "product_i4", "grouped_f32", "grouped_bf16", "grouped_i8",
+    "grouped_i4", "packed_attention", "beam_attention",
 )  # fmt: skip
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 SWITCH = "ADASERVE_CPU_KERNELS"

@@ -31,28 +31,77 @@ struct BFloat16 {
 };
 
 inline float widened(int8_t w) { return w; }
+inline float widened(float w) = delete;  // is read as it is
 inline float widened(BFloat16 w) {
   const uint32_t bits = static_cast<uint32_t>(w.bits) << 16;
   float out;
   std::memcpy(&out, &bits, sizeof(out));
   return out;
 }
+// f16, if it is finite. XLA's threads take subnormal f32 for 0, so those of f16 do not go through one.
+inline float widened_half(uint16_t w) {
+  const int32_t size = w & 0x7fff;
+  const uint32_t bits = static_cast<uint32_t>(size + 0x1c000) << 13;  // exponents are biased by 127 in place of 15
+  float out;
+  std::memcpy(&out, &bits, sizeof(out));
+  if (size < 0x400) out = static_cast<float>(size) * 0x1p-24f;
+  return w & 0x8000 ? -out : out;
+}
+
+// Rows of weights of 4 bits, as a pointer to values of theirs: at the first of a row, or of a group in it. 2^`shift` inputs
+// share a scale and a zero; a byte holds two inputs, the first in its low bits.
+struct Int4 {
+  const uint8_t* values;
+  const uint16_t* scale;
+  const int8_t* zero;
+  int shift;
+
+  Int4 operator+(int64_t count) const {
+    return {values + count / 2, scale + (count >> shift), zero + (count >> shift), shift};
+  }
+  // Write `count` widened values.
+  void widen(float* out, int64_t count) const {
+    const int64_t group = int64_t{1} << shift;
+    for (int64_t g = 0; g < count >> shift; ++g, out += group) {
+      const float step = widened_half(scale[g]), least = -step * zero[g];
+      const uint8_t* packed = values + g * group / 2;
+      int64_t i = 0;
+      for (; i + 8 <= group; i += 8) store<8>(out + i, nibbles(packed + i / 2) * step + least);
+      for (; i < group; ++i) out[i] = static_cast<float>(packed[i / 2] >> i % 2 * 4 & 15) * step + least;
+    }
+  }
+};
+
+// Bytes of `count` weights.
+template <typename W>
+inline int64_t bytes_of(const W*, int64_t count) {
+  return count * sizeof(W);
+}
+inline int64_t bytes_of(const Int4&, int64_t count) { return count / 2; }
+
+// Write `count` weights from w on as f32, and ask for those of the row `stride` weights later.
+template <typename W>
+inline void widen(const W* w, int64_t stride, float* out, int64_t count) {
+  __builtin_prefetch(w + stride);
+  if constexpr (sizeof(W) > 1) __builtin_prefetch(w + stride + kLine / sizeof(W) * 2);
+  for (int64_t i = 0; i < count; ++i) out[i] = widened(w[i]);
+}
+inline void widen(const Int4& w, int64_t stride, float* out, int64_t count) {
+  __builtin_prefetch((w + stride).values);
+  w.widen(out, count);
+}
 
 // Call body(rows f32, row stride, begin, end) for pieces of weights [begin, end) of R rows, widened if they are not f32.
-template <int R, typename W, typename Body>
-inline void in_f32(const W* w, int64_t inputs, int64_t begin, int64_t end, const Body& body) {
-  if constexpr (std::is_same_v<W, float>) {
+// P: a pointer to weights, or Int4.
+template <int R, typename P, typename Body>
+inline void in_f32(P w, int64_t inputs, int64_t begin, int64_t end, const Body& body) {
+  if constexpr (std::is_convertible_v<P, const float*>) {
     body(w + begin, inputs, begin, end);
   } else {
     float wide[R * kWide];
     for (int64_t at = begin; at < end; at += kWide) {
       const int64_t some = std::min(kWide, end - at);
-      for (int r = 0; r < R; ++r) {
-        const W* row = w + r * inputs + at;
-        __builtin_prefetch(row + R * inputs);
-        if constexpr (sizeof(W) > 1) __builtin_prefetch(row + R * inputs + kLine / sizeof(W) * 2);
-        for (int64_t i = 0; i < some; ++i) wide[r * kWide + i] = widened(row[i]);
-      }
+      for (int r = 0; r < R; ++r) widen(w + (r * inputs + at), R * inputs, wide + r * kWide, some);
       body(wide, kWide, at, at + some);
     }
   }
@@ -60,8 +109,8 @@ inline void in_f32(const W* w, int64_t inputs, int64_t begin, int64_t end, const
 
 // Multiply R rows of w with V vectors of N columns; store rows from `first` on and `columns` columns. x has whole
 // vectors of columns.
-template <int N, int V, int R, typename W>
-void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+template <int N, int V, int R, typename P>
+void multiply_tile(P w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
                    int64_t columns, int first) {
   using Vector = typename VectorOf<N>::type;
   Vector total[R][V] = {};
@@ -70,8 +119,10 @@ void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride,
     in_f32<R>(w, inputs, begin, std::min(inputs, begin + kInner),
               [&](const float* rows, int64_t stride, int64_t from, int64_t to) {
                 for (int64_t i = from; i < to; ++i) {
-                  if (std::is_same_v<W, float> && i % (kLine / 4) == 0)
-                    for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * inputs + i);
+                  if constexpr (std::is_convertible_v<P, const float*>) {
+                    if (i % (kLine / 4) == 0)
+                      for (int r = 0; r < R; ++r) __builtin_prefetch(w + (R + r) * inputs + i);
+                  }
                   Vector column[V];
 #pragma GCC unroll 4
                   for (int v = 0; v < V; ++v) column[v] = load<N>(x + i * x_stride + v * N);
@@ -93,8 +144,8 @@ void multiply_tile(const W* w, int64_t inputs, const float* x, int64_t x_stride,
 }
 
 // Multiply one row of w with one column.
-template <typename W>
-float multiply_row(const W* w, int64_t inputs, const float* x) {
+template <typename P>
+float multiply_row(P w, int64_t inputs, const float* x) {
   constexpr int kSums = 4;
   Floats sums[kSums] = {};
   float rest = 0;
@@ -111,8 +162,8 @@ float multiply_row(const W* w, int64_t inputs, const float* x) {
 }
 
 // Multiply R rows of w with all columns; store rows from `first` on. x_stride 1: one column that is not padded.
-template <int R, typename W>
-void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
+template <int R, typename P>
+void multiply_rows(P w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride,
                    int64_t columns, int first) {
   if (x_stride == 1) {
     for (int r = first; r < R; ++r) y[r * y_stride] = multiply_row(w + r * inputs, inputs, x);
@@ -137,8 +188,8 @@ void multiply_rows(const W* w, int64_t inputs, const float* x, int64_t x_stride,
 
 // Multiply rows [from, to) of w, in tiles. The last tile begins earlier if it would pass the end of all `outputs`, so
 // that each row is summed as in any other tile.
-template <typename W>
-void multiply_range(const W* w, int64_t outputs, int64_t inputs, const float* x, int64_t x_stride, float* y,
+template <typename P>
+void multiply_range(P w, int64_t outputs, int64_t inputs, const float* x, int64_t x_stride, float* y,
                     int64_t y_stride, int64_t columns, int64_t from, int64_t to) {
   for (int64_t o = from; o < to; o += kRows) {
     const int64_t begin = std::min(o, outputs - kRows);
@@ -158,8 +209,8 @@ inline int64_t padded_columns(int64_t columns) {
 }
 
 // w: [outputs, inputs]; x: [inputs, columns]; y: [outputs, columns].
-template <typename W>
-void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float* y, int64_t outputs) {
+template <typename P>
+void multiply(ffi::ThreadPool& pool, P w, ffi::Buffer<ffi::F32>& x, float* y, int64_t outputs) {
   const int64_t inputs = x.dimensions()[0], columns = x.dimensions()[1];
   const int64_t stride = columns == 1 ? 1 : padded_columns(columns);
   const float* from = x.typed_data();
@@ -172,7 +223,7 @@ void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t tiles = (outputs + kRows - 1) / kRows;
   const int64_t chunk = std::max<int64_t>(1, tiles / (8 * threads));
-  const bool parallel = outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
+  const bool parallel = bytes_of(w, outputs * inputs) >= kParallelBytes;
   parallel_for(pool, parallel ? threads - 1 : 0, (tiles + chunk - 1) / chunk, [&](int64_t index) {
     const int64_t end = std::min(outputs, (index + 1) * chunk * kRows);
     multiply_range(w, outputs, inputs, from, stride, y, columns, columns, index * chunk * kRows, end);
@@ -181,11 +232,11 @@ void multiply(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, float
 
 // w: [groups, outputs, inputs]; x: [inputs, columns], group after group; sizes: columns of each group; y: [outputs,
 // columns], 0 behind the last group.
-template <typename W>
-void multiply_groups(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x, ffi::Buffer<ffi::S32>& sizes,
+template <typename P>
+void multiply_groups(ffi::ThreadPool& pool, P w, ffi::Buffer<ffi::F32>& x, ffi::Buffer<ffi::S32>& sizes,
                      float* y, int64_t outputs) {
   struct Group {
-    const W* w;
+    P w;
     int64_t first, columns, stride, packed;
   };
   const int64_t inputs = x.dimensions()[0], columns = x.dimensions()[1];
@@ -205,7 +256,7 @@ void multiply_groups(ffi::ThreadPool& pool, const W* w, ffi::Buffer<ffi::F32>& x
   const int64_t tiles = (outputs + kRows - 1) / kRows;
   const int64_t chunk = std::max<int64_t>(1, tiles * count / (8 * threads));
   const int64_t chunks = (tiles + chunk - 1) / chunk;
-  const bool parallel = count * outputs * inputs * int64_t(sizeof(W)) >= kParallelBytes;
+  const bool parallel = count * bytes_of(w, outputs * inputs) >= kParallelBytes;
   const int64_t helpers = parallel ? threads - 1 : 0;
   std::vector<float> columns_of(packed);
   parallel_for(pool, helpers, count, [&](int64_t index) {

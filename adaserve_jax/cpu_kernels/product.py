@@ -18,6 +18,11 @@ def multiplies(weight: jax.Array, x: jax.Array) -> bool:
     return weight.dtype.name in _TYPES and 0 < x.shape[1] <= MAX_COLUMNS and bool(fingerprint())
 
 
+def multiplies_int4(x: jax.Array | None = None) -> bool:
+    """Return True if `multiply_int4` takes this x of few columns, or without it if `multiply_groups_int4` is there."""
+    return (x is None or 0 < x.shape[1] <= MAX_COLUMNS) and bool(fingerprint())
+
+
 @jax.custom_vjp
 def multiply(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Return weight @ x, f32[out, T], multiplied and summed in f32. On CPUs only. weight: [out, in]; x: f[in, T]."""
@@ -53,3 +58,18 @@ def multiply_groups(weight: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Ar
     result = jax.ShapeDtypeStruct((weight.shape[1], x.shape[1]), jnp.float32)
     handler = target(f"grouped_{_TYPES[weight.dtype.name]}")
     return jax.ffi.ffi_call(handler, result)(weight, x.astype(jnp.float32), sizes.astype(jnp.int32))
+
+
+def multiply_int4(weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array) -> jax.Array:
+    """Return `models.quantize.int4_product` multiplied and summed in f32. On CPUs only, without gradients."""
+    result = jax.ShapeDtypeStruct((weight.shape[0], x.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(target("product_i4"), result)(weight, scale, zero, x.astype(jnp.float32))
+
+
+def multiply_groups_int4(
+    weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """Return `multiply_groups` of weights in int4, which lie one below another: i8[E * out, in / 2] of E experts."""
+    result = jax.ShapeDtypeStruct((len(weight) // len(sizes), x.shape[1]), jnp.float32)
+    given = weight, scale, zero, x.astype(jnp.float32), sizes.astype(jnp.int32)
+    return jax.ffi.ffi_call(target("grouped_i4"), result)(*given)

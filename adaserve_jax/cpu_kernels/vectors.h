@@ -29,6 +29,15 @@ inline void store(float* to, typename VectorOf<N>::type x) {
   *reinterpret_cast<typename VectorOf<N>::unaligned*>(to) = x;
 }
 
+// The eight values that 4 bytes hold, from the lowest bits on.
+inline VectorOf<8>::type nibbles(const uint8_t* from) {
+  typedef int32_t Eight __attribute__((vector_size(32)));
+  int32_t word;
+  __builtin_memcpy(&word, from, sizeof(word));
+  const Eight shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+  return __builtin_convertvector((Eight{} + word) >> shifts & 15, VectorOf<8>::type);
+}
+
 using Floats = VectorOf<kLanes>::type;
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 

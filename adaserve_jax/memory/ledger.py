@@ -7,11 +7,12 @@ memory, as CPU devices do, it is that of all of them and of the host. The bytes 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaserve_jax.config import LEAST_CONTEXT
+from adaserve_jax.config import LEAST_CONTEXT, Quantize
 from adaserve_jax.errors import ConfigError
 
 MIB = 1 << 20
@@ -39,10 +40,11 @@ class Sizes:
     """Bytes, in the one memory, of the parts of a configuration; draft_* are 0 without a draft.
 
     target_page, draft_page: KV of one page, all layers. reserve: for the workspace, as long as nothing is compiled that
-    could measure it. int8: the same with the target's weights in int8; None if they already are. further_drafts:
-    weights of all drafts but the first, whose pages they share. training: memory of online learning, whether drafts are
-    resident or away; 0 without it. vocabulary_maps: tables from the target's vocabulary to the drafts', which stay
-    while drafts are away; 0 if vocabularies are the same. adapters: room for LoRA adapters of the target.
+    could measure it. quantized: the same with the target's weights in fewer bits, by the values of `quantize`, the
+    better ones first. further_drafts: weights of all drafts but the first, whose pages they share. training: memory of
+    online learning, whether drafts are resident or away; 0 without it. vocabulary_maps: tables from the target's
+    vocabulary to the drafts', which stay while drafts are away; 0 if vocabularies are the same. adapters: room for LoRA
+    adapters of the target.
     """
 
     target_weights: int
@@ -50,7 +52,7 @@ class Sizes:
     draft_weights: int = 0
     draft_page: int = 0
     reserve: int = 0
-    int8: Sizes | None = None
+    quantized: Mapping[Quantize, Sizes] = field(default_factory=dict)
     further_drafts: int = 0
     training: int = 0
     vocabulary_maps: int = 0
@@ -91,8 +93,8 @@ class Sizes:
 
     def without(self, *parts: str) -> Sizes:
         """Return the sizes with these parts, names of fields, as 0."""
-        int8 = None if self.int8 is None else self.int8.without(*parts)
-        return replace(self, **dict.fromkeys(parts, 0), int8=int8)
+        quantized = {kind: sizes.without(*parts) for kind, sizes in self.quantized.items()}
+        return replace(self, **dict.fromkeys(parts, 0), quantized=quantized)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ def refusal(ledger: Ledger, shape: Shape) -> str:
     advice = (
         f"to make it fit, change one of: {'; '.join(found)}"
         if found
-        else "no smaller KV pool, int8 weights or engine without a draft would fit: use a smaller target or more memory"
+        else "no smaller KV pool, quantised weights or engine without a draft would fit: use a smaller target or more "
+        "memory"
     )
     return (
         f"the engine takes {mib(known)} of memory, but the limit is {mib(ledger.limit.bytes)} ({ledger.limit.source}): "
@@ -226,18 +229,26 @@ def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
     """Yield single changes that are enough; if there are none, changes that are enough together."""
     smaller = list(_smaller_models(ledger))
     alone = [_fewer_pages(ledger, shape), _shorter_steps(ledger, shape)]
-    enough = [words for words, changed in smaller if changed.needed <= changed.limit.bytes]
+    enough = _first_kinds((words, words) for words, changed in smaller if changed.needed <= changed.limit.bytes)
     alone += [words for words in enough if not any(other != words and other in words for other in enough)]
     if ledger.texts and replace(ledger, texts=0).needed <= ledger.limit.bytes:
         alone.append("draft_sources " + ("model" if ledger.sizes.draft_weights else "none"))
     found = [change for change in alone if change is not None]
     if not found:
         pairs = [(words, _fewer_pages(changed, shape)) for words, changed in smaller]
-        found = [f"{words} and {change}" for words, change in pairs if change is not None]
+        found = _first_kinds((words, f"{words} and {change}") for words, change in pairs if change is not None)
     yield from found
     least = -(-ledger.needed // MIB)
     if ledger.limit.bytes < least * MIB <= ledger.limit.own_bytes:
         yield f"memory_limit_mib at least {least}"
+
+
+def _first_kinds(changes: Iterable[tuple[str, str]]) -> list[str]:
+    """Return what belongs to the changes, of those that differ in the kind of weights alone to the first only."""
+    found: dict[str, str] = {}
+    for words, given in changes:
+        found.setdefault(re.sub(r"quantize \w+", "quantize", words), given)
+    return list(found.values())
 
 
 def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
@@ -254,10 +265,10 @@ def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
     )
     if sizes.draft_weights:
         yield no_draft, _with(ledger, sizes.without_draft())
-    if sizes.int8 is not None:
-        yield "quantize int8", _with(ledger, sizes.int8)
-    if sizes.draft_weights and sizes.int8 is not None:
-        yield f"{no_draft} and quantize int8", _with(ledger, sizes.int8.without_draft())
+    for kind, smaller in sizes.quantized.items():
+        yield f"quantize {kind}", _with(ledger, smaller)
+    for kind, smaller in sizes.quantized.items() if sizes.draft_weights else ():
+        yield f"{no_draft} and quantize {kind}", _with(ledger, smaller.without_draft())
 
 
 def _with(ledger: Ledger, sizes: Sizes) -> Ledger:

@@ -32,7 +32,7 @@ from adaserve_jax.models.layers import (
     rotate,
 )
 from adaserve_jax.models.partition import WHOLE, Partition
-from adaserve_jax.models.quantize import SCALE
+from adaserve_jax.models.quantize import SCALE, ZERO
 
 Params = dict[str, jax.Array]
 """Weights by dotted name, as `param_specs` lists them."""
@@ -121,10 +121,16 @@ def medusa_logits(params: Params, config: ModelConfig, head: int, hidden: jax.Ar
 def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """Return shape and logical axis names of each weight; `Partition.split_axis` maps these to mesh axes.
 
-    quantize: "int8" adds the scales. A weight that has one is i8[out, in] and its scale f32[out].
+    quantize: "int8" and "int4" add scales, and zeros; `Linear` has their shapes. int4 is for matrices of layers, while
+    embedding and head are in int8.
     """
-    _, state = _abstract(config, WHOLE, jnp.dtype(jnp.float32) if quantize == "int8" else None)
+    _, state = _abstract(config, WHOLE, quantize, jnp.dtype(jnp.float32))
     return _specs(state)
+
+
+def kind_of(params: Params) -> str:
+    """Return the `quantize` that weights were loaded with."""
+    return "int4" if "layers.0.out" + ZERO in params else "int8" if "embed" + SCALE in params else "none"
 
 
 def adapter_specs(config: ModelConfig, count: int, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -133,7 +139,7 @@ def adapter_specs(config: ModelConfig, count: int, rank: int) -> dict[str, tuple
     A weight that is several projections stacks their A, and its B has a block for each: f[count, P rank, in] and
     f[count, out, P rank] for P projections. Names are those of weights with LORA_A or LORA_B behind them.
     """
-    _, state = _abstract(config, WHOLE, None, (count, rank))
+    _, state = _abstract(config, WHOLE, "none", None, (count, rank))
     return {name: spec for name, spec in _specs(state).items() if name.endswith((LORA_A, LORA_B))}
 
 
@@ -326,19 +332,20 @@ def _name(path: tuple[Any, ...]) -> str:
 
 @lru_cache(maxsize=32)
 def _abstract(
-    config: ModelConfig, partition: Partition, int8_dtype: Any, adapters: tuple[int, int] | None = None
+    config: ModelConfig, partition: Partition, quantize: str, dtype: Any, adapters: tuple[int, int] | None = None
 ) -> tuple[Any, Any]:
     """Return a model's structure and abstract weights; allocates nothing.
 
-    int8_dtype: as for `Linear.add_scale`. adapters: how many may be loaded, and of which rank.
+    quantize: as for `param_specs`. dtype: of the products of quantised weights. adapters: how many may be loaded, and
+    of which rank.
     """
 
     def create() -> Any:
         decoder = _model(config, nnx.Rngs(0), jnp.float32, partition)
-        if int8_dtype is not None:
-            for _, module in nnx.iter_modules(decoder):
+        if quantize != "none":
+            for path, module in list(nnx.iter_modules(decoder)):
                 if isinstance(module, Linear):
-                    module.add_scale(int8_dtype)
+                    (module.to_int4 if quantize == "int4" and "layers" in path else module.to_int8)(dtype)
         if adapters is not None:
             count, rank = adapters
             for layer in decoder.layers:
@@ -352,9 +359,10 @@ def _abstract(
 
 def _merge(params: Params, config: ModelConfig, partition: Partition) -> Any:
     """Return the modules (`_model`) with these weights."""
-    int8_dtype = params["norm"].dtype if "embed" + SCALE in params else None
+    quantize = kind_of(params)
+    dtype = None if quantize == "none" else params["norm"].dtype
     first = params.get("layers.0.out" + LORA_A)
-    graphdef, state = _abstract(config, partition, int8_dtype, None if first is None else first.shape[:2])
+    graphdef, state = _abstract(config, partition, quantize, dtype, None if first is None else first.shape[:2])
     weights = {path: variable.replace(params[_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, nnx.from_flat_state(weights))
 

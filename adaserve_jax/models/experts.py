@@ -20,14 +20,15 @@ from jax import lax
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.layers import Linear, gated, grouped_product, weight_product
 from adaserve_jax.models.partition import Partition
+from adaserve_jax.models.quantize import grouped_int4_product
 
 
 class Experts(nnx.Module):
     """SwiGLU of the chosen experts: f32[d, T] after the norm to f32[d, T].
 
     Weights of all experts lie one below another: gate_up [G * 2 inner, d], each expert's gate above its up, and down
-    [G * d, inner]. So they load, divide and quantise as matrices do. The router keeps its type in int8: it is small,
-    and rounding it would change which experts are chosen.
+    [G * d, inner]. So they load, divide and quantise as matrices do. The router is not quantised: it is small, and
+    rounding it would change which experts are chosen.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
@@ -89,8 +90,11 @@ class GroupedLinear(Linear):
         x: f[in, P], sorted by expert; sizes: i32[G], columns of each expert; groups: i32[P], the expert of each column.
         Columns behind those of the last expert have no meaning.
         """
-        weight = self.weight[...]
-        found = grouped_product(weight.reshape(len(sizes), -1, weight.shape[1]), x.astype(self.dtype), sizes)
+        weight, x = self.weight[...], x.astype(self.dtype)
+        if self.zero is not None:
+            assert self.scale is not None
+            return grouped_int4_product(weight, self.scale[...], self.zero[...], x, sizes, grouped_product)
+        found = grouped_product(weight.reshape(len(sizes), -1, weight.shape[1]), x, sizes)
         if self.scale is None:
             return found
         return found * self.scale[...].reshape(len(sizes), -1)[groups].T

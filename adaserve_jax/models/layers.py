@@ -11,7 +11,7 @@ from jax import lax
 
 from adaserve_jax.cpu_kernels.product import multiplies, multiplies_groups, multiply, multiply_groups
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.quantize import int8_product, product
+from adaserve_jax.models.quantize import int4_group, int4_product, int8_product, product
 from adaserve_jax.models.rope import plain_frequencies
 
 
@@ -40,14 +40,16 @@ class TokenAdapters(NamedTuple):
 class Linear(nnx.Module):
     """weight @ x + bias, accumulated and returned in f32. weight: f[out, in]; bias: f[out], if there is one.
 
-    A quantised weight is i8[out, in], and `scale` is f32[out]: row o stands for weight[o] * scale[o].
+    A weight in int8 is i8[out, in], and `scale` is f32[out]: row o stands for weight[o] * scale[o]. One in int4 is
+    i8[out, in / 2], two inputs in a byte, `scale` is f16[out, G] and `zero` i8[out, G] for G groups of inputs.
 
     With adapters, a token of adapter n gets lora_b[n] @ (lora_a[n] @ x) too: lora_a is f[N, rank, in], lora_b
     f[N, out, rank].
     """
 
     scale: nnx.Param | None = None
-    int8_dtype: Any = None
+    zero: nnx.Param | None = None
+    product_dtype: Any = None
     lora_a: nnx.Param | None = None
     lora_b: nnx.Param | None = None
 
@@ -60,8 +62,8 @@ class Linear(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Type that products are computed in: the weight's, or with an int8 weight `int8_dtype`."""
-        return self.weight[...].dtype if self.scale is None else self.int8_dtype
+        """Type that products are computed in: the weight's, or with a quantised weight `product_dtype`."""
+        return self.weight[...].dtype if self.scale is None else self.product_dtype
 
     def __call__(self, x: jax.Array, adapters: TokenAdapters | None = None) -> jax.Array:
         return self.biased(self.product(x, adapters))
@@ -69,7 +71,12 @@ class Linear(nnx.Module):
     def product(self, x: jax.Array, adapters: TokenAdapters | None = None) -> jax.Array:
         """Return weight @ x with what the tokens' adapters add, without the bias, f32[out, T]."""
         weight, x = self.weight[...], x.astype(self.dtype)
-        found = weight_product(weight, x) if self.scale is None else int8_product(weight, self.scale[...], x)
+        if self.scale is None:
+            found = weight_product(weight, x)
+        elif self.zero is None:
+            found = int8_product(weight, self.scale[...], x)
+        else:
+            found = int4_product(weight, self.scale[...], self.zero[...], x)
         return found if adapters is None else found + self._adapted(x, adapters)
 
     def _adapted(self, x: jax.Array, adapters: TokenAdapters) -> jax.Array:
@@ -83,15 +90,24 @@ class Linear(nnx.Module):
         return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Return rows of the weight, f32[T, in]. index: i32[T]."""
+        """Return rows of a weight that is not in int4, f32[T, in]. index: i32[T]."""
         rows = self.weight[...][index].astype(jnp.float32)
         return rows if self.scale is None else rows * self.scale[...][index][:, None]
 
-    def add_scale(self, dtype: Any) -> None:
-        """Make the weight a quantised one. dtype: the type of the products."""
+    def to_int8(self, dtype: Any) -> None:
+        """Make the weight one in int8. dtype: the type of the products."""
         axes = self.weight.get_metadata()["logical_axes"]
         self.scale = nnx.Param(jnp.ones(self.weight.shape[0], jnp.float32), logical_axes=axes[:1])
-        self.int8_dtype = dtype
+        self.product_dtype = dtype
+
+    def to_int4(self, dtype: Any) -> None:
+        """Make the weight one in int4. dtype: the type of the products."""
+        (outputs, inputs), axes = self.weight.shape, self.weight.get_metadata()["logical_axes"]
+        groups = inputs // int4_group(inputs)
+        self.weight = nnx.Param(jnp.zeros((outputs, inputs // 2), jnp.int8), logical_axes=axes)
+        self.scale = nnx.Param(jnp.ones((outputs, groups), jnp.float16), logical_axes=axes)
+        self.zero = nnx.Param(jnp.zeros((outputs, groups), jnp.int8), logical_axes=axes)
+        self.product_dtype = dtype
 
     def add_adapters(self, count: int, rank: int) -> None:
         """Make room for adapters whose matrices have `rank` rows and columns together."""

@@ -19,8 +19,9 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
+from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.models.quantize import SCALE, Int8Rows
+from adaserve_jax.models.quantize import SCALE, ZERO, Int4Groups, Int8Rows
 from adaserve_jax.models.tensors import RowBuffer, TensorFiles, first_difference
 from adaserve_jax.types import Progress
 
@@ -45,10 +46,10 @@ def load_params(
     A process reads the shards of its own devices only. Beside the weights themselves, host memory holds at most one
     fused weight and a few blocks of a file; on a CPU the buffer that is read into becomes the weight.
 
-    dtype: of the weights; with int8, of the products and of what stays unquantised. progress: called with ("loading",
-    weights read, weights). placement: None for the first device. quantize: "int8" reads every linear weight as int8,
-    block by block, with a scale. target: folder of the target of an EAGLE-3 head; a head without an embedding gets a
-    copy of the target's. without: weights that are not read.
+    dtype: of the weights; if they are quantised, of the products and of what is not. progress: called with ("loading",
+    weights read, weights). placement: None for the first device. quantize: "int8" or "int4" quantise every linear
+    weight, block by block, as `param_specs` has it. target: folder of the target of an EAGLE-3 head; a head without an
+    embedding gets a copy of the target's. without: weights that are not read.
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, unknown, or of another shape than
     config.json says; a value to be quantised is not finite; a head's tokens are not those of its target.
     """
@@ -57,9 +58,7 @@ def load_params(
     readers = {name: read for name, read in _readers(folder, config, target).items() if name not in without}
     params: Params = {}
     for done, (name, read) in enumerate(readers.items(), 1):
-        is_int8 = name + SCALE in specs
-        own = np.dtype(np.int32) if name == HEAD_ROW else dtype
-        params |= _place(name, read, *specs[name], config, placement, None if is_int8 else own)
+        params |= _place(name, read, specs, config, placement, np.dtype(np.int32) if name == HEAD_ROW else dtype)
         if progress is not None:
             progress("loading", done, len(readers))
     return params
@@ -172,45 +171,71 @@ def stack_experts(rows: np.ndarray, shape: tuple[int, ...], in_turns: bool) -> n
 
 
 def _place(
-    name: str, read: ReadRows, shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig,
-    placement: Placement, dtype: np.dtype | None,
+    name: str, read: ReadRows, specs: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]], config: ModelConfig,
+    placement: Placement, dtype: np.dtype,
 ) -> Params:  # fmt: skip
-    """Return a weight as a global array; dtype None: as int8, with its scale.
+    """Return a weight as a global array, with its scale, and its zero, if it has them.
 
-    Each shard of this process is read into a buffer of its own. read: reads the fused weight of one device. shape,
-    axes: of `param_specs` for the partition's whole model.
+    Each shard of this process is read into a buffer of its own. read: reads the fused weight of one device. specs:
+    `param_specs` of the partition's whole model. dtype: of a weight that is not quantised.
     """
     partition = placement.partition
+    shape, axes = specs[name]
     axis = partition.split_axis(axes)
-    scales: dict[int, np.ndarray] = {}
+    is_int8, is_int4 = name + SCALE in specs and name + ZERO not in specs, name + ZERO in specs
+    beside: dict[str, dict[int, np.ndarray]] = {SCALE: {}, ZERO: {}}
 
-    def number_of(index: Any) -> int:
-        """Return the shard of rows that an index asks for; 0 where rows are not divided."""
-        return (index[0].start or 0) * partition.ways // shape[0] if axis == 0 else 0
+    def local(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size // partition.ways if at == axis else size for at, size in enumerate(shape))
+
+    def buffer_beside(suffix: str, number: int, dtype: Any) -> np.ndarray:
+        found = aligned_buffer(local(specs[name + suffix][0]), np.dtype(dtype))
+        beside[suffix][number] = found
+        return found
 
     def shard(index: Any) -> np.ndarray:
-        number = number_of(index)
+        number = _shard_number(index, axis, shape, partition)
         rows = partition.rows_of(axes[0], shape[0], config, number) if axis == 0 else ((0, shape[0]),)
         columns = index[1] if axis == 1 else slice(None)
-        local = tuple(size // partition.ways if at == axis else size for at, size in enumerate(shape))
-        buffer = aligned_buffer(local, np.dtype(np.int8) if dtype is None else dtype)
+        buffer = aligned_buffer(local(shape), np.dtype(np.int8) if is_int8 or is_int4 else dtype)
         out: RowBuffer = buffer
-        if dtype is None:
-            scales[number] = aligned_buffer(local[:1], np.dtype(np.float32))
-            out, columns = Int8Rows(name, buffer, scales[number], columns), slice(None)  # a scale is of a whole row
+        if is_int8:  # a scale is of a whole row
+            out, columns = Int8Rows(name, buffer, buffer_beside(SCALE, number, np.float32), columns), slice(None)
+        if is_int4:
+            scale, zero = buffer_beside(SCALE, number, np.float16), buffer_beside(ZERO, number, np.int8)
+            out = Int4Groups(name, buffer, scale, zero)
+            if axis == 1:  # two in a byte
+                columns = slice(2 * columns.start, 2 * columns.stop)
         filled = 0
         for first, last in rows:
             read((first, last), columns, out[filled : filled + last - first])
             filled += last - first
         return buffer
 
-    sharding = placement.sharding(placement.spec(axis))
-    placed = {name: jax.make_array_from_callback(shape, sharding, shard)}
-    if dtype is None:
-        by_rows = placement.sharding(placement.spec(0 if axis == 0 else None))
-        scale = jax.make_array_from_callback(shape[:1], by_rows, lambda index: scales[number_of(index)])
-        placed[name + SCALE] = scale
+    placed: Params = {name: jax.make_array_from_callback(shape, placement.sharding(placement.spec(axis)), shard)}
+    for suffix, shards in beside.items():
+        if name + suffix in specs:
+            placed[name + suffix] = _place_shards(shards, *specs[name + suffix], placement)
     return jax.block_until_ready(placed)
+
+
+def _place_shards(
+    shards: Mapping[int, np.ndarray], shape: tuple[int, ...], axes: tuple[str, ...], placement: Placement
+) -> jax.Array:
+    """Return a global array of shards by their number; of those of any one where it is not divided."""
+    axis = placement.partition.split_axis(axes)
+
+    def shard(index: Any) -> np.ndarray:
+        if axis is None:
+            return next(iter(shards.values()))
+        return shards[_shard_number(index, axis, shape, placement.partition)]
+
+    return jax.make_array_from_callback(shape, placement.sharding(placement.spec(axis)), shard)
+
+
+def _shard_number(index: Any, axis: int | None, shape: tuple[int, ...], partition: Partition) -> int:
+    """Return the shard that an index of a global array asks for; 0 where it is not divided."""
+    return 0 if axis is None else (index[axis].start or 0) * partition.ways // shape[axis]
 
 
 def aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, WEIGHT, Encoding, Part, StackEncoding, WeightFormat
+from adaserve_jax.models.checkpoint_formats.packed import InputsFirst, OutputsFirst
 from adaserve_jax.models.checkpoint_formats.scaled import Scaled
-from adaserve_jax.models.quantize import Int8Rows
+from adaserve_jax.models.quantize import Int4Groups, Int8Rows
 from adaserve_jax.models.settings import read_json
 
 BLOCK_BYTES = 8 << 20
@@ -31,7 +32,7 @@ _TYPES = {
     "I32": np.int32, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 """Types by safetensors' names. Its own reader for NumPy does not know those of 8 bits."""
-RowBuffer = np.ndarray | Int8Rows
+RowBuffer = np.ndarray | Int8Rows | Int4Groups
 """Destination of a read, which takes blocks of rows. A slice is a view."""
 # Buffers that old exports carry and that the decoder computes itself.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
@@ -209,11 +210,17 @@ class TensorFiles:
 
 
 def _decode(matrix: _Matrix, encoding: Encoding, rows: slice, columns: slice, target: slice, out: RowBuffer) -> None:
-    """Write rows of a quantised matrix into `out`; those in int8 with a scale per row as they are, if it holds such."""
+    """Write rows of a quantised matrix into `out`: as they are if it holds such, int8 with a scale per row or 4 bits in
+    groups."""
     if isinstance(out, Int8Rows) and isinstance(encoding, Scaled):
         scales = encoding.row_scales(matrix, rows)
         if scales is not None:
             out.put(target, matrix.read(WEIGHT, rows, columns), scales)
+            return
+    if isinstance(out, Int4Groups) and isinstance(encoding, InputsFirst | OutputsFirst) and encoding.bits <= 4:
+        regrouped = encoding.read(matrix, rows, columns).regrouped(out.group)
+        if regrouped is not None:
+            out.put(target, *regrouped)
             return
     out[target] = encoding.decode(matrix, rows, columns)
 

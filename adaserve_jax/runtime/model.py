@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, adapter_specs, param_specs
+from adaserve_jax.models.decoder import Params, adapter_specs, kind_of, param_specs
 from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.runtime.compile import BucketSet, Declared
 from adaserve_jax.runtime.pools import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, Pools, commit, new_pools
@@ -149,7 +149,7 @@ class DeviceModel:
     def _specs(self) -> tuple[Any, Any]:
         """Return the partition specs of (params, pools, packed) and of the in-flight K/V."""
         place, split = self.placement, self.programs.partition.split_axis
-        axes_of = {name: axes for name, (_, axes) in param_specs(self.whole, "int8").items()}
+        axes_of = {name: axes for name, (_, axes) in param_specs(self.whole, kind_of(self.params)).items()}
         axes_of |= {name: axes for name, (_, axes) in adapter_specs(self.whole, 1, 1).items()}
         params = {name: place.spec(split(axes_of[name])) for name in self.params}
         pool: Any = place.spec(POOL_HEADS)

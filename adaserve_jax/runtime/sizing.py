@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import WEIGHT_KINDS, EngineConfig, Quantize
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, adapter_specs, param_specs
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.models.quantize import SCALE
+from adaserve_jax.models.quantize import SCALE, ZERO, int4_group
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
@@ -309,22 +309,22 @@ def _choose_weights(
 ) -> tuple[EngineConfig, Sizes]:
     """Replace "auto" in `quantize`, with the sizes that follow. Full precision is never rounded without being asked.
 
-    A checkpoint that is quantised already is held in `dtype`, which computes what it says, or in int8 where that does
-    not leave the pages of one request.
+    A checkpoint that is quantised already is held in `dtype`, which computes what it says. Where that does not leave
+    the pages of one request, it is held in the first of `sizes.quantized`.
     """
     if config.quantize != "auto":
         return config, sizes
-    if target.weight_format is not None and sizes.int8 is not None:
-        least = config.num_pages or _least_pages(config)
-        if sizes.pages_within(memory) < least:
-            return replace(config, quantize="int8"), sizes.int8
+    if target.weight_format is not None and sizes.pages_within(memory) < (config.num_pages or _least_pages(config)):
+        kind = next(iter(sizes.quantized))
+        return replace(config, quantize=kind), sizes.quantized[kind]
     return replace(config, quantize="none"), sizes
 
 
 def _describe_weights(config: EngineConfig, target: ModelConfig) -> str:
     if target.weight_format is None:
         return ""
-    held = "int8 with a scale per row" if config.quantize == "int8" else config.dtype
+    kinds = {"int8": "int8 with a scale per row", "int4": "int4 with a scale per group of inputs"}
+    held = kinds.get(config.quantize, config.dtype)
     return f"{target.weight_format.title}, held as {held}; activations and KV are {config.dtype}"
 
 
@@ -418,7 +418,7 @@ def sizes_of(
 
     def sized(quantize: str) -> Sizes:
         verifying = here * _workspace(local, tokens, sampled, dtype)
-        if quantize == "int8" and on_cpu:  # each product is a loop there, and no two share a result's place
+        if quantize != "none" and on_cpu:  # each product is a loop there, and no two share a result's place
             outputs = local.q_size + 2 * local.kv_size + 2 * local.intermediate_size + 2 * local.hidden_size
             verifying += here * 4 * tokens * target.num_layers * outputs
         own = 0
@@ -437,8 +437,26 @@ def sizes_of(
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )
 
-    int8 = sized("int8")
-    return int8 if config.quantize == "int8" else replace(sized("none"), int8=int8)
+    obstacle = _int4_obstacle(whole, partition)
+    if config.quantize == "int4" and obstacle:
+        raise ConfigError(f"quantize must be none or int8 here, got 'int4': {obstacle}")
+    held: Quantize = "none" if config.quantize == "auto" else config.quantize
+    smaller = [kind for kind in WEIGHT_KINDS[WEIGHT_KINDS.index(held) + 1 :] if kind != "int4" or not obstacle]
+    if target.weight_format is not None and target.weight_format.in_4_bits:
+        smaller.reverse()  # int4 holds what the file says, and int8 rounds it
+    return replace(sized(held), quantized={kind: sized(kind) for kind in smaller})
+
+
+def _int4_obstacle(config: ModelConfig, partition: Partition) -> str:
+    """Return why a model cannot be in int4; "" if it can. config: the partition's whole model."""
+    plain, specs = param_specs(config), param_specs(config, "int4")
+    for name, ((_, groups), axes) in ((name, specs[name + ZERO]) for name in plain if name + ZERO in specs):
+        inputs = plain[name][0][1]
+        if inputs % int4_group(inputs):
+            return f"{name} has {inputs} inputs, which do not make whole groups"
+        if partition.split_axis(axes) == 1 and groups % partition.ways:
+            return f"{partition.ways} devices (tp) cannot divide the {groups} groups of inputs of {name}"
+    return ""
 
 
 def shared_weights(draft: ModelConfig, quantize: str) -> tuple[str, ...]:
@@ -480,12 +498,12 @@ def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partitio
 
 
 def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
-    """Return the type that `load_params` gives a weight of `param_specs`; a matrix that has a scale is in int8."""
+    """Return the type that `load_params` gives a weight of `param_specs`; one that has a scale is in bytes."""
     if name.endswith(SCALE):
-        return np.dtype(np.float32)
+        return np.dtype(np.float16 if name.removesuffix(SCALE) + ZERO in specs else np.float32)
     if name == HEAD_ROW:
         return np.dtype(np.int32)
-    return np.dtype(np.int8) if name + SCALE in specs else dtype
+    return np.dtype(np.int8) if name + SCALE in specs or name.endswith(ZERO) else dtype
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str, *, feature_layers: int = 0) -> int:

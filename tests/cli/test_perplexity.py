@@ -10,13 +10,15 @@ import pytest
 from tests.program import run_program
 
 
-def test_int8_hardly_changes_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     assert run_program("perplexity", "--window", "256", "--max-tokens", "768", "--json", str(out)) == 0
     table = capsys.readouterr().out
-    assert all(text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8"))
+    assert all(
+        text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8", "int4")
+    )
     result = json.loads(out.read_text())
-    plain, int8 = result["scores"]
+    plain, int8, int4 = result["scores"]
     assert f"{plain['perplexity']:.4f}" in table and f"{int8['perplexity']:.4f}" in table
     assert (plain["quantize"], int8["quantize"], result["target_params"]) == ("none", "int8", 4_213_504)
     assert 600 < plain["tokens"] <= 768
@@ -24,13 +26,15 @@ def test_int8_hardly_changes_the_demo(capsys: pytest.CaptureFixture[str], tmp_pa
     assert abs(int8["perplexity"] / plain["perplexity"] - 1) < 0.005
     assert 0 < int8["kl_mean"] < 1e-3 and int8["same_likeliest"] > 0.97
     assert 3.9 < plain["weight_bytes"] / int8["weight_bytes"] < 4
+    assert 0.001 < int4["perplexity"] / plain["perplexity"] - 1 < 0.03
+    assert 0.65 < int4["weight_bytes"] / int8["weight_bytes"] < 0.7
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantize", "none,int4"], "--quantize must be none or int8, separated by commas, got 'int4'"),
-        (["--quantize", ","], "--quantize must be none or int8, separated by commas, got ','"),
+        (["--quantize", "none,int2"], "--quantize must be none, int8, int4, separated by commas, got 'int2'"),
+        (["--quantize", ","], "--quantize must be none, int8, int4, separated by commas, got ','"),
         (["--dtype", "f8"], "--dtype must be f32 or bf16, got 'f8'"),
         (["--text", "nowhere.txt"], "cannot read text nowhere.txt: No such file or directory"),
         (["--text", "latin.txt"], "text latin.txt must be UTF-8, but byte 3 is not"),

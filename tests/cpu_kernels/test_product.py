@@ -8,7 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from adaserve_jax.cpu_kernels.product import MAX_COLUMNS, multiplies, multiply, multiply_groups
+from adaserve_jax.cpu_kernels.product import (
+    MAX_COLUMNS,
+    multiplies,
+    multiply,
+    multiply_groups,
+    multiply_groups_int4,
+    multiply_int4,
+)
 
 TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 COLUMNS = (1, 2, 7, 8, 9, 16, 17, 32, 33, MAX_COLUMNS)
@@ -73,6 +80,53 @@ def test_a_column_has_the_same_bits_whatever_the_size_of_its_group(name: str) ->
     for first in (1, 2, 9, 39):
         found = multiply_groups(weight, jnp.asarray(x), jnp.asarray([first, 40 - first]))
         np.testing.assert_array_equal(found, whole)
+
+
+def in_int4(outputs: int, inputs: int, group: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Random weights in int4, i8[out, in / 2] with scales and zeros, and f64[out, in] that they stand for."""
+    rng = np.random.default_rng(outputs)
+    packed = rng.integers(-128, 128, (outputs, inputs // 2)).astype(np.int8)
+    scale = (rng.standard_normal((outputs, inputs // group)) * 10.0 ** rng.integers(-7, 2)).astype(np.float16)
+    zero = rng.integers(0, 16, scale.shape).astype(np.int8)
+    both = packed.view(np.uint8)
+    values = np.stack([both & 15, both >> 4], axis=2).reshape(*scale.shape, group).astype(np.float64)
+    return (packed, scale, zero), ((values - zero[..., None]) * scale[..., None]).reshape(outputs, inputs)
+
+
+@pytest.mark.parametrize("size", [(1, 2, 2), (7, 36, 4), (8, 128, 32), (203, 1120, 16), (1031, 96, 32)], ids=str)
+def test_products_of_int4_equal_float64(size: tuple[int, int, int]) -> None:
+    """Outputs, inputs, and inputs that share a scale: whole words of eight values, and less; small and negative f16."""
+    given, weight = in_int4(*size)
+    largest = float(np.abs(weight).max())
+    for columns in COLUMNS:
+        x = np.random.default_rng(columns).standard_normal((size[1], columns)).astype(np.float32)
+        found = multiply_int4(*map(jnp.asarray, given), jnp.asarray(x))
+        np.testing.assert_allclose(found, weight @ x.astype(np.float64), atol=5e-6 * largest * size[1] ** 0.5)
+
+
+def test_a_column_of_int4_has_the_same_bits_whatever_its_company() -> None:
+    given = [jnp.asarray(part) for part in in_int4(77, 1280, 32)[0]]
+    x = np.random.default_rng(0).standard_normal((1280, 40)).astype(np.float32)
+    whole = np.asarray(multiply_int4(*given, jnp.asarray(x)))
+    for columns in (2, 5, 13, 31):
+        np.testing.assert_array_equal(multiply_int4(*given, jnp.asarray(x[:, :columns])), whole[:, :columns])
+    for sizes in ([40], [9, 31]):
+        experts = [jnp.concatenate([part] * len(sizes)) for part in given]
+        np.testing.assert_array_equal(multiply_groups_int4(*experts, jnp.asarray(x), jnp.asarray(sizes)), whole)
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_grouped_products_of_int4_equal_float64(sizes: list[int]) -> None:
+    found = [in_int4(203 + group, 64, 8) for group in range(len(sizes))]
+    given = [np.concatenate([parts[index][:203] for parts, _ in found]) for index in range(3)]
+    x = np.random.default_rng(1).standard_normal((64, sum(sizes) + 2)).astype(np.float32)
+    product = multiply_groups_int4(*map(jnp.asarray, given), jnp.asarray(x), jnp.asarray(sizes))
+    expected, first = np.zeros((203, sum(sizes) + 2)), 0
+    for size, (_, weight) in zip(sizes, found, strict=True):
+        expected[:, first : first + size] = weight[:203] @ x[:, first : first + size].astype(np.float64)
+        first += size
+    largest = max(float(np.abs(weight).max()) for _, weight in found)
+    np.testing.assert_allclose(product, expected, atol=5e-5 * largest)
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16"])

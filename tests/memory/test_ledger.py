@@ -24,7 +24,10 @@ from adaserve_jax.memory.ledger import (
 SHAPE = Shape(page_size=16, max_context=128, max_requests=8)
 SIZES = Sizes(
     target_weights=400 * MIB, target_page=2 * MIB, draft_weights=50 * MIB, draft_page=MIB, reserve=30 * MIB,
-    int8=Sizes(100 * MIB, 2 * MIB, 50 * MIB, MIB, 60 * MIB),
+    quantized={
+        "int8": Sizes(100 * MIB, 2 * MIB, 50 * MIB, MIB, 60 * MIB),
+        "int4": Sizes(60 * MIB, 2 * MIB, 50 * MIB, MIB, 60 * MIB),
+    },
 )  # fmt: skip
 
 
@@ -78,10 +81,11 @@ def test_pages_that_fit() -> None:
             r"\(100\); to make it fit, change one of: num_pages at most 73; draft none; quantize int8; "
             r"memory_limit_mib at least 780$",
         ),
-        (of(495), r"one of: num_pages at most 5 and max_context at most 80; draft none and quantize int8; "),
+        (of(495), r"one of: num_pages at most 5 and max_context at most 80; quantize int4; draft none and "
+            r"quantize int8; memory"),
         (of(250), r"one of: quantize int8 and num_pages at most 13; draft none and quantize int8 and num_pages at "),
         (of(90), r"change one of: memory_limit_mib at least 780$"),
-        (of(90, own_mib=90), r"; no smaller KV pool, int8 weights or engine without a draft would fit: use a smaller "),
+        (of(90, own_mib=90), r"; no smaller KV pool, quantised weights or engine without a draft would fit: use a "),
         (
             of(755, workspace=Workspace(40 * MIB, {4: 2 * MIB, 16: 5 * MIB, 64: 20 * MIB, 256: 40 * MIB})),
             r"workspace 40\.0 MiB; .*one of: num_pages at most 88; max_batch_tokens at most 16; draft none; quantize "
@@ -102,7 +106,7 @@ def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
     """Weights of 400, drafts of 50 and 30, 100 pages of 3, training of 60 and a reserve of 30 MiB: 870. Drafts none
     leaves 840, learning none 810, and draft none, with which both go, 630."""
     ledger = of(870)
-    sizes = replace(ledger.sizes, further_drafts=30 * MIB, training=60 * MIB, int8=None)
+    sizes = replace(ledger.sizes, further_drafts=30 * MIB, training=60 * MIB, quantized={})
     advice = {
         limit_mib: refusal(replace(ledger, sizes=sizes, limit=replace(ledger.limit, bytes=limit_mib * MIB)), SHAPE)
         for limit_mib in (845, 815, 635)
@@ -118,17 +122,18 @@ sizes = st.integers(1, 300)
 
 @given(
     weights=sizes, page=st.integers(1, 9), draft=st.integers(0, 100), draft_page=st.integers(1, 4), int8=sizes,
-    workspace=st.none() | st.integers(0, 90), pages=st.integers(1, 60), limit=st.integers(1, 700),
+    int4=sizes, workspace=st.none() | st.integers(0, 90), pages=st.integers(1, 60), limit=st.integers(1, 700),
     extension=st.booleans(), covers_host=st.booleans(),
 )  # fmt: skip
 def test_every_change_that_is_named_is_enough(
-    weights, page, draft, draft_page, int8, workspace, pages, limit, extension, covers_host
+    weights, page, draft, draft_page, int8, int4, workspace, pages, limit, extension, covers_host
 ):
     """Each is applied, word by word, to the ledger, whose sums are then taken anew."""
     draft_page = draft_page if draft else 0
-    quantized = Sizes(min(int8, weights), page, draft, draft_page, reserve=7)
+    smaller = {"int8": min(int8, weights), "int4": min(int4, int8, weights)}
+    quantized = {kind: Sizes(size, page, draft, draft_page, reserve=7) for kind, size in smaller.items()}
     ledger = Ledger(
-        Sizes(weights, page, draft, draft_page, reserve=5, int8=quantized),
+        Sizes(weights, page, draft, draft_page, reserve=5, quantized=quantized),
         MemoryLimit(limit, "memory_limit_mib", limit, covers_host), pages,
         (draft + pages * draft_page) // page if extension and draft else 0,
         None if workspace is None else Workspace(workspace, {4: workspace // 2, 8: workspace}),
@@ -140,10 +145,9 @@ def test_every_change_that_is_named_is_enough(
         return None
     for change in text.partition("change one of: ")[2].split("; "):
         changed = ledger
-        if "quantize int8" in change:
-            assert changed.sizes.int8 is not None
-            known = None if workspace is None else Workspace(workspace + quantized.reserve - ledger.sizes.reserve)
-            changed = replace(changed, sizes=changed.sizes.int8, workspace=known)
+        if kind := re.search(r"quantize (\w+)", change):
+            known = None if workspace is None else Workspace(workspace + 7 - ledger.sizes.reserve)
+            changed = replace(changed, sizes=changed.sizes.quantized[kind[1]], workspace=known)
         if "draft none" in change:
             changed = replace(changed, sizes=changed.sizes.without_draft(), extension_pages=0)
         if found := re.search(r"num_pages at most (\d+)", change):

@@ -26,8 +26,8 @@ Packed = tuple[dict[str, Any], np.ndarray]
 @dataclass(frozen=True)
 class Recipe:
     """config: quantization_config. pack: of a matrix f32[out, in]; of a tensor of all experts f32[experts, in, out], if
-    `stacks`. kept_key: its list of modules in full precision, if it has one. families: to try it with. as_int8: int8
-    weights are those of the file, and are not rounded again."""
+    `stacks`. kept_key: its list of modules in full precision, if it has one. families: to try it with. as_int8,
+    as_int4: weights in int8, or int4, are those of the file, and are not rounded again."""
 
     config: dict[str, Any]
     pack: Callable[[np.ndarray], Packed]
@@ -35,6 +35,7 @@ class Recipe:
     families: tuple[str, ...] = ("llama",)
     stacks: bool = False
     as_int8: bool = False
+    as_int4: bool = False
 
 
 def write_quantized(folder: Path, family: str, name: str) -> tuple[Path, Path]:
@@ -206,7 +207,9 @@ def _compressed_recipe(layout: str, families: tuple[str, ...] = ("llama",), **ar
     group = {"targets": ["Linear"], "weights": args, "input_activations": None, "output_activations": None}
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
     pack = partial(_compressed, layout=layout, args=known, ordered=ordered)
-    return Recipe(config, pack, "ignore", families, as_int8=layout == "int-quantized" and args["strategy"] == "channel")
+    as_int8 = layout == "int-quantized" and args["strategy"] == "channel"
+    as_int4 = layout == "pack-quantized" and args["num_bits"] == 4 and not ordered
+    return Recipe(config, pack, "ignore", families, as_int8=as_int8, as_int4=as_int4)
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -224,9 +227,12 @@ FORMATS: dict[str, Recipe] = {
         _FP8 | {"weight_block_size": None}, _fp8_matrix, "modules_to_not_convert", ("llama_biases", "qwen3_moe")
     ),
     "gptq": Recipe(_GPTQ, partial(_gptq, bits=4, version=1, ordered=True), families=("llama", "qwen3")),
+    "gptq_in_turn": Recipe(
+        _GPTQ | {"desc_act": False, "group_size": -1}, partial(_gptq, bits=4, version=1, ordered=False), as_int4=True
+    ),
     "gptq_2_bits": Recipe(_GPTQ | {"bits": 2}, partial(_gptq, bits=2, version=1, ordered=True)),
     "gptq_v2": Recipe(_GPTQ_V2, partial(_gptq, bits=8, version=2, ordered=False), families=("llama_biases", "mixtral")),
-    "awq": Recipe(_AWQ, _awq, "modules_to_not_convert", ("llama", "phi3")),
+    "awq": Recipe(_AWQ, _awq, "modules_to_not_convert", ("llama", "phi3"), as_int4=True),
     "ct_int8": _compressed_recipe("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True),
     "ct_int8_groups": _compressed_recipe(
         "int-quantized", num_bits=8, type="int", strategy="group", group_size=GROUP, symmetric=False

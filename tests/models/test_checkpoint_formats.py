@@ -17,6 +17,7 @@ from adaserve_jax.models import tensors as tensor_files
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.export import convert, export
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.quantize import SCALE, ZERO
 from adaserve_jax.models.tensors import TensorFiles
 from tests.conftest import ROOT
 from tests.models.checkpoints import CONFIG, write_checkpoint
@@ -43,7 +44,8 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 def test_weights_are_the_values_that_are_stored(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In f32, bf16 and int8, bit for bit those of the checkpoint in full precision, whatever the size of a block."""
+    """In f32, bf16, int8 and int4, bit for bit those of the checkpoint in full precision, whatever the size of a
+    block; but int8 and int4 hold what the file has in them as it is."""
     quantized, plain = write_quantized(tmp_path, family, name)
     assert_same(load(quantized), load(plain))
     assert_same(load(quantized, jnp.bfloat16), load(plain, jnp.bfloat16))
@@ -51,6 +53,30 @@ def test_weights_are_the_values_that_are_stored(
     assert_same(load(quantized), load(plain))
     if not FORMATS[name].as_int8:
         assert_same(load(quantized, quantize="int8"), load(plain, quantize="int8"))
+    if not FORMATS[name].as_int4:
+        assert_same(load(quantized, quantize="int4"), load(plain, quantize="int4"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("name", "family"), [case for case in CASES if FORMATS[case[0]].as_int4])
+def test_four_bits_in_groups_of_inputs_are_not_rounded_again(name: str, family: str, tmp_path: Path) -> None:
+    """int4 stands for the values of the file, at f16 scales, and what the file has in full precision is rounded."""
+    quantized, plain = write_quantized(tmp_path, family, name)
+    assert (weight_format := ModelConfig.from_folder(quantized).weight_format) is not None and weight_format.in_4_bits
+    held, expected, rounded = load(quantized, quantize="int4"), load(plain), load(plain, quantize="int4")
+    packed = [key.removesuffix(ZERO) for key in held if key.endswith(ZERO)]
+    assert len(packed) > 4
+    for key in packed:
+        if key == "layers.1.out":
+            continue
+        weight, scale, zero = (held[key + end] for end in ("", SCALE, ZERO))
+        both = weight.view(np.uint8)
+        values = np.stack([both & 15, both >> 4], axis=2).reshape(*scale.shape, -1).astype(np.float32)
+        found = ((values - zero[..., None]) * scale.astype(np.float32)[..., None]).reshape(len(weight), -1)
+        np.testing.assert_allclose(found, expected[key], rtol=2**-11 if name.startswith("ct") else 0)
+        assert (rounded[key] != weight).any()
+    for key in ("embed", "layers.1.out", "layers.1.out.scale", "layers.1.out.zero"):  # KEPT, beside the embedding
+        np.testing.assert_array_equal(held[key], rounded[key])
 
 
 @pytest.mark.torch

@@ -12,8 +12,8 @@ from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.perplexity import cut, measure_perplexity
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.models.checkpoints import write_checkpoint
-from tests.oracles.int8 import dequantized_checkpoint
 from tests.oracles.llama import oracle_logits
+from tests.oracles.quantized import dequantized_checkpoint
 
 TEXTS = ["the thing and the other thing", "é", "a 漢字 text that is longer than one window of tokens"]
 WINDOW = 16

@@ -33,8 +33,10 @@ from tests.runtime.packed_model import RANK, TREE_PARENTS, TREE_TOKENS, build, p
 CASES = {
     "biases": ("biases", False, "none", (1, 4)), "biases_exact": ("biases", True, "none", (2,)),
     "norms": ("norms", False, "none", (1, 2, 4)), "norms_exact": ("norms", True, "none", (4,)),
-    "norms_int8": ("norms", False, "int8", (1, 4)), "converted": ("converted", False, "none", (4,)),
-    "converted_int8": ("converted", False, "int8", (4,)), "odd": ("odd", False, "none", (1, 2)),
+    "norms_int8": ("norms", False, "int8", (1, 4)), "norms_int4": ("norms", False, "int4", (1, 4)),
+    "converted": ("converted", False, "none", (4,)), "converted_int8": ("converted", False, "int8", (4,)),
+    "odd": ("odd", False, "none", (1, 2)), "experts_int4": ("experts", False, "int4", (1, 4)),
+    "gptq_int4": ("gptq_in_turn", False, "int4", (1, 2)),
     "demo_exact": ("demo", True, "none", (1, 4)), "experts": ("experts", False, "none", (1, 4)),
     "experts_exact": ("experts", True, "none", (4,)), "experts_int8": ("experts", False, "int8", (1, 4)),
     "narrow": ("narrow", False, "none", (1, 2)), "narrow_exact": ("narrow", True, "none", (2,)),
@@ -54,7 +56,9 @@ WRITTEN = {
     "oss": "gpt_oss", "gemma": "gemma3", "phi": "phi4_mini",
 }  # fmt: skip
 """Families of checkpoints that transformers writes."""
-QUANTIZED = {"mxfp4": ("gpt_oss", "mxfp4"), "gptq": ("llama", "gptq")}
+QUANTIZED = {
+    "mxfp4": ("gpt_oss", "mxfp4"), "gptq": ("llama", "gptq"), "gptq_in_turn": ("llama", "gptq_in_turn"),
+}  # fmt: skip
 """Family and recipe of checkpoints whose quantised twins are taken."""
 ADAPTED = {
     "norms": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -119,9 +123,9 @@ def texts(ways: int) -> list[list[int]]:
     return found
 
 
-def refusal(**options: object) -> str:
+def refusal(target: object = "demo", **options: object) -> str:
     try:
-        LLM(**(NARROW | options)).close()  # type: ignore[arg-type]
+        LLM(target, **(NARROW | options)).close()  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error)
     return ""
@@ -174,10 +178,14 @@ def main(folder: Path, *, quick: bool) -> None:
             ledger[key] = ledger_bytes(model, quantize)
             hlo[key] = [program.as_text() for program in model.compiled.values()] if case == "norms" else []
             model.close()
+    nine = write_checkpoint(folder / "nine", intermediate_size=36)
     np.savez(folder / "logits.npz", **logits)
     report = {
         "held": held, "ledger": ledger, "hlo": hlo, "texts": [] if quick else texts(4),
-        "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},
+        "refusals": {
+            "more": refusal(tp=8), "uneven": refusal(tp=3),
+            "groups": refusal(str(nine), tp=2, draft=None, deterministic=False, quantize="int4"),
+        },
     }  # fmt: skip
     (folder / "report.json").write_text(json.dumps(report))
 

@@ -68,9 +68,11 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("biases_exact", 2),
         ("norms_exact", 4),
         ("norms_int8", 4),
+        ("norms_int4", 4),
         ("odd", 2),
         ("experts_exact", 4),
         ("experts_int8", 4),
+        ("experts_int4", 4),
         ("narrow", 2),
         ("narrow_exact", 2),
         ("three", 2),
@@ -86,6 +88,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("mxfp4", 4),
         ("gptq", 2),
         ("gptq_int8", 2),
+        ("gptq_int4", 2),
         ("adapted_exact", 4),
         ("adapted_int8", 4),
         ("adapted_phi", 2),
@@ -159,7 +162,7 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
 
 
 def test_the_ledger_knows_the_share_of_every_device(mesh: Mesh) -> None:
-    """To the byte, in f32 and int8, in both orders of the sums."""
+    """To the byte, in f32, int8 and int4, in both orders of the sums."""
     for key, held in mesh.report["held"].items():
         ways = int(key.rpartition("-")[2])
         assert {name: [size] * ways for name, size in mesh.report["ledger"][key].items()} == held, key
@@ -181,4 +184,6 @@ def _shapes(hlo: str) -> list[tuple[int, ...]]:
 def test_sizes_that_do_not_divide_are_named(mesh: Mesh) -> None:
     refusals = mesh.report["refusals"]
     assert refusals["more"].startswith("tp must be at most 4, the cpu devices that jax sees, got 8; a CPU shows more")
+    groups = "2 devices (tp) cannot divide the 9 groups of inputs of layers.0.down"
+    assert refusals["groups"] == f"quantize must be none or int8 here, got 'int4': {groups}"
     assert refusals["uneven"] == "tp must divide the target's num_attention_heads (4), got 3"

@@ -17,7 +17,8 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
-from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
+from adaserve_jax.models.checkpoint_formats.encoding import Rule, WeightFormat
+from adaserve_jax.models.checkpoint_formats.packed import InputsFirst
 from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.rope import LongRopeScaling
@@ -82,7 +83,8 @@ def test_row_edges_say_how_many_requests_run() -> None:
 
 
 def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fit() -> None:
-    """A checkpoint in full precision never is, and what was asked for is what is held."""
+    """A checkpoint in full precision never is, and what was asked for is what is held. One in 4 bits, whose groups lie
+    in turn, is held in int4."""
     stored = replace(TARGET, weight_format=WeightFormat("fp8 of a test", ()))
     options = {"draft": None, "max_requests": 1, "max_context": 64, "token_edges": (16,), "row_edges": (1,)}
     scarce, ample = (EngineConfig(memory_limit_mib=mib, **options) for mib in (16, 256))
@@ -93,6 +95,15 @@ def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fi
     assert held.weight_format == "fp8 of a test, held as int8 with a scale per row; activations and KV are f32"
     held.check_memory()
     assert resolve(ample, stored, None).config.quantize == "none"
+    packed = InputsFirst(4, 128, along_inputs=True, order=tuple(range(8)))
+    in_4_bits, in_any_order, wider = (
+        replace(TARGET, weight_format=WeightFormat("4 bits", (Rule(each),)))
+        for each in (packed, replace(packed, any_order=True), replace(packed, bits=8))
+    )
+    held = resolve(scarce, in_4_bits, None)
+    assert held.weight_format == "4 bits, held as int4 with a scale per group of inputs; activations and KV are f32"
+    assert held.sizes.target_weights == weight_bytes(TARGET, held.dtype, "int4")
+    assert [resolve(scarce, each, None).config.quantize for each in (in_any_order, wider)] == ["int8", "int8"]
     assert resolve(replace(scarce, quantize="none"), stored, None).config.quantize == "none"
     assert resolve(replace(ample, quantize="int8"), stored, None).config.quantize == "int8"
 
@@ -240,7 +251,8 @@ def held(arrays: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": "bf16"}, {"quantize": "int8"}, {"dtype": "bf16", "quantize": "int8"}]
+    "options",
+    [{}, {"dtype": "bf16"}, {"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bf16", "quantize": "int8"}],
 )
 def test_weights_and_pages_are_the_bytes_of_the_arrays(options: dict[str, Any]) -> None:
     executor = load_executor(replace(SMALL, **options))
@@ -265,6 +277,23 @@ def test_untied_heads_and_biases_count() -> None:
     assert weight_bytes(more, f32) - weight_bytes(TARGET, f32) == 4 * (2048 * 256 + 5 * 8 * 64)
     # In int8 the head has a byte for each value and a scale for each row.
     assert weight_bytes(more, f32, "int8") - weight_bytes(TARGET, f32, "int8") == 2048 * (256 + 4) + 4 * 5 * 8 * 64
+    # In int4 a matrix of a layer has half a byte for each value, and 3 bytes for each group, here of 32 inputs.
+    wide = replace(TARGET, intermediate_size=768)
+    rows, inputs = 8 * 64 + 256 + 2 * 768, 256
+    values = rows * inputs + 256 * 768
+    saved = 5 * (values + 4 * (rows + 256) - values // 2 - 3 * values // 32)
+    assert weight_bytes(wide, f32, "int8") - weight_bytes(wide, f32, "int4") == saved
+
+
+def test_int4_needs_whole_groups_of_inputs() -> None:
+    """What several devices cannot divide: tests/runtime/test_mesh.py."""
+    odd = replace(TARGET, intermediate_size=33)
+    with pytest.raises(
+        ConfigError, match=r"quantize must be none or int8 here, got 'int4': layers\.0\.down has 33 inputs"
+    ):
+        resolve(EngineConfig(quantize="int4"), odd, None)
+    assert "int4" not in resolve(EngineConfig(), odd, None).sizes.quantized
+    assert list(resolve(EngineConfig(), TARGET, None).sizes.quantized) == ["int8", "int4"]
 
 
 def test_experts_count_whole_and_their_router_too() -> None:
@@ -354,7 +383,8 @@ def advised(message: str) -> list[dict[str, Any]]:
             name: int(number) for name, number in re.findall(r"(\w+) at (?:most|least) (\d+)", change)
         }
         options |= {"draft": None} if "draft none" in change else {}
-        options |= {"quantize": "int8"} if "quantize int8" in change else {}
+        if kind := re.search(r"quantize (\w+)", change):
+            options["quantize"] = kind[1]
         changes.append(options)
     return changes
 

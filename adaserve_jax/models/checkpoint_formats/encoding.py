@@ -61,6 +61,11 @@ class StoredStack(StoredTensors, Protocol):
 class Encoding(Protocol):
     """One way to store a matrix [out, in]."""
 
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether values have at most 4 bits, in groups of inputs that are next to each other."""
+        ...
+
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         """Return the tensors that must be there, by their names behind the module's."""
         ...
@@ -106,6 +111,11 @@ class WeightFormat:
     unread: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
     stacks: StackEncoding | None = None
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Return whether int4 holds the quantised matrices as they are."""
+        return bool(self.rules) and all(rule.encoding.in_4_bits for rule in self.rules)
 
     def encoding_of(self, module: str) -> Encoding | None:
         """Return how the configuration says that a module's matrix is stored; None: in full precision."""

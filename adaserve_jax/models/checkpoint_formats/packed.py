@@ -1,6 +1,6 @@
 """Matrices of integers of a few bits in words of 32, with a scale, and a zero, of each group of inputs.
 
-    w[o, i] = (q[o, i] - z[o, g]) * s[o, g]        g: the group of input i
+    w[o, i] = (q[o, i] - z[o, g]) * s[o, g]        g: the group of input i; q and z from 0 to 2^bits - 1
 
 GPTQ and AWQ store [in, out]; GPTQ packs along the inputs, AWQ along the outputs. compressed-tensors stores [out, in]
 and packs along the inputs.
@@ -27,6 +27,30 @@ _PACKED, _SCALE, _SHAPE, _CT_INDEX = "weight_packed", "weight_scale", "weight_sh
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Rows of a matrix as they are stored. values: u8[rows, columns]; zeros: u8[rows, G] and scales: f32[rows, G] of G
+    groups; group_of: the group of each column."""
+
+    values: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+    group_of: np.ndarray
+
+    def decoded(self) -> np.ndarray:
+        """Return f32[rows, columns]."""
+        zeros = self.zeros.astype(np.float32)
+        return (self.values - zeros[:, self.group_of]) * self.scales[:, self.group_of]
+
+    def regrouped(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Return values, and scales and zeros of each `size` columns; None: some of these are of several groups."""
+        members = self.group_of.reshape(-1, size)
+        first = members[:, 0]
+        if (members != first[:, None]).any():
+            return None
+        return self.values, self.scales[:, first], self.zeros[:, first]
+
+
+@dataclass(frozen=True)
 class InputsFirst:
     """GPTQ's and AWQ's layout. group_size: inputs that share a scale; 0 for all.
 
@@ -42,6 +66,10 @@ class InputsFirst:
     zeros_less_one: bool = False
     any_order: bool = False
 
+    @property
+    def in_4_bits(self) -> bool:
+        return self.bits <= 4 and not self.any_order
+
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
         groups = _groups(inputs, self.group_size)
@@ -55,6 +83,9 @@ class InputsFirst:
         return found | ({_GROUP_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
 
     def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
+        return self.read(stored, rows, columns).decoded()
+
+    def read(self, stored: StoredMatrix, rows: slice, columns: slice) -> Grouped:
         per_word = WORD_BITS // self.bits
         if self.along_inputs:
             words = stored.read(_QWEIGHT, span(columns, per_word), rows)
@@ -68,7 +99,7 @@ class InputsFirst:
         if self.zeros_less_one:
             zero = (zero + 1) & ((1 << self.bits) - 1)
         scale = stored.read(_SCALES, groups, rows).astype(np.float32)
-        return (values - zero.T[:, of_column].astype(np.float32)) * scale.T[:, of_column]
+        return Grouped(values, zero.T, scale.T, of_column)
 
     def _words(self, values: int) -> int:
         return values * self.bits // WORD_BITS
@@ -87,6 +118,10 @@ class OutputsFirst:
     symmetric: bool
     any_order: bool = False
 
+    @property
+    def in_4_bits(self) -> bool:
+        return self.bits <= 4 and not self.any_order
+
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
         groups, per_word = _groups(inputs, self.group_size), WORD_BITS // self.bits
@@ -101,17 +136,21 @@ class OutputsFirst:
         return found | ({_CT_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
 
     def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
+        return self.read(stored, rows, columns).decoded()
+
+    def read(self, stored: StoredMatrix, rows: slice, columns: slice) -> Grouped:
         per_word = WORD_BITS // self.bits
         order = range(per_word)
         words = stored.read(_PACKED, rows, span(columns, per_word))
-        values = _within(unpack(words, order, self.bits), columns, per_word).astype(np.float32)
+        values = _within(unpack(words, order, self.bits), columns, per_word)
         groups, of_column = _group_of(stored, _CT_INDEX, self.group_size, columns)
+        scales = stored.read(_SCALE, rows, groups).astype(np.float32)
         if self.symmetric:
-            values -= 1 << (self.bits - 1)
+            zeros = np.full(scales.shape, 1 << (self.bits - 1), np.uint8)
         else:
-            zeros = stored.read(ZEROS, span(rows, per_word), groups)
-            values -= _within(unpack(zeros.T, order, self.bits), rows, per_word).T[:, of_column]
-        return values * stored.read(_SCALE, rows, groups).astype(np.float32)[:, of_column]
+            packed = stored.read(ZEROS, span(rows, per_word), groups)
+            zeros = _within(unpack(packed.T, order, self.bits), rows, per_word).T
+        return Grouped(values, zeros, scales, of_column)
 
 
 def unpack(words: np.ndarray, order: Sequence[int], bits: int) -> np.ndarray:

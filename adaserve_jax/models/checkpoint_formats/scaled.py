@@ -32,6 +32,10 @@ class Scaled:
     scale_names: tuple[str, ...] = ("weight_scale",)
     symmetric: bool = True
 
+    @property
+    def in_4_bits(self) -> bool:
+        return False
+
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         shapes = self._grids(stored.shape)
         parts = {

@@ -1,4 +1,4 @@
-"""An engine whose target is in int8: speculation changes nothing of the text, and the draft is as it was."""
+"""An engine whose target is in int8 or int4: speculation changes nothing of the text, and the draft is as it was."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ SMALL = DEMO | {"token_edges": (64,)}
 
 
 @pytest.mark.slow
-def test_greedy_text_is_that_of_plain_decoding() -> None:
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_greedy_text_is_that_of_plain_decoding(quantize: str) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    with LLM(quantize="int8", **SMALL) as llm:
+    with LLM(quantize=quantize, **SMALL) as llm:
         texts = {}
         for policy in ("ar", "adaserve"):
             llm.set_policy(policy)
@@ -31,17 +32,18 @@ def test_greedy_text_is_that_of_plain_decoding() -> None:
     assert texts["ar"] == texts["adaserve"]
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 def test_only_the_target_is_quantised(quantize: str) -> None:
     executor = load_executor(EngineConfig(quantize=quantize, **SMALL))
     assert executor.local_drafter is not None
     target, draft = executor.target.params, executor.local_drafter.model.params
     assert executor.target.pools.k.dtype == draft["embed"].dtype == jnp.float32
-    assert target["embed"].dtype == (np.int8 if quantize == "int8" else np.float32)
-    assert ("embed.scale" in target, "embed.scale" in draft) == (quantize == "int8", False)
+    assert target["embed"].dtype == (np.float32 if quantize == "none" else np.int8)
+    assert ("embed.scale" in target, "embed.scale" in draft) == (quantize != "none", False)
+    assert ("layers.0.out.zero" in target, "layers.0.out.zero" in draft) == (quantize == "int4", False)
     executor.close()
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantize must be one of auto, none, int8, got 'int4'"):
-        LLM(resolve_folder("demo", "target"), quantize="int4")
+    with pytest.raises(ConfigError, match="quantize must be one of auto, none, int8, int4, got 'int2'"):
+        LLM(resolve_folder("demo", "target"), quantize="int2")
