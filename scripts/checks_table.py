@@ -13,8 +13,8 @@ from tests.runtime import mesh_process, test_adapters
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- checks -->", "<!-- /checks -->"
 COLUMNS = (
-    "`architectures`", "checkpoints", "formats", "`--tp`, logits", "`--tp`, texts", "`--tp`, int8", "`--tp`, formats",
-    "LoRA", "`--tp`, LoRA",
+    "`architectures`", "checkpoints", "formats", "`--tp`, logits", "`--tp`, texts", "`--tp`, quantised",
+    "`--tp`, formats", "LoRA", "`--tp`, LoRA",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def _row(name: str) -> str:
         return FAMILIES[family][0] == name
 
     formats = [each for each, recipe in FORMATS.items() if any(map(of_class, recipe.families))]
-    divided = {case: (made, quantize) for case, (made, _, quantize, _) in mesh_process.CASES.items()}
+    divided = {case: (made, kind) for case, (made, _, kind, _) in mesh_process.CASES.items()}
     plain = {made: family for made, family in mesh_process.WRITTEN.items() if of_class(family)}
     twins = [made for made, (family, _) in mesh_process.QUANTIZED.items() if of_class(family)]
     adapted = [case for case in test_adapters.CASES if of_class(case.split("-")[0])]
@@ -43,9 +43,9 @@ def _row(name: str) -> str:
         f"`{name}ForCausalLM`",
         str(sum(map(of_class, FAMILIES))),
         ", ".join(f"`{each}`" for each in formats),
-        _yes(made in plain for made, quantize in divided.values() if quantize == "none"),
+        _yes(made in plain for made, kind in divided.values() if kind == "none"),
         _yes(map(of_class, test_families.DIVIDED)),
-        _yes(made in plain for made, quantize in divided.values() if quantize == "int8"),
+        ", ".join(sorted({kind for made, kind in divided.values() if kind != "none" and made in plain})),
         ", ".join(f"`{made}`" for made in twins),
         _yes(adapted),
         _yes(made in plain for case, (made, _) in divided.items() if case.startswith("adapted")),

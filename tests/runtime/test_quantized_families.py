@@ -57,6 +57,6 @@ def test_quantised_weights_equal_transformers_over_the_rounded_ones(name: str, k
     held = FORMATS[name].as_int8 if kind == "int8" else FORMATS[name].as_int4
     kept = packed_modules(quantized) if held else set()
     expected = torch_logits(torch_model(dequantized_checkpoint(plain, tmp_path / "rounded", kept, kind)), sequence)
-    # scales of compressed-tensors are in f32, and int4 holds them in f16
-    error = np.abs(scores - expected).max()
-    assert error < (1e-2 if kind == "int4" and name.startswith("ct") and held else TOLERANCE)
+    # compressed-tensors has scales in f32 here, and int4 holds them in f16
+    at_f16 = kind == "int4" and held and name.startswith("ct")
+    assert np.abs(scores - expected).max() < (2**-7 * expected.std() if at_f16 else TOLERANCE)

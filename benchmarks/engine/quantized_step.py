@@ -1,8 +1,8 @@
-"""Time and memory of the target's step with its weights as they are and in int8, in one run.
+"""Time and memory of the target's step with its weights as they are, in int8 and in int4, in one run.
 
-    python -m benchmarks.engine.int8_step --out int8.json [--params 110M | --target CHECKPOINT]
+    python -m benchmarks.engine.quantized_step --out quantized-step.json [--params 110M | --target CHECKPOINT]
 
-Both engines are ready at once and take turns, so that what else runs on the machine meets both alike.
+All engines are ready at once and take turns, so that what else runs on the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Step:
     seconds: dict[str, float]
 
     @property
-    def ratio(self) -> float:
-        """int8 over the weights as they are."""
-        return self.seconds["int8"] / self.seconds["none"]
+    def ratios(self) -> dict[str, float]:
+        """Of each kind of quantised weights, over the weights as they are."""
+        return {kind: seconds / self.seconds["none"] for kind, seconds in self.seconds.items() if kind != "none"}
 
 
 def ready(folder: Path, kind: str, edges: tuple[int, ...], dtype: str) -> ModelExecutor:
@@ -90,12 +90,14 @@ def main(
         "commit": source_commit(), "machine": machine_name(), "device": jax.local_devices()[0].device_kind,
         "jax_version": jax.__version__, "target_params": parameters,
         "dtype": executors["none"].resolved.config.dtype, "weight_bytes": sizes,
-        "steps": [asdict(step) | {"ratio": step.ratio} for step in steps],
+        "steps": [asdict(step) | {"ratios": step.ratios} for step in steps],
     }  # fmt: skip
     out.write_text(json.dumps(result, indent=1) + "\n")
-    table = Table("tokens", *(f"{kind} ms" for kind in WEIGHT_KINDS), "int8 / none", title=f"{parameters:,} parameters")
+    ratios = [f"{kind} / none" for kind in WEIGHT_KINDS if kind != "none"]
+    table = Table("tokens", *(f"{kind} ms" for kind in WEIGHT_KINDS), *ratios, title=f"{parameters:,} parameters")
     for step in steps:
-        table.add_row(str(step.tokens), *(f"{s * 1e3:.2f}" for s in step.seconds.values()), f"{step.ratio:.2f}")
+        cells = [f"{s * 1e3:.2f}" for s in step.seconds.values()] + [f"{ratio:.2f}" for ratio in step.ratios.values()]
+        table.add_row(str(step.tokens), *cells)
     Console(width=100).print(table)
 
 
