@@ -38,14 +38,20 @@ inline float widened(BFloat16 w) {
   std::memcpy(&out, &bits, sizeof(out));
   return out;
 }
-// f16, if it is finite. XLA's threads take subnormal f32 for 0, so those of f16 do not go through one.
+// f16, if it is finite.
 inline float widened_half(uint16_t w) {
+#if defined(__FLT16_MAX__)
+  _Float16 half;
+  std::memcpy(&half, &w, sizeof(half));
+  return half;
+#else  // XLA's threads take subnormal f32 for 0, so those of f16 do not go through one
   const int32_t size = w & 0x7fff;
   const uint32_t bits = static_cast<uint32_t>(size + 0x1c000) << 13;  // exponents are biased by 127 in place of 15
   float out;
   std::memcpy(&out, &bits, sizeof(out));
   if (size < 0x400) out = static_cast<float>(size) * 0x1p-24f;
   return w & 0x8000 ? -out : out;
+#endif
 }
 
 // Rows of weights of 4 bits, as a pointer to values of theirs: at the first of a row, or of a group in it. 2^`shift` inputs
@@ -59,13 +65,15 @@ struct Int4 {
   Int4 operator+(int64_t count) const {
     return {values + count / 2, scale + (count >> shift), zero + (count >> shift), shift};
   }
-  // Write `count` widened values.
+  // Write `count` widened values. kShift: `shift`, if it is known.
+  template <int kShift = 0>
   void widen(float* out, int64_t count) const {
-    const int64_t group = int64_t{1} << shift;
-    for (int64_t g = 0; g < count >> shift; ++g, out += group) {
+    const int64_t group = int64_t{1} << (kShift ? kShift : shift);
+    for (int64_t g = 0; g < count / group; ++g, out += group) {
       const float step = widened_half(scale[g]), least = -step * zero[g];
       const uint8_t* packed = values + g * group / 2;
       int64_t i = 0;
+#pragma GCC unroll 4
       for (; i + 8 <= group; i += 8) store<8>(out + i, nibbles(packed + i / 2) * step + least);
       for (; i < group; ++i) out[i] = static_cast<float>(packed[i / 2] >> i % 2 * 4 & 15) * step + least;
     }
@@ -88,7 +96,10 @@ inline void widen(const W* w, int64_t stride, float* out, int64_t count) {
 }
 inline void widen(const Int4& w, int64_t stride, float* out, int64_t count) {
   __builtin_prefetch((w + stride).values);
-  w.widen(out, count);
+  if (w.shift == 5)
+    w.widen<5>(out, count);
+  else
+    w.widen(out, count);
 }
 
 // Call body(rows f32, row stride, begin, end) for pieces of weights [begin, end) of R rows, widened if they are not f32.
