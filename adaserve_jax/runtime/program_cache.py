@@ -31,6 +31,11 @@ from adaserve_jax.results.whole_file import PRIVATE, write_whole
 SOURCES = ("*.py", "cpu_kernels/**/*.py", "models/**/*.py", "pallas_kernels/**/*.py", "runtime/**/*.py", "tree/**/*.py")
 """Modules of the package that may be traced; all others run on the host."""
 RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
+LAYOUT = 2
+"""Number of what is kept: executables of another one are not taken. Some of the first lacked their functions."""
+_retrieved: set[str] = set()
+"""Programs that JAX's own cache had, by their names: for this process, since JAX gives them to later engines from memory,
+without an event. XLA's CPU client writes such a program without its functions, and every call of it would fail."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +68,9 @@ class ProgramCache:
         if (found := _load(by_text, devices)) is None:
             self._here.retrieved = False
             found = lowered.compile()
-            # XLA's CPU client writes a program that JAX's cache had without its functions: a call of it would fail.
-            if self._here.retrieved or not _save(by_text, found):
+            if self._here.retrieved:
+                _retrieved.add(by_text.name)
+            if by_text.name in _retrieved or not _save(by_text, found):
                 return found
         _link(by_text, self._folder / by_source)
         return found
@@ -162,6 +168,7 @@ def _environment() -> tuple[Any, ...]:
     flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     devices = [(device.id, device.device_kind) for device in jax.devices()]
     return (
+        LAYOUT,
         jax.__version__,
         version("jaxlib"),
         devices,
