@@ -34,8 +34,9 @@ RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
 LAYOUT = 2
 """Number of what is kept: executables of another one are not taken. Some of the first lacked their functions."""
 _retrieved: set[str] = set()
-"""Programs that JAX's own cache had, by their names: for this process, since JAX gives them to later engines from memory,
-without an event. XLA's CPU client writes such a program without its functions, and every call of it would fail."""
+"""Programs that JAX's own cache had, by their names. XLA's CPU client writes such a program without its functions, and
+every call of it would fail. For the whole process, since JAX gives them to later engines from memory, without an event.
+"""
 _log = logging.getLogger(__name__)
 
 
