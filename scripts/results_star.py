@@ -1,5 +1,5 @@
-"""What was measured of draft services, in docs/results.md: Table 1 of StarSD and the paper's, and what the protocol
-costs. Imports no jax.
+"""Draft services, in docs/results.md: Table 1 of StarSD and the paper's, and what the protocol costs; and in
+docs/architecture/star.md where a head should draft. Imports no jax.
 """
 
 from __future__ import annotations
@@ -33,6 +33,32 @@ def overhead_tables(folder: Path) -> list[str]:
     head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "bare gRPC, p50", "a target's drafter, p50",
             "processes that ran", "machine", "commit")  # fmt: skip
     return [table(head, rows)] if rows else []
+
+
+def heads_table(path: Path) -> list[str]:
+    """Return the table of what benchmarks/starsd/heads.py wrote, with few and many targets of a service."""
+    result = json.loads(path.read_text())
+    shown = [each for each in result["places"] if each["targets"] in (1, 16)]
+    rows = [
+        (each["pair"], each["draft"], each["place"], each["features"],
+         "" if each["link_gbit"] is None else f"{each['link_gbit']:.0f}", str(each["targets"]),
+         f"{each['round_bytes'] / 1e3:.1f}", f"{each['prompt_s'] * 1e3:.1f}", f"{each['round_s'] * 1e3:.1f}",
+         f"{each['target_tps']:,.0f}", "" if each["load"] is None else f"{each['load']:.0%}")
+        for each in shown
+    ]  # fmt: skip
+    head = ("target", "drafts", "where", "features", "link, Gbit/s", "targets", "wire, kB a round",
+            "wire, ms a prompt", "round, ms", "tokens/s of a target", "load of the service")  # fmt: skip
+    saved = "; ".join(
+        f"{each['pair']} {each['head_bytes'] / 1e9:.2f} GB ({each['share_of_target']:.1%} of its weights, the KV of "
+        f"{each['tokens_of_kv']:,} tokens)"
+        for each in result["sizes"]
+    )
+    about = (
+        f"Computed from the data sheet of {result['device']}, and simulated: {result['rows']} requests of a target, "
+        f"depth {result['depth']}, acceptance {result['acceptance']}, contexts and prompts of {result['context']:,} "
+        f"tokens, a way there and back of {result['round_trip_s'] * 1e3:.1f} ms. Commit {result['commit'][:12]}."
+    )
+    return [table(head, rows), f"A target without its head saves: {saved}.", about]
 
 
 def _of(result: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 """Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
-architecture/device.md and scheduler.md, between their markers, from what is committed under benchmarks/results.
+architecture/device.md, scheduler.md and star.md, between their markers, from what is committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -7,7 +7,7 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; peers-*.json: of peers/compare.py;
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-heads.json: of starsd/heads.py; peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 acceptance-rules-*.json: of engine/acceptance_rules.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
@@ -37,7 +37,7 @@ from results_peers import peer_chart, peer_tables
 from results_policies import calibration_table, constants_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
-from results_star import overhead_tables, table1_tables
+from results_star import heads_table, overhead_tables, table1_tables
 from results_tiles import tile_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,6 +53,7 @@ SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
 LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 SCHEDULER_PAGE = ROOT / "docs" / "architecture" / "scheduler.md"
+STAR_PAGE = ROOT / "docs" / "architecture" / "star.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 SWEEPS_PAGE = ROOT / "docs" / "sweeps" / "README.md"
 PEERS_CHART = ROOT / "docs" / "figures" / "peers.svg"
@@ -407,7 +408,8 @@ def main() -> int:
     learned = online_head_table(results / "online-learning")
     accelerators = ACCELERATOR_PAGE.read_text()
     absent = _tables(absent_table, results.glob("absent-devices.json"))
-    device_page = DEVICE_PAGE.read_text()
+    star, device_page = STAR_PAGE.read_text(), DEVICE_PAGE.read_text()
+    star_heads = heads_table(results / "star-heads.json")
     tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
     scheduler = SCHEDULER_PAGE.read_text()
     constants = _tables(constants_table, results.glob("constants-*.json"))
@@ -423,6 +425,7 @@ def main() -> int:
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         SWEEPS_PAGE: (swept, between(swept, "contenders", contenders, SWEEPS_PAGE)),
         PEERS_CHART: (PEERS_CHART.read_text() if PEERS_CHART.exists() else "", peer_chart(peers)),
+        STAR_PAGE: (star, between(star, "starsd-heads", star_heads, STAR_PAGE)),
         DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]
