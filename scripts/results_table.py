@@ -1,5 +1,5 @@
 """Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
-architecture/device.md, scheduler.md and star.md, between their markers, from what is committed under benchmarks/results.
+architecture/device.md, scheduler.md and star.md, between their markers, from what lies under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
@@ -7,7 +7,8 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-heads.json: of starsd/heads.py; peers-*.json: of peers/compare.py;
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-heads.json: of starsd/heads.py;
+peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
 acceptance-rules-*.json: of engine/acceptance_rules.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
