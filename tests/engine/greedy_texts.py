@@ -21,16 +21,17 @@ LENGTHS = [90, 7]
 """Tokens of the prompts; the first goes in chunks of the step's 32."""
 
 
-def check_texts(folder: Path, plain: Path) -> None:
-    """Compare the texts on one device and on two with those of transformers. plain: the same weights, unquantised."""
+def check_texts(folder: Path, plain: Path, quantize: str = "none") -> None:
+    """Compare the texts on one device and on two with those of transformers. plain: the weights that `folder`, held as
+    `quantize` says, stands for."""
     expected = [torch_greedy(torch_model(plain), prompt, TOKENS) for prompt in prompts()]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.greedy_texts", folder],
+        [sys.executable, "-m", "tests.engine.greedy_texts", folder, quantize],
         cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for found in (texts_of(folder, 1), json.loads(done.stdout.splitlines()[-1])):
+    for found in (texts_of(folder, 1, quantize), json.loads(done.stdout.splitlines()[-1])):
         assert found["ar"] == found["adaserve"] == expected
         assert found["ar again"] == found["adaserve again"] == expected[0]
         assert found["cached"] == LENGTHS[0] // PAGE * PAGE
@@ -41,12 +42,12 @@ def prompts() -> list[list[int]]:
     return [rng.integers(2, VOCABULARY, length).tolist() for length in LENGTHS]
 
 
-def texts_of(folder: Path, tp: int) -> dict[str, Any]:
+def texts_of(folder: Path, tp: int, quantize: str) -> dict[str, Any]:
     """The texts by policy, and of the first prompt once more, of which whole pages are there."""
     sampling, slo = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True), SLO(tpot_ms=1)
     with LLM(
-        str(folder), str(folder), tp=tp, max_requests=2, max_context=256, page_size=PAGE, token_edges=(32,),
-        row_edges=(2,), max_tree_tokens=32, max_depth=4, max_width=2,
+        str(folder), str(folder), tp=tp, quantize=quantize, max_requests=2, max_context=256, page_size=PAGE,
+        token_edges=(32,), row_edges=(2,), max_tree_tokens=32, max_depth=4, max_width=2,
     ) as llm:  # fmt: skip
         found: dict[str, Any] = {}
         for policy in ("ar", "adaserve"):
@@ -61,4 +62,4 @@ def texts_of(folder: Path, tp: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(texts_of(Path(sys.argv[1]), 2)))
+    print(json.dumps(texts_of(Path(sys.argv[1]), 2, sys.argv[2])))

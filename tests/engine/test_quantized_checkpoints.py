@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.greedy_texts import check_texts
-from tests.models.quantized_checkpoints import write_quantized
+from tests.models.quantized_checkpoints import packed_modules, write_quantized
+from tests.oracles.quantized import dequantized_checkpoint
 
 
 @pytest.mark.slow
@@ -16,3 +17,13 @@ from tests.models.quantized_checkpoints import write_quantized
 @pytest.mark.parametrize(("name", "family"), [("fp8_blocks", "qwen3_window"), ("gptq", "llama")])
 def test_greedy_text_equals_generate(name: str, family: str, tmp_path: Path) -> None:
     check_texts(*write_quantized(tmp_path, family, name))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["awq", "gptq_in_turn"])
+def test_int4_writes_the_text_of_the_stored_values(name: str, tmp_path: Path) -> None:
+    """Layers are those of the file; embedding, head, and what the file has in full precision are rounded."""
+    quantized, plain = write_quantized(tmp_path, "llama", name)
+    rounded = dequantized_checkpoint(plain, tmp_path / "rounded", packed_modules(quantized), "int4")
+    check_texts(quantized, rounded, "int4")

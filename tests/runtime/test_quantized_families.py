@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.models.quantized_checkpoints import FORMATS, write_quantized
+from tests.models.quantized_checkpoints import FORMATS, packed_modules, write_quantized
 from tests.models.torch_checkpoints import VOCABULARY, torch_logits, torch_model
 from tests.oracles.quantized import dequantized_checkpoint
 from tests.runtime.against_transformers import largest_error
@@ -29,19 +29,6 @@ def test_prefill_chunks_and_trees_equal_transformers(name: str, family: str, tmp
     print(f"max abs logit difference, {name} {family}: {error:.1e}")
     model.close()
     assert error < TOLERANCE
-
-
-def packed_modules(folder: Path) -> set[str]:
-    """Names of the matrices that a file has in integers."""
-    from safetensors.torch import load_file
-
-    ends = ("weight", "weight_packed", "qweight")
-    names = {
-        name.rpartition(".")
-        for name, value in load_file(folder / "model.safetensors").items()
-        if not value.is_floating_point()
-    }
-    return {f"{module}.weight" for module, _, end in names if end in ends}
 
 
 @pytest.mark.slow
