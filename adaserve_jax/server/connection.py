@@ -6,6 +6,7 @@ It uses parts of uvicorn that are not documented, so pyproject.toml bounds its v
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import ssl
@@ -33,6 +34,7 @@ BODY_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 POLL_S = 0.05
 ABORT_GRACE_S = 2.0
 """Seconds that aborted requests get to end when the server stops."""
+_log = logging.getLogger(__name__)
 
 
 def tls_options(settings: ServerSettings) -> dict[str, Any]:
@@ -225,6 +227,8 @@ class DrainingServer(uvicorn.Server, Generic[StateT]):
     def begin_drain(self) -> None:
         """Take no new requests and exit when none is left. Call it on the event loop."""
         self.state.drain()
+        seconds = self.state.settings.shutdown_timeout
+        _log.warning("nothing new is taken; requests in flight have %g s to end, a second signal ends them", seconds)
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:

@@ -97,7 +97,9 @@ def test_it_starts_serves_and_drains():
     first, second = out.strip().splitlines()
     assert first.startswith(f"adaserve serves scripted on http://127.0.0.1:{program.port}")
     assert "slo_tpot_ms" in second and second.startswith("curl http://")
-    assert err.splitlines() == ["programs 1/3", "programs 2/3", "programs 3/3"]
+    *progress, stopping = err.splitlines()
+    assert progress == ["programs 1/3", "programs 2/3", "programs 3/3"]
+    assert "nothing new is taken; requests in flight have 10 s to end, a second signal ends them" in stopping
 
 
 def test_a_drain_that_takes_too_long_ends_the_requests():
