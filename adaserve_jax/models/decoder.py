@@ -342,16 +342,16 @@ def _abstract(
 
     def create() -> Any:
         decoder = _model(config, nnx.Rngs(0), jnp.float32, partition)
-        if quantize != "none":
-            for path, module in list(nnx.iter_modules(decoder)):
-                if isinstance(module, Linear):
-                    (module.to_int4 if quantize == "int4" and "layers" in path else module.to_int8)(dtype)
         if adapters is not None:
             count, rank = adapters
             for layer in decoder.layers:
                 for name, projections in PROJECTIONS.items():
                     if (linear := getattr(layer, name, None)) is not None:  # a layer of experts lacks two
                         linear.add_adapters(count, projections * rank)
+        if quantize != "none":
+            for path, module in list(nnx.iter_modules(decoder)):
+                if isinstance(module, Linear):
+                    (module.to_int4 if quantize == "int4" and "layers" in path else module.to_int8)(dtype)
         return decoder
 
     return nnx.split(nnx.eval_shape(create))

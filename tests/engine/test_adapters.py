@@ -204,9 +204,10 @@ def test_settings_that_do_not_go_together_are_refused(options: dict, text: str) 
 
 
 @pytest.mark.slow
-def test_int8_targets_have_adapters(folders: dict[str, Path]) -> None:
-    """Their products are those of the int8 weights, so only texts of the same weights can be compared."""
-    options = DEMO | ROOM | {"token_edges": (64,), "quantize": "int8", "lora": (f"code={folders['code']}",)}
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_targets_have_adapters(folders: dict[str, Path], quantize: str) -> None:
+    """Their products are those of the quantised weights, so only texts of the same weights can be compared."""
+    options = DEMO | ROOM | {"token_edges": (64,), "quantize": quantize, "lora": (f"code={folders['code']}",)}
     with LLM(**options) as llm:
         found = {}
         for policy in ("ar", "adaserve"):

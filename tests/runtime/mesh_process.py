@@ -46,7 +46,8 @@ CASES = {
     "oss_int8": ("oss", False, "int8", (1, 2)), "mxfp4": ("mxfp4", False, "none", (1, 2, 4)),
     "gptq": ("gptq", False, "none", (1, 2)), "gptq_int8": ("gptq", False, "int8", (1, 2)),
     "adapted": ("norms", False, "none", (1, 4)), "adapted_exact": ("norms", True, "none", (4,)),
-    "adapted_int8": ("norms", False, "int8", (1, 4)), "adapted_phi": ("phi", False, "none", (1, 2)),
+    "adapted_int8": ("norms", False, "int8", (1, 4)), "adapted_int4": ("norms", False, "int4", (1, 4)),
+    "adapted_phi": ("phi", False, "none", (1, 2)),
     "adapted_phi_exact": ("phi", True, "none", (2,)), "adapted_oss": ("oss", False, "none", (1, 4)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip

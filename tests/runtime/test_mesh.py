@@ -91,6 +91,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("gptq_int4", 2),
         ("adapted_exact", 4),
         ("adapted_int8", 4),
+        ("adapted_int4", 4),
         ("adapted_phi", 2),
         ("adapted_phi_exact", 2),
         ("adapted_oss", 4),
