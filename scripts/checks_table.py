@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.engine import test_families
+from tests.engine import test_families, test_quantized_checkpoints
 from tests.models.quantized_checkpoints import FORMATS
 from tests.models.torch_checkpoints import FAMILIES
 from tests.runtime import mesh_process, test_adapters
@@ -37,7 +37,7 @@ def _row(name: str) -> str:
     formats = [each for each, recipe in FORMATS.items() if any(map(of_class, recipe.families))]
     divided = {case: (made, kind) for case, (made, _, kind, _) in mesh_process.CASES.items()}
     plain = {made: family for made, family in mesh_process.WRITTEN.items() if of_class(family)}
-    twins = [made for made, (family, _) in mesh_process.QUANTIZED.items() if of_class(family)]
+    twins = [made for made, family in test_quantized_checkpoints.CASES if of_class(family)]
     adapted = [case for case in test_adapters.CASES if of_class(case.split("-")[0])]
     cells = [
         f"`{name}ForCausalLM`",

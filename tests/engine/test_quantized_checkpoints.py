@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.engine.greedy_texts import check_texts
-from tests.models.quantized_checkpoints import packed_modules, write_quantized
+from tests.models.quantized_checkpoints import FORMATS, packed_modules, write_quantized
 from tests.oracles.quantized import dequantized_checkpoint
+
+CASES = [(name, recipe.families[0]) for name, recipe in FORMATS.items()]
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize(("name", "family"), [("fp8_blocks", "qwen3_window"), ("gptq", "llama")])
+@pytest.mark.parametrize(("name", "family"), CASES)
 def test_greedy_text_equals_generate(name: str, family: str, tmp_path: Path) -> None:
     check_texts(*write_quantized(tmp_path, family, name))
 
