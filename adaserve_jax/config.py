@@ -14,6 +14,8 @@ Elastic = Literal["auto", "on", "off"]
 Quantize = Literal["auto", "none", "int8", "int4"]
 WEIGHT_KINDS: tuple[Quantize, ...] = ("none", "int8", "int4")
 """Values of `quantize` but "auto": what weights are held as."""
+INT4_GROUP = 32
+"""Inputs of a row that share a scale in int4, where the row can be divided so."""
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
 DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]

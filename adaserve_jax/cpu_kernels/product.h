@@ -31,7 +31,7 @@ struct BFloat16 {
 };
 
 inline float widened(int8_t w) { return w; }
-inline float widened(float w) = delete;  // is read as it is
+inline float widened(float w) = delete;  // f32 would become int8 without a word
 inline float widened(BFloat16 w) {
   const uint32_t bits = static_cast<uint32_t>(w.bits) << 16;
   float out;
@@ -54,8 +54,8 @@ inline float widened_half(uint16_t w) {
 #endif
 }
 
-// Rows of weights of 4 bits, as a pointer to values of theirs: at the first of a row, or of a group in it. 2^`shift` inputs
-// share a scale and a zero; a byte holds two inputs, the first in its low bits.
+// Weights of 4 bits, from the first of a row or of a group on; used as a pointer. 2^`shift` inputs, at most kWide, share a
+// scale and a zero; a byte holds two inputs, the first in its low bits.
 struct Int4 {
   const uint8_t* values;
   const uint16_t* scale;

@@ -18,9 +18,14 @@ def multiplies(weight: jax.Array, x: jax.Array) -> bool:
     return weight.dtype.name in _TYPES and 0 < x.shape[1] <= MAX_COLUMNS and bool(fingerprint())
 
 
-def multiplies_int4(x: jax.Array | None = None) -> bool:
-    """Return True if `multiply_int4` takes this x of few columns, or without it if `multiply_groups_int4` is there."""
-    return (x is None or 0 < x.shape[1] <= MAX_COLUMNS) and bool(fingerprint())
+def multiplies_int4(x: jax.Array) -> bool:
+    """Return True if `multiply_int4` takes x: few columns, where there is a library."""
+    return 0 < x.shape[1] <= MAX_COLUMNS and bool(fingerprint())
+
+
+def multiplies_groups_int4() -> bool:
+    """Return True if `multiply_groups_int4` is there."""
+    return bool(fingerprint())
 
 
 @jax.custom_vjp

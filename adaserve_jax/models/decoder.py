@@ -124,7 +124,7 @@ def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[
     quantize: "int8" and "int4" add scales, and zeros; `Linear` has their shapes. int4 is for matrices of layers, while
     embedding and head are in int8.
     """
-    _, state = _abstract(config, WHOLE, quantize, jnp.dtype(jnp.float32))
+    _, state = _abstract(config, WHOLE, quantize, None if quantize == "none" else jnp.dtype(jnp.float32))
     return _specs(state)
 
 

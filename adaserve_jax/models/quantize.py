@@ -4,9 +4,9 @@ keep their type.
     int8:  w[o, i] ~ q[o, i] * s[o]                        s[o] = max_i |w[o, i]| / 127
     int4:  w[o, i] ~ (q[o, i] - z[o, g]) * s[o, g]         g: the group of input i; q and z from 0 to 15
 
-Rounding is in f32, half to even, so |w - q s| <= s / 2 in int8, and one s at most in int4. A row depends on itself
-alone, so weights are quantised while they are read, one block of rows after another, and the bytes do not depend on the
-blocks. Norms and biases are not quantised.
+Rounding is in f32, half to even. A weight moves by s / 2 at most in int8, and by little more in int4, unless s is
+subnormal in f16. A row depends on itself alone, so weights are quantised while they are read, one block of rows after
+another, and the bytes do not depend on the blocks. Norms and biases are not quantised.
 
 Two inputs of int4 share a byte, the first in its low four bits. Devices divide the inputs between any two groups.
 """
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from adaserve_jax.config import INT4_GROUP
 from adaserve_jax.cpu_kernels.product import (
     multiplies,
+    multiplies_groups_int4,
     multiplies_int4,
     multiply,
     multiply_groups_int4,
@@ -34,15 +36,16 @@ SCALE, ZERO = ".scale", ".zero"
 """Suffixes: scales of a quantised weight, and zeros of one in int4, have the weight's name followed by these."""
 LARGEST = 127
 INT4_LARGEST = 15
-_INT4_GROUP, _INT4_SHARES = 32, 8
+_INT4_SHARES = 4
 _LEAST_SCALE = np.finfo(np.float32).tiny  # below, f32 has too few bits left to divide by
 _BLOCK_ROWS, _BLOCK_ELEMENTS = 128, 1 << 18
 """Most that a CPU widens at once: small enough for its cache, and large enough for a product."""
 
 
 def int4_group(inputs: int) -> int:
-    """Return how many inputs of a row share a scale: a power of two, so small that 8 devices can divide a row."""
-    return max(2, math.gcd(_INT4_GROUP, inputs, inputs // _INT4_SHARES))
+    """Return how many inputs of a row share a scale: INT4_GROUP, or the power of two below it that divides a quarter of
+    them, so that up to four devices can divide a row."""
+    return max(2, math.gcd(INT4_GROUP, inputs, inputs // _INT4_SHARES))
 
 
 def quantize_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +156,7 @@ def int8_product(weight: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array
 
 
 def int4_product(weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array) -> jax.Array:
-    """Return what stands in int4 times x, f32[out, T]; multiplied in x's type, accumulated in f32.
+    """Return the int4 weight times x, f32[out, T]; multiplied in x's type, accumulated in f32.
 
     weight: i8[out, in / 2]; scale: f16[out, G]; zero: i8[out, G]; x: f[in, T]. A CPU widens as in `int8_product`.
     """
@@ -177,7 +180,7 @@ def grouped_int4_product(
         )
         return grouped(even, x[::2], sizes) + grouped(odd, x[1::2], sizes)
 
-    if not multiplies_int4():
+    if not multiplies_groups_int4():
         return widened(weight, scale, zero, x, sizes)
     return lax.platform_dependent(weight, scale, zero, x, sizes, cpu=multiply_groups_int4, default=widened)
 
@@ -185,7 +188,8 @@ def grouped_int4_product(
 def widen_int4(weight: jax.Array, scale: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the weights of even and of odd inputs, f32[out, in / 2] each.
 
-    weight: i8[out, in / 2]; scale: f16[out, G]; zero: i8[out, G]. Put together, each value would move to another lane.
+    weight: i8[out, in / 2]; scale: f16[out, G]; zero: i8[out, G]. They stay apart: putting them in
+    turns would move values between lanes.
     """
     packed = weight.reshape(*scale.shape, -1)
     halves = (

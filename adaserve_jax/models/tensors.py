@@ -218,10 +218,13 @@ def _decode(matrix: _Matrix, encoding: Encoding, rows: slice, columns: slice, ta
             out.put(target, matrix.read(WEIGHT, rows, columns), scales)
             return
     if isinstance(out, Int4Groups) and isinstance(encoding, InputsFirst | OutputsFirst) and encoding.bits <= 4:
-        regrouped = encoding.read(matrix, rows, columns).regrouped(out.group)
+        found = encoding.read(matrix, rows, columns)
+        regrouped = found.regrouped(out.group)
         if regrouped is not None:
             out.put(target, *regrouped)
-            return
+        else:
+            out[target] = found.decoded()
+        return
     out[target] = encoding.decode(matrix, rows, columns)
 
 

@@ -31,11 +31,12 @@ from adaserve_jax.results.whole_file import PRIVATE, write_whole
 SOURCES = ("*.py", "cpu_kernels/**/*.py", "models/**/*.py", "pallas_kernels/**/*.py", "runtime/**/*.py", "tree/**/*.py")
 """Modules of the package that may be traced; all others run on the host."""
 RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
-LAYOUT = 2
-"""Number of what is kept: executables of another one are not taken. Some of the first lacked their functions."""
+LAYOUT = 3
+"""Version of the files; those of another one are not read. Files of versions 1 and 2 may lack their functions."""
 _retrieved: set[str] = set()
-"""Programs that JAX's own cache had, by their names. XLA's CPU client writes such a program without its functions, and
-every call of it would fail. For the whole process, since JAX gives them to later engines from memory, without an event.
+"""Programs that JAX's own cache had, by their text. XLA's CPU client writes such a program without its functions, and
+every call of it would fail. JAX gives them to later engines of the process from memory, without an event and whatever
+the settings, so the set is the process's, and its names do not depend on settings.
 """
 _log = logging.getLogger(__name__)
 
@@ -64,21 +65,18 @@ class ProgramCache:
         if (found := _load(self._folder / by_source, devices)) is not None:
             return found
         lowered = function.lower(*arguments)
-        texts = lowered.in_tree, lowered.out_tree, lowered.as_text()
-        by_text = self._folder / _digest(_environment(), devices, *texts)
+        self._here.program = program = _digest(devices, lowered.in_tree, lowered.out_tree, lowered.as_text())
+        by_text = self._folder / _digest(_environment(), program)
         if (found := _load(by_text, devices)) is None:
-            self._here.retrieved = False
             found = lowered.compile()
-            if self._here.retrieved:
-                _retrieved.add(by_text.name)
-            if by_text.name in _retrieved or not _save(by_text, found):
+            if program in _retrieved or not _save(by_text, found):
                 return found
         _link(by_text, self._folder / by_source)
         return found
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == RETRIEVED_EVENT:
-            self._here.retrieved = True
+            _retrieved.add(getattr(self._here, "program", ""))
 
 
 def _devices(arguments: tuple[Any, ...]) -> list[Any]:

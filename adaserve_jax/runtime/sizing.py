@@ -443,7 +443,7 @@ def sizes_of(
     held: Quantize = "none" if config.quantize == "auto" else config.quantize
     smaller = [kind for kind in WEIGHT_KINDS[WEIGHT_KINDS.index(held) + 1 :] if kind != "int4" or not obstacle]
     if target.weight_format is not None and target.weight_format.in_4_bits:
-        smaller.reverse()  # int4 holds what the file says, and int8 rounds it
+        smaller.reverse()  # int4 holds the layers as the file has them, and int8 rounds them
     return replace(sized(held), quantized={kind: sized(kind) for kind in smaller})
 
 

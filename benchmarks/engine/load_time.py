@@ -100,7 +100,7 @@ def compare(
     source: Annotated[str, typer.Option(help="checkpoint folder to measure instead")] = "",
     stored: Annotated[str, typer.Option(help="type that the grown checkpoint is stored in")] = "bf16",
     dtype: Annotated[str, typer.Option(help="type to load as: f32 or bf16")] = "f32",
-    quantize: Annotated[str, typer.Option(help="weights to load: none or int8")] = "none",
+    quantize: Annotated[str, typer.Option(help="weights to load: none, int8 or int4")] = "none",
     repeats: Annotated[int, typer.Option(help="loads of each layout")] = 3,
 ) -> None:
     """Measure both layouts of one checkpoint."""

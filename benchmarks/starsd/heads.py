@@ -68,18 +68,20 @@ class Place:
 
 def roofline(device: AbsentDevice, config: ModelConfig, ways: int) -> Roofline:
     """Return the times of a model that `ways` devices divide evenly."""
-    layer = (config.q_size + 2 * config.kv_size) * config.hidden_size + config.q_size * config.hidden_size
     inputs = 2 if config.eagle3 is not None else 1  # a head's attention reads its embedding beside the features
-    mlp = 3 * config.intermediate_size * config.hidden_size
-    products = config.num_layers * (inputs * layer + mlp) // ways
+    rows = inputs * (config.q_size + 2 * config.kv_size) + config.q_size + 3 * config.intermediate_size
+    products = config.num_layers * rows * config.hidden_size // ways
     context = page_bytes(config, 1, BF16, device.platform) / ways
     return Roofline(device, config, ways, read_bytes(config) // ways, products, context, Assumptions())
 
 
 def read_bytes(config: ModelConfig) -> int:
-    """Return the bytes of weights that a forward reads: all but an embedding that is not the last product too."""
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * BF16.itemsize
-    return weight_bytes(config, BF16) - embedding
+    """Return the bytes of weights that a forward reads: all but an embedding that is not the last product too, and of a
+    head but what reduces its target's features, which the target does."""
+    unread = 0 if config.tie_embeddings else config.vocab_size
+    if config.eagle3 is not None:
+        unread += config.eagle3.feature_size
+    return weight_bytes(config, BF16) - unread * config.hidden_size * BF16.itemsize
 
 
 def head_of(target: ModelConfig) -> ModelConfig:
@@ -137,7 +139,8 @@ def places(name: str, target: ModelConfig, ways: int, device: AbsentDevice, roun
 
 
 def sizes(name: str, target: ModelConfig, ways: int, device: AbsentDevice) -> dict[str, Any]:
-    """Return what a target saves whose head is elsewhere: bytes, as a share of its weights, and as tokens of KV."""
+    """Return what a target saves whose head is elsewhere: bytes, as a share of its weights, and as tokens of KV of all
+    its devices together."""
     head, whole = read_bytes(head_of(target)), weight_bytes(target, BF16)  # the embedding is its target's
     return {
         "pair": name, "head_bytes": head, "share_of_target": head / whole, "ways": ways,

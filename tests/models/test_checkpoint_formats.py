@@ -62,7 +62,6 @@ def test_weights_are_the_values_that_are_stored(
 def test_four_bits_in_groups_of_inputs_are_not_rounded_again(name: str, family: str, tmp_path: Path) -> None:
     """int4 stands for the values of the file, at f16 scales, and what the file has in full precision is rounded."""
     quantized, plain = write_quantized(tmp_path, family, name)
-    assert (weight_format := ModelConfig.from_folder(quantized).weight_format) is not None and weight_format.in_4_bits
     held, expected, rounded = load(quantized, quantize="int4"), load(plain), load(plain, quantize="int4")
     packed = [key.removesuffix(ZERO) for key in held if key.endswith(ZERO)]
     assert len(packed) > 4
@@ -74,7 +73,7 @@ def test_four_bits_in_groups_of_inputs_are_not_rounded_again(name: str, family: 
         values = np.stack([both & 15, both >> 4], axis=2).reshape(*scale.shape, -1).astype(np.float32)
         found = ((values - zero[..., None]) * scale.astype(np.float32)[..., None]).reshape(len(weight), -1)
         np.testing.assert_allclose(found, expected[key], rtol=2**-11 if name.startswith("ct") else 0)
-        assert (rounded[key] != weight).any()
+    assert any((rounded[key] != held[key]).any() for key in packed)
     for key in ("embed", "layers.1.out", "layers.1.out.scale", "layers.1.out.zero"):  # KEPT, beside the embedding
         np.testing.assert_array_equal(held[key], rounded[key])
 

@@ -76,17 +76,17 @@ def widened(weight: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarr
 
 
 def test_a_group_is_rounded_half_to_even_between_its_extremes() -> None:
-    """Of 16 inputs in groups of two: both signs, one sign, which zero joins, nothing, and what f16 cannot divide."""
+    """In groups of two: both signs, one sign, which zero joins, nothing, and what f16 cannot divide."""
     row = np.array([-5.0, 2.5, 15.0, 2.5, -15.0, -4.0, 0.0, 0.0, 1e-9, -1e-9, 6.5, 15.0, 1.5, -13.5, 30.0, 1.0])
-    weight, scale, zero = in_int4(row[None])
-    np.testing.assert_array_equal(scale, [[0.5, 1, 1, 1, 1, 1, 1, 2]])
-    np.testing.assert_array_equal(zero, [[10, 0, 15, 0, 0, 0, 14, 0]])
+    weight, scale, zero = in_int4(row.reshape(2, 8))
+    np.testing.assert_array_equal(scale, [[0.5, 1, 1, 1], [1, 1, 1, 2]])
+    np.testing.assert_array_equal(zero, [[10, 0, 15, 0], [0, 0, 14, 0]])
     expected = [-5.0, 2.5, 15.0, 2.0, -15.0, -4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 15.0, 1.0, -14.0, 30.0, 0.0]
-    np.testing.assert_array_equal(widened(weight, scale, zero), [expected])
+    np.testing.assert_array_equal(widened(weight, scale, zero), np.reshape(expected, (2, 8)))
 
 
 @pytest.mark.parametrize("inputs", [2, 32, 44, 256, 1376])
-def test_int4_equals_an_oracle_and_errs_by_a_step_at_most(inputs: int) -> None:
+def test_int4_equals_an_oracle_and_errs_by_little_more_than_half_a_step(inputs: int) -> None:
     rng = np.random.default_rng(inputs)
     rows = rng.standard_normal((60, inputs)) * np.exp(rng.uniform(-6, 6, (60, 1)))
     weight, scale, zero = in_int4(rows)
@@ -94,7 +94,7 @@ def test_int4_equals_an_oracle_and_errs_by_a_step_at_most(inputs: int) -> None:
     np.testing.assert_allclose(found, rounded_in_groups(rows), rtol=1e-6)
     steps = np.repeat(scale.astype(np.float64), inputs // scale.shape[1], axis=1)
     error = np.abs(found - rows) / steps
-    assert error.max() <= 1.01 and np.mean(error <= 0.5) > 0.9
+    assert error.max() <= 0.51 and np.mean(error <= 0.5) > 0.9
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32, np.float64])
@@ -126,7 +126,7 @@ def test_the_product_equals_float64(outputs: int, inputs: int, columns: int) -> 
 def test_the_product_of_int4_equals_float64(outputs: int, inputs: int, columns: int) -> None:
     rng = np.random.default_rng(2)
     given = in_int4(rng.standard_normal((outputs, inputs)))
-    for dtype, tolerance in ((np.float32, 1e-5), (jnp.bfloat16, 1e-2)):  # XLA's weights are in bf16 then
+    for dtype, tolerance in ((np.float32, 1e-5), (jnp.bfloat16, 2e-2)):  # XLA's weights are in bf16 then
         x = rng.standard_normal((inputs, columns)).astype(dtype)
         found = jax.jit(int4_product)(*given, x)
         assert found.dtype == jnp.float32

@@ -22,8 +22,8 @@ def rounded(weight: np.ndarray) -> np.ndarray:
 
 
 def group_size(inputs: int) -> int:
-    """Inputs that share a scale in int4: the most of 32, 16, ... 2 that divide them, and eight devices' shares."""
-    return next(size for size in (32, 16, 8, 4, 2) if inputs % size == 0 and (inputs // 8 % size == 0 or size == 2))
+    """Inputs that share a scale in int4: the most of 32, 16, ... 2 that divide them, and four devices' shares."""
+    return next(size for size in (32, 16, 8, 4, 2) if inputs % size == 0 and (inputs // 4 % size == 0 or size == 2))
 
 
 def rounded_in_groups(weight: np.ndarray) -> np.ndarray:

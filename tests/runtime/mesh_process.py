@@ -179,13 +179,13 @@ def main(folder: Path, *, quick: bool) -> None:
             ledger[key] = ledger_bytes(model, quantize)
             hlo[key] = [program.as_text() for program in model.compiled.values()] if case == "norms" else []
             model.close()
-    nine = write_checkpoint(folder / "nine", intermediate_size=36)
+    odd = write_checkpoint(folder / "odd_groups", intermediate_size=6)
     np.savez(folder / "logits.npz", **logits)
     report = {
         "held": held, "ledger": ledger, "hlo": hlo, "texts": [] if quick else texts(4),
         "refusals": {
             "more": refusal(tp=8), "uneven": refusal(tp=3),
-            "groups": refusal(str(nine), tp=2, draft=None, deterministic=False, quantize="int4"),
+            "groups": refusal(str(odd), tp=2, draft=None, deterministic=False, quantize="int4"),
         },
     }  # fmt: skip
     (folder / "report.json").write_text(json.dumps(report))

@@ -15,6 +15,8 @@ import numpy as np
 FLOATS = ("F16", "BF16", "F32", "F64")
 """safetensors' names of the types of full precision."""
 WEIGHT = "weight"
+_NOT_OF_LAYERS = re.compile(r"(lm_head|embed_tokens|gate|router)\W*$")
+"""Ends of patterns of modules that int4 does not hold: head, embedding and routers."""
 Shape = tuple[int, ...]
 
 
@@ -63,7 +65,7 @@ class Encoding(Protocol):
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether values have at most 4 bits, in groups of inputs that are next to each other."""
+        """Whether int4 holds the values as they are: at most 4 bits, in groups of whole groups of int4."""
         ...
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
@@ -114,8 +116,12 @@ class WeightFormat:
 
     @property
     def in_4_bits(self) -> bool:
-        """Return whether int4 holds the quantised matrices as they are."""
-        return bool(self.rules) and all(rule.encoding.in_4_bits for rule in self.rules)
+        """Return whether int4 holds the matrices of all layers as they are, by the configuration.
+
+        A file may have some in full precision all the same.
+        """
+        by_rules = all(rule.encoding.in_4_bits and not rule.names for rule in self.rules)
+        return bool(self.rules) and by_rules and all(_NOT_OF_LAYERS.search(pattern) for pattern in self.kept)
 
     def encoding_of(self, module: str) -> Encoding | None:
         """Return how the configuration says that a module's matrix is stored; None: in full precision."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.config import INT4_GROUP
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, Part, StoredMatrix, span
 from adaserve_jax.models.checkpoint_formats.scaled import ZEROS
@@ -68,7 +69,7 @@ class InputsFirst:
 
     @property
     def in_4_bits(self) -> bool:
-        return self.bits <= 4 and not self.any_order
+        return self.bits <= 4 and self.group_size % INT4_GROUP == 0 and not self.any_order
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
@@ -120,7 +121,7 @@ class OutputsFirst:
 
     @property
     def in_4_bits(self) -> bool:
-        return self.bits <= 4 and not self.any_order
+        return self.bits <= 4 and self.group_size % INT4_GROUP == 0 and not self.any_order
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
