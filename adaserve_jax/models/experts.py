@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from adaserve_jax.cpu_kernels.product import multiplies_groups_int4, multiply_groups_int4
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.layers import Linear, gated, grouped_product, weight_product
 from adaserve_jax.models.partition import Partition
-from adaserve_jax.models.quantize import grouped_int4_product
+from adaserve_jax.models.quantize import widen_int4
 
 
 class Experts(nnx.Module):
@@ -93,7 +94,9 @@ class GroupedLinear(Linear):
         weight, x = self.weight[...], x.astype(self.dtype)
         if self.zero is not None:
             assert self.scale is not None
-            return grouped_int4_product(weight, self.scale[...], self.zero[...], x, sizes, grouped_product)
+            on_cpu = multiply_groups_int4 if multiplies_groups_int4() else _widened_product
+            given = weight, self.scale[...], self.zero[...], x, sizes
+            return lax.platform_dependent(*given, cpu=on_cpu, default=_widened_product)
         found = grouped_product(weight.reshape(len(sizes), -1, weight.shape[1]), x, sizes)
         if self.scale is None:
             return found
@@ -104,3 +107,9 @@ class GroupedLinear(Linear):
         if self.bias is None:
             return jnp.zeros((), jnp.float32)
         return self.bias[...].astype(jnp.float32).reshape(count, -1)[groups].T
+
+
+def _widened_product(weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return `grouped_product` of a weight in int4, with the weights of even and of odd inputs apart."""
+    even, odd = (half.astype(x.dtype).reshape(len(sizes), -1, len(x) // 2) for half in widen_int4(weight, scale, zero))
+    return grouped_product(even, x[::2], sizes) + grouped_product(odd, x[1::2], sizes)

@@ -58,10 +58,19 @@ def load_params(
     readers = {name: read for name, read in _readers(folder, config, target).items() if name not in without}
     params: Params = {}
     for done, (name, read) in enumerate(readers.items(), 1):
-        params |= _place(name, read, specs, config, placement, np.dtype(np.int32) if name == HEAD_ROW else dtype)
+        params |= _place(name, read, specs, config, placement, dtype)
         if progress is not None:
             progress("loading", done, len(readers))
     return params
+
+
+def weight_dtype(name: str, specs: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
+    """Return the type that `load_params` gives a weight of `param_specs`; one that has a scale is in bytes."""
+    if name.endswith(SCALE):
+        return np.dtype(np.float16 if name.removesuffix(SCALE) + ZERO in specs else np.float32)
+    if name == HEAD_ROW:
+        return np.dtype(np.int32)
+    return np.dtype(np.int8) if name + SCALE in specs or name.endswith(ZERO) else dtype
 
 
 def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> dict[str, ReadRows]:
@@ -182,28 +191,30 @@ def _place(
     partition = placement.partition
     shape, axes = specs[name]
     axis = partition.split_axis(axes)
-    is_int8, is_int4 = name + SCALE in specs and name + ZERO not in specs, name + ZERO in specs
+    is_int4 = name + ZERO in specs
+    is_int8 = name + SCALE in specs and not is_int4
     beside: dict[str, dict[int, np.ndarray]] = {SCALE: {}, ZERO: {}}
 
     def local(shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(size // partition.ways if at == axis else size for at, size in enumerate(shape))
 
-    def buffer_beside(suffix: str, number: int, dtype: Any) -> np.ndarray:
-        found = aligned_buffer(local(specs[name + suffix][0]), np.dtype(dtype))
-        beside[suffix][number] = found
+    def buffer_of(name: str) -> np.ndarray:
+        return aligned_buffer(local(specs[name][0]), weight_dtype(name, specs, dtype))
+
+    def buffer_beside(suffix: str, number: int) -> np.ndarray:
+        found = beside[suffix][number] = buffer_of(name + suffix)
         return found
 
     def shard(index: Any) -> np.ndarray:
         number = _shard_number(index, axis, shape, partition)
         rows = partition.rows_of(axes[0], shape[0], config, number) if axis == 0 else ((0, shape[0]),)
         columns = index[1] if axis == 1 else slice(None)
-        buffer = aligned_buffer(local(shape), np.dtype(np.int8) if is_int8 or is_int4 else dtype)
+        buffer = buffer_of(name)
         out: RowBuffer = buffer
         if is_int8:  # a scale is of a whole row
-            out, columns = Int8Rows(name, buffer, buffer_beside(SCALE, number, np.float32), columns), slice(None)
+            out, columns = Int8Rows(name, buffer, buffer_beside(SCALE, number), columns), slice(None)
         if is_int4:
-            scale, zero = buffer_beside(SCALE, number, np.float16), buffer_beside(ZERO, number, np.int8)
-            out = Int4Groups(name, buffer, scale, zero)
+            out = Int4Groups(name, buffer, buffer_beside(SCALE, number), buffer_beside(ZERO, number))
             if axis == 1:  # two in a byte
                 columns = slice(2 * columns.start, 2 * columns.stop)
         filled = 0

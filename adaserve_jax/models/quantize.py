@@ -24,10 +24,8 @@ from jax import lax
 from adaserve_jax.config import INT4_GROUP
 from adaserve_jax.cpu_kernels.product import (
     multiplies,
-    multiplies_groups_int4,
     multiplies_int4,
     multiply,
-    multiply_groups_int4,
     multiply_int4,
 )
 from adaserve_jax.errors import CheckpointError
@@ -164,32 +162,11 @@ def int4_product(weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Ar
     return lax.platform_dependent(weight, scale, zero, x, cpu=on_cpu, default=_int4_whole)
 
 
-def grouped_int4_product(
-    weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array, sizes: jax.Array,
-    grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-) -> jax.Array:  # fmt: skip
-    """Return the product of each column with its expert's weight, f32[out, P].
-
-    weight, scale, zero: [E * out, ...] of E experts, as in `int4_product`; x: f[in, P], expert after expert; sizes:
-    i32[E], columns of each. grouped: multiplies where there is no kernel for int4, with f[E, out, in].
-    """
-
-    def widened(weight: jax.Array, scale: jax.Array, zero: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        even, odd = (
-            half.astype(x.dtype).reshape(len(sizes), -1, len(x) // 2) for half in widen_int4(weight, scale, zero)
-        )
-        return grouped(even, x[::2], sizes) + grouped(odd, x[1::2], sizes)
-
-    if not multiplies_groups_int4():
-        return widened(weight, scale, zero, x, sizes)
-    return lax.platform_dependent(weight, scale, zero, x, sizes, cpu=multiply_groups_int4, default=widened)
-
-
 def widen_int4(weight: jax.Array, scale: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the weights of even and of odd inputs, f32[out, in / 2] each.
 
-    weight: i8[out, in / 2]; scale: f16[out, G]; zero: i8[out, G]. They stay apart: putting them in
-    turns would move values between lanes.
+    weight: i8[out, in / 2]; scale: f16[out, G]; zero: i8[out, G]. They stay apart: putting them in turns would move
+    values between lanes.
     """
     packed = weight.reshape(*scale.shape, -1)
     halves = (

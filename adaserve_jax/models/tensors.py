@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, WEIGHT, Encoding, Part, StackEncoding, WeightFormat
-from adaserve_jax.models.checkpoint_formats.packed import InputsFirst, OutputsFirst
+from adaserve_jax.models.checkpoint_formats.packed import Packed
 from adaserve_jax.models.checkpoint_formats.scaled import Scaled
 from adaserve_jax.models.quantize import Int4Groups, Int8Rows
 from adaserve_jax.models.settings import read_json
@@ -217,7 +217,7 @@ def _decode(matrix: _Matrix, encoding: Encoding, rows: slice, columns: slice, ta
         if scales is not None:
             out.put(target, matrix.read(WEIGHT, rows, columns), scales)
             return
-    if isinstance(out, Int4Groups) and isinstance(encoding, InputsFirst | OutputsFirst) and encoding.bits <= 4:
+    if isinstance(out, Int4Groups) and isinstance(encoding, Packed) and encoding.bits <= 4:
         found = encoding.read(matrix, rows, columns)
         regrouped = found.regrouped(out.group)
         if regrouped is not None:

@@ -21,7 +21,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Params, param_specs
-from adaserve_jax.models.loading import has_own_embedding, load_params
+from adaserve_jax.models.loading import has_own_embedding, load_params, weight_dtype
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.models.vocabulary_map import VocabularyMap, map_vocabulary
@@ -35,7 +35,7 @@ from adaserve_jax.runtime.elastic import declare_expansion
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.resample import Resampler
-from adaserve_jax.runtime.sizing import Resolved, resolve, shared_weights, weight_dtype, workspace_of
+from adaserve_jax.runtime.sizing import Resolved, resolve, shared_weights, workspace_of
 from adaserve_jax.runtime.step_layout import PackedStep
 from adaserve_jax.runtime.vocabulary_table import map_bytes
 from adaserve_jax.synthetic_acceptance import acceptance_rates

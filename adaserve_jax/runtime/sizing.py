@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from adaserve_jax.config import WEIGHT_KINDS, EngineConfig, Quantize
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import HEAD_ROW, adapter_specs, param_specs
+from adaserve_jax.models.decoder import adapter_specs, param_specs
+from adaserve_jax.models.loading import weight_dtype
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.models.quantize import SCALE, ZERO, int4_group
+from adaserve_jax.models.quantize import ZERO, int4_group
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, reads_slabs, unsupported
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, BucketSet
@@ -495,15 +495,6 @@ def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partitio
         size = math.prod(shape) * weight_dtype(name, specs, dtype).itemsize
         sizes[name] = size // partition.ways if partition.split_axis(axes) is not None else size
     return sizes
-
-
-def weight_dtype(name: str, specs: Mapping[str, Any], dtype: jnp.dtype) -> np.dtype:
-    """Return the type that `load_params` gives a weight of `param_specs`; one that has a scale is in bytes."""
-    if name.endswith(SCALE):
-        return np.dtype(np.float16 if name.removesuffix(SCALE) + ZERO in specs else np.float32)
-    if name == HEAD_ROW:
-        return np.dtype(np.int32)
-    return np.dtype(np.int8) if name + SCALE in specs or name.endswith(ZERO) else dtype
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype, platform: str, *, feature_layers: int = 0) -> int:

@@ -95,9 +95,7 @@ def head_of(target: ModelConfig) -> ModelConfig:
 
 def draft_s(drafter: Roofline, rows: int, depth: int) -> float:
     """Return the seconds of a chain of so many levels for so many requests."""
-    vocabulary = drafter.config.vocab_size if drafter.config.eagle3 is None else DRAFT_VOCABULARY
-    scored = rows * vocabulary // drafter.config.vocab_size
-    return depth * drafter.forward_s(rows, rows, CONTEXT, scored=scored)
+    return depth * drafter.forward_s(rows, rows, CONTEXT, scored=rows)
 
 
 def places(name: str, target: ModelConfig, ways: int, device: AbsentDevice, rounds: int) -> Iterator[Place]:

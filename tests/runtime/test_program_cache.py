@@ -137,19 +137,22 @@ from tests.runtime.test_program_cache import Shift, X, compiled
 use_compile_cache(sys.argv[1])
 function = jax.jit(Shift(4).shifted)
 for engine in range(3):
+    if sys.argv[2] == "changing":  # settings that are a part of the names on disk
+        jax.config.update("jax_traceback_in_locations_limit", 10 + engine)
     assert compiled(function, X)(np.zeros(3, np.float32)).tolist() == [4, 4, 4]
 """
 
 
-def test_a_program_that_jax_had_cached_runs_and_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "files"), [("same", 2), ("changing", 3 * 2)])
+def test_a_program_that_jax_had_cached_runs_and_is_not_kept(tmp_path: Path, settings: str, files: int) -> None:
     """Nor is it when another engine of the process asks for it, which JAX has in memory then."""
-    start = [sys.executable, "-c", START, tmp_path]
+    start = [sys.executable, "-c", START, tmp_path, settings]
     subprocess.run(start, check=True, cwd=ROOT)
     kept = list((tmp_path / "programs").iterdir())
     for path in kept:
         path.unlink()
     subprocess.run(start, check=True, cwd=ROOT)
-    assert len(kept) == 2 and list((tmp_path / "programs").iterdir()) == []
+    assert len(kept) == files and list((tmp_path / "programs").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_only_costs_time(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -104,7 +104,7 @@ def _of_group(group: Settings) -> Encoding:
         _one_of(weights, "type", "int")
         _one_of(weights, "strategy", "channel", "group")
         any_order = weights.get("actorder") in ("group", "dynamic", True)  # its releases changed the name
-        return OutputsFirst(_one_of(weights, "num_bits", 4, 8), size, symmetric, any_order)
+        return OutputsFirst(_one_of(weights, "num_bits", 4, 8), size, symmetric, any_order=any_order)
     _one_of(weights, "num_bits", 8)
     dtype = {"int": INT8, "float": FLOAT8}[_one_of(weights, "type", "int", "float")]
     blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}

@@ -8,8 +8,9 @@ and packs along the inputs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -52,24 +53,37 @@ class Grouped:
 
 
 @dataclass(frozen=True)
-class InputsFirst:
-    """GPTQ's and AWQ's layout. group_size: inputs that share a scale; 0 for all.
-
-    along_inputs: a word holds values of one output, else of one input. order: of the values in a word. zeros_less_one:
-    zeros are stored less one, as GPTQ's first version does. any_order: inputs of a group are anywhere, and the file
-    must say where; it may say so of others too.
-    """
+class Packed(ABC):
+    """What the layouts share. group_size: inputs that share a scale; 0 for all. any_order: inputs of a group are
+    anywhere, and the file must say where; it may say so of others too."""
 
     bits: int
     group_size: int
-    along_inputs: bool
-    order: tuple[int, ...]
-    zeros_less_one: bool = False
-    any_order: bool = False
+    any_order: bool = field(default=False, kw_only=True)
 
     @property
     def in_4_bits(self) -> bool:
         return self.bits <= 4 and self.group_size % INT4_GROUP == 0 and not self.any_order
+
+    def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
+        return self.read(stored, rows, columns).decoded()
+
+    @abstractmethod
+    def read(self, stored: StoredMatrix, rows: slice, columns: slice) -> Grouped:
+        """Return a part of the matrix as it is stored."""
+
+
+@dataclass(frozen=True)
+class InputsFirst(Packed):
+    """GPTQ's and AWQ's layout.
+
+    along_inputs: a word holds values of one output, else of one input. order: of the values in a word. zeros_less_one:
+    zeros are stored less one, as GPTQ's first version does.
+    """
+
+    along_inputs: bool
+    order: tuple[int, ...]
+    zeros_less_one: bool = False
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
@@ -82,9 +96,6 @@ class InputsFirst:
         }
         listed = self.any_order or _GROUP_INDEX in stored
         return found | ({_GROUP_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
-
-    def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
-        return self.read(stored, rows, columns).decoded()
 
     def read(self, stored: StoredMatrix, rows: slice, columns: slice) -> Grouped:
         per_word = WORD_BITS // self.bits
@@ -107,21 +118,13 @@ class InputsFirst:
 
 
 @dataclass(frozen=True)
-class OutputsFirst:
-    """compressed-tensors' `pack-quantized`. group_size: inputs that share a scale; 0 for all.
+class OutputsFirst(Packed):
+    """compressed-tensors' `pack-quantized`.
 
     Values and zeros are stored plus 2^(bits - 1); without zeros, that is the zero. Zeros are packed along the outputs.
-    any_order: as in `InputsFirst`.
     """
 
-    bits: int
-    group_size: int
     symmetric: bool
-    any_order: bool = False
-
-    @property
-    def in_4_bits(self) -> bool:
-        return self.bits <= 4 and self.group_size % INT4_GROUP == 0 and not self.any_order
 
     def parts(self, stored: StoredMatrix) -> dict[str, Part]:
         outputs, inputs = stored.shape
@@ -135,9 +138,6 @@ class OutputsFirst:
             found[ZEROS] = Part(((-(-outputs // per_word), groups),), _WORDS)
         listed = self.any_order or _CT_INDEX in stored
         return found | ({_CT_INDEX: Part(((inputs,),), _WORDS)} if listed else {})
-
-    def decode(self, stored: StoredMatrix, rows: slice, columns: slice) -> np.ndarray:
-        return self.read(stored, rows, columns).decoded()
 
     def read(self, stored: StoredMatrix, rows: slice, columns: slice) -> Grouped:
         per_word = WORD_BITS // self.bits
