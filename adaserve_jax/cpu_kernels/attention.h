@@ -214,11 +214,12 @@ void parallel_chunks(ffi::ThreadPool& pool, int64_t pairs, int64_t count, const 
 // q: [H, D, T]; k, v: [K, D, T]; count, context: i32[R]; position: i32[T]; bits: u32[T, words]; sinks: [H], or empty;
 // window, softcap: 0 for none.
 // Columns of `out` that no row's tokens use are 0.
-inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                  ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
-                  ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
-                  ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> position, ffi::Buffer<ffi::U32> bits,
-                  ffi::Buffer<ffi::F32> sinks, int64_t layer, int64_t window, float softcap, ffi::ResultBuffer<ffi::F32> out) {
+inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                  ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool,
+                  ffi::Buffer<ffi::F32> k_more, ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table,
+                  ffi::Buffer<ffi::S32> context, ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> position,
+                  ffi::Buffer<ffi::U32> bits, ffi::Buffer<ffi::F32> sinks, int64_t layer, int64_t window, float softcap,
+                  ffi::ResultBuffer<ffi::F32> out) {
   const int64_t heads = q.dimensions()[0], dim = q.dimensions()[1], tokens = q.dimensions()[2];
   const int64_t kv_heads = k.dimensions()[0], group = heads / kv_heads, words = bits.dimensions()[1];
   const int64_t table_pages = page_table.dimensions()[1], rows = context.dimensions()[0];
@@ -248,7 +249,8 @@ inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
   const float scale = scale_of(dim);
   const int32_t* positions = position.typed_data();
   auto context_of = [&](const Unit& unit) -> Context {
-    return {k_pages, v_pages, page_table.typed_data() + unit.row * table_pages, unit.head, context.typed_data()[unit.row]};
+    return {k_pages, v_pages, page_table.typed_data() + unit.row * table_pages, unit.head,
+            context.typed_data()[unit.row]};
   };
   parallel_chunks(pool, pairs, units.size(), [&](int64_t index) {
     const Unit unit = units[index];
@@ -262,8 +264,8 @@ inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
     auto first = [&](int64_t m) -> int64_t { return window ? positions[unit.begin + m % num] - window + 1 : 0; };
     int64_t floor = window ? first(0) : 0;
     for (int64_t i = 1; window && i < num; ++i) floor = std::min(floor, first(i));
-    absorb_context(queries, context_of(unit), context_of(units[std::min<int64_t>(index + 1, units.size() - 1)]).block(0),
-                   floor, first);
+    const Unit& next = units[std::min<int64_t>(index + 1, units.size() - 1)];
+    absorb_context(queries, context_of(unit), context_of(next).block(0), floor, first);
     // A token's ancestors, and a prompt's earlier tokens, come before it in the packed array.
     const int64_t in_flight = unit.end - unit.row_begin;
     std::vector<float> own(2 * in_flight * dim);
@@ -291,11 +293,11 @@ inline ffi::Error packed_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q
 
 // q: [R, K, G, W, D]; k, v: [R, K, N, D]; context: i32[R]; first: i32[R, W]; bits: u32[R, W, words]; sinks, softcap: as
 // above.
-inline ffi::Error beam_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
-                ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool, ffi::Buffer<ffi::F32> k_more,
-                ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> context,
-                ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::U32> bits, ffi::Buffer<ffi::F32> sinks, int64_t layer,
-                float softcap, ffi::ResultBuffer<ffi::F32> out) {
+inline ffi::Error beam_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
+                ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::F32> k_pool, ffi::Buffer<ffi::F32> v_pool,
+                ffi::Buffer<ffi::F32> k_more, ffi::Buffer<ffi::F32> v_more, ffi::Buffer<ffi::S32> page_table,
+                ffi::Buffer<ffi::S32> context, ffi::Buffer<ffi::S32> first, ffi::Buffer<ffi::U32> bits,
+                ffi::Buffer<ffi::F32> sinks, int64_t layer, float softcap, ffi::ResultBuffer<ffi::F32> out) {
   auto shape = q.dimensions();
   const int64_t rows = shape[0], kv_heads = shape[1], group = shape[2], width = shape[3], dim = shape[4];
   const int64_t num_keys = k.dimensions()[2], words = bits.dimensions()[2], table_pages = page_table.dimensions()[1];

@@ -54,8 +54,8 @@ inline float widened_half(uint16_t w) {
 #endif
 }
 
-// Weights of 4 bits, from the first of a row or of a group on; used as a pointer. 2^`shift` inputs, at most kWide, share a
-// scale and a zero; a byte holds two inputs, the first in its low bits.
+// Weights of 4 bits, from the first of a row or of a group on; used as a pointer. 2^`shift` inputs, at most kWide,
+// share a scale and a zero; a byte holds two inputs, the first in its low bits.
 struct Int4 {
   const uint8_t* values;
   const uint16_t* scale;
@@ -102,8 +102,8 @@ inline void widen(const Int4& w, int64_t stride, float* out, int64_t count) {
     w.widen(out, count);
 }
 
-// Call body(rows f32, row stride, begin, end) for pieces of weights [begin, end) of R rows, widened if they are not f32.
-// P: a pointer to weights, or Int4.
+// Call body(rows f32, row stride, begin, end) for pieces of weights [begin, end) of R rows, widened if they are not
+// f32. P: a pointer to weights, or Int4.
 template <int R, typename P, typename Body>
 inline void in_f32(P w, int64_t inputs, int64_t begin, int64_t end, const Body& body) {
   if constexpr (std::is_convertible_v<P, const float*>) {
@@ -165,7 +165,10 @@ float multiply_row(P w, int64_t inputs, const float* x) {
     int64_t i = 0;
     for (; i + kSums * kLanes <= count; i += kSums * kLanes) {
 #pragma GCC unroll 4
-      for (int n = 0; n < kSums; ++n) sums[n] += load<kLanes>(row + i + n * kLanes) * load<kLanes>(x + from + i + n * kLanes);
+      for (int n = 0; n < kSums; ++n) {
+        const int64_t at = i + n * kLanes;
+        sums[n] += load<kLanes>(row + at) * load<kLanes>(x + from + at);
+      }
     }
     for (; i < count; ++i) rest += row[i] * x[from + i];
   });

@@ -138,7 +138,7 @@ class ProcessEngine:
         with self._lock:
             if not self.is_alive():
                 raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
-            waiting = self._stats.scheduler.waiting + self._submitted - self._received
+            waiting = self._stats.scheduler.waiting_new + self._submitted - self._received
             check_room(choices, waiting, self._config.max_waiting)
             if not self._sinks:
                 self._stepped_s = time.monotonic()

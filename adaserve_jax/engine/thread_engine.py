@@ -138,7 +138,7 @@ class LocalEngine:
         with self._lock:
             if not self.is_alive():
                 raise self._error or EngineDeadError("the engine is not running; build and start a new one")
-            check_room(choices, self._core.scheduler.num_waiting + self._queued, self._config.max_waiting)
+            check_room(choices, self._core.scheduler.num_new + self._queued, self._config.max_waiting)
             self._sinks.open(request, sink)
             if not self._is_busy:
                 self._last_step_s = arrival_s

@@ -243,6 +243,9 @@ class Planner:
         def may_start(state: SequenceState) -> bool:
             nonlocal rates, others
             if state.is_untargeted:
+                if others >= 0:  # the running rows are measured already, without it
+                    others += 1
+                    by_flow.append((state.flow, 0.0))
                 return True
             if others < 0:
                 decode, prefill = self._rows()

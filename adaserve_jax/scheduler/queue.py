@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from heapq import merge
 from itertools import chain, islice
 from typing import Literal
 
@@ -117,13 +118,17 @@ class _Lines:
     def first(self, eligible: Callable[[SequenceState], bool] | None = None) -> SequenceState | None:
         """Return the sequence to serve first, of all or of the eligible ones; None without any."""
         if eligible is None:
-            heads = [line[0] for line in self._of.values()]
+            heads = self.heads()
         else:
             firsts = (next(filter(eligible, line), None) for line in self._of.values())
             heads = [head for head in firsts if head is not None]
         if self._shares is None:
             return heads[0] if heads else None
         return self._shares.next_of(heads)
+
+    def by_rank(self) -> Iterator[SequenceState]:
+        """Yield all sequences by rank, whatever their flow."""
+        return merge(*self._of.values(), key=_rank)
 
     def heads(self) -> list[SequenceState]:
         """Return the first sequence of each line."""
@@ -229,8 +234,8 @@ class WaitingQueue:
         self._demanding += change * state.is_demanding
 
     def first_on_time(self, most: int) -> list[SequenceState]:
-        """Return up to `most` new sequences that are on time, in the order of admission within each flow."""
-        return list(islice(self._on_time, most))
+        """Return up to `most` new sequences that are on time, by rank."""
+        return list(islice(self._on_time.by_rank(), most))
 
     def most_urgent_wait(self, now: float) -> float:
         """Return the wait ratio of the first sequence that is on time; 0 if there is none."""

@@ -159,8 +159,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Length of the queue in O(1); `stats` copies everything."""
+        """Sequences that wait, new and preempted, without the copies that `stats` makes."""
         return len(self.batch.queue)
+
+    @property
+    def num_new(self) -> int:
+        """Sequences that wait and never ran, which `max_waiting` bounds."""
+        return self.batch.queue.num_new
 
     def adapters_in_use(self) -> set[int]:
         """Return the slots of the adapters that running and waiting sequences go through."""
@@ -193,7 +198,7 @@ class Scheduler:
         if not 0 <= sequence.draft <= len(self._config.drafts):
             most = len(self._config.drafts)
             raise RequestError(f"draft must be from 0 to {most}, by index, got {sequence.draft}", param="draft")
-        if self.batch.queue.num_new >= self._config.max_waiting:
+        if self.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
         verdict = self._feasibility.judge(sequence)
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
@@ -369,7 +374,8 @@ class Scheduler:
         batch, pool = self.batch, self.batch.pool
         extension_used = pool.extension_used
         return {
-            "running": len(batch.running), "waiting": len(batch.queue), "preemptions": batch.preemptions,
+            "running": len(batch.running), "waiting": len(batch.queue), "waiting_new": self.num_new,
+            "preemptions": batch.preemptions,
             "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
             "extension_total": pool.pages_in_force - pool.base_pages,
             "draft_resident": self.limits.max_depth > 0 and not self._draft.remote and self._draft.is_resident,

@@ -227,23 +227,6 @@ def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, .
     return chosen & (ranked.key <= np.partition(keys, left - 1)[left - 1]) if left > 0 else np.zeros_like(chosen)
 
 
-def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | None:
-    """Return the trees of most expected tokens among those that meet every need, or None if none do (Algorithm 1).
-
-    need: f64[R], tokens, root counted. Optimal if every f is known, all candidates are given and no cap applies.
-    Returns bool[R, C] along ranked columns. Source: AdaServe Alg. 1, roots charged (docs/equations.md). Raises
-    BudgetError if budget < R.
-    """
-    rows = len(need)
-    if budget < rows:
-        raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
-    wanted, met = nodes_needed(ranked.f, need)
-    left = budget - rows - int(wanted.sum())
-    if left < 0 or not met.all():
-        return None
-    return throughput_phase(ranked, wanted, left)
-
-
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
     """Return the trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
     if ranked.in_beam_order:

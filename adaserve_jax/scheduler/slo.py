@@ -171,9 +171,9 @@ class Feasibility:
         )
 
     def is_demanding(self, sequence: Sequence) -> bool:
-        """Return whether the TPOT target takes more than DEMANDING_SHARE of what one sequence would get alone."""
-        tpot_s = sequence.tpot_slo_s
-        return tpot_s is not None and self.least_tpot_s() > DEMANDING_SHARE * tpot_s
+        """Return whether a target per token takes more than DEMANDING_SHARE of what one sequence would get alone."""
+        targets_s = [each for each in (sequence.tpot_slo_s, sequence.thinking_tpot_slo_s) if each is not None]
+        return bool(targets_s) and self.least_tpot_s() > DEMANDING_SHARE * min(targets_s)
 
     def least_tpot_s(self) -> float:
         """Return the seconds per token of one sequence alone."""

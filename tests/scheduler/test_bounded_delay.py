@@ -197,8 +197,12 @@ def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(
     assert started["due"] < started["waits"]
 
 
-@pytest.mark.parametrize(("tpot_slo_s", "passes"), [(0.0065, True), (0.009, False)])
-def test_only_behind_a_demanding_request_another_may_start_first(tpot_slo_s: float, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("tpot_slo_s", "thinking_s", "passes"), [(0.0065, None, True), (0.009, None, False), (0.009, 0.0065, True)]
+)
+def test_only_behind_a_demanding_request_another_may_start_first(
+    tpot_slo_s: float, thinking_s: float | None, passes: bool
+) -> None:
     """One alone takes 6 ms per token on this machine. While a request waits for its pace, those behind it wait too,
     unless its pace takes most of that speed."""
     run = Run.of(limits_of(), policy="adaserve")
@@ -206,7 +210,8 @@ def test_only_behind_a_demanding_request_another_may_start_first(tpot_slo_s: flo
         run.scheduler.add(request_of(f"runs{index}", tokens=40, tpot_slo_s=0.007, ttft_slo_s=1.0))
     run.step()
     now = run.clock.now()
-    run.scheduler.add(request_of("first", arrival_s=now, priority=-1, tpot_slo_s=tpot_slo_s, ttft_slo_s=9.0))
+    targets = {"tpot_slo_s": tpot_slo_s, "thinking_tpot_slo_s": thinking_s, "ttft_slo_s": 9.0}
+    run.scheduler.add(request_of("first", arrival_s=now, priority=-1, **targets))
     run.scheduler.add(request_of("second", arrival_s=now, tpot_slo_s=0.1, ttft_slo_s=9.0))
     while run.scheduler.has_work:
         run.step()
