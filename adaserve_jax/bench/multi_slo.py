@@ -41,7 +41,7 @@ from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.workloads.workload import Workload, parse_slos
 
 DURATION_S = 60.0
-LEAST_REQUESTS, LONGEST = 20, 10.0
+CLASS_REQUESTS, LONGEST = 20, 10.0
 """A point takes longer until each class has so many requests on average, at most so many times its duration."""
 PRECISION = 1.15
 """The search for a rate ends when the rate that misses a level is at most so many times the one that keeps it."""
@@ -107,8 +107,11 @@ class SuiteSettings:
     drain_s: float = 30.0
     max_late_s: float = 0.05
     warmup_requests: int = 4
+    class_requests: int = CLASS_REQUESTS
 
     def __post_init__(self) -> None:
+        if self.class_requests < 1:
+            raise ConfigError(f"--class-requests must be at least 1, got {self.class_requests}")
         if self.preset != OWN and self.preset not in PRESETS:
             raise ConfigError(f"--preset must be one of {', '.join((*PRESETS, OWN))}, got {self.preset!r}")
 
@@ -153,7 +156,7 @@ def define(settings: SuiteSettings, workload: Workload, baseline_ms: float) -> t
         classes.append(ClassTarget(name=name, tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms, e2e_ms=slo.e2e_ms, share=share))
     definition = Definition(
         preset=settings.preset, baseline_ms=baseline_ms, classes=tuple(classes), workload=workload.name,
-        workload_hash=workload.sha256, duration_s=settings.duration_s, least_requests=LEAST_REQUESTS,
+        workload_hash=workload.sha256, duration_s=settings.duration_s, least_requests=settings.class_requests,
         repeats=settings.repeats, seed=settings.seed,
     )  # fmt: skip
     return definition, targeted
@@ -173,7 +176,15 @@ def held_definition(out: Path, *, resume: bool) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is not the definition of a suite; give another --out") from error
 
 
-def next_rate(found: Mapping[float, float], start: float) -> float | None:
+def searched_levels(class_requests: int) -> tuple[float, ...]:
+    """Return the levels that a class of so many requests can keep although one of them misses its targets.
+
+    A higher level would be missed by a single request at any rate, so that a search for it measures chance.
+    """
+    return tuple(level for level in LEVELS if round(class_requests * (1 - level), 9) >= 1) or LEVELS[:1]
+
+
+def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float] = LEVELS) -> float | None:
     """Return the rate to measure next, or None when the highest rate of every level is known to PRECISION.
 
     found: least attainment of any class, by rate. Rates are doubled until the first level is missed, halved until the
@@ -182,9 +193,9 @@ def next_rate(found: Mapping[float, float], start: float) -> float | None:
     if not found:
         return _rounded(start)
     lowest, highest = min(found), max(found)
-    if found[highest] >= LEVELS[0] and highest < start * MOST:
+    if found[highest] >= levels[0] and highest < start * MOST:
         return _rounded(2 * highest)
-    for level in LEVELS:
+    for level in levels:
         missed = min((rate for rate, least in found.items() if least < level), default=None)
         if missed is None:
             continue
@@ -242,7 +253,8 @@ class Suite:
     def _loads(self, points: Sequence[SuitePoint]) -> Iterator[tuple[Stage, float]]:
         """Yield the loads to measure; `points` grows meanwhile."""
         start = default_rates(self._workload, self._definition.baseline_ms / 1e3)[0]
-        while (rate := next_rate({p.rate_rps: p.worst.attainment for p in points}, start)) is not None:
+        levels = searched_levels(self._definition.least_requests * self._definition.repeats)
+        while (rate := next_rate({p.rate_rps: p.worst.attainment for p in points}, start, levels)) is not None:
             yield "rate", rate
         highest = judge(points).levels[0].rate_rps or min(point.rate_rps for point in points)
         yield "overload", _rounded(OVERLOAD * highest)
@@ -252,7 +264,7 @@ class Suite:
         """Measure one load, in every repeat; the point is None if a repeat is not valid."""
         settings = self._settings
         calm = _rounded(rate * CALM / OVERLOAD) if stage == "burst" else rate
-        enough_s = LEAST_REQUESTS / (calm * self._least_share)
+        enough_s = settings.class_requests / (calm * self._least_share)
         duration_s = min(max(settings.duration_s, enough_s), LONGEST * settings.duration_s)
         begins_s, ends_s = (float(f"{part * duration_s:.4g}") for part in (BEFORE, UNTIL))
         arrivals = POISSON

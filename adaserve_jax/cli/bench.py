@@ -21,6 +21,7 @@ from rich.text import Text
 
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.multi_slo import (
+    CLASS_REQUESTS,
     DURATION_S,
     OWN,
     PRESETS,
@@ -231,6 +232,13 @@ def bench(
     preset: Annotated[
         str, typer.Option(help=f"with --suite: targets by class: {', '.join(PRESETS)}; {OWN}: those of the workload")
     ] = PRESET,
+    class_requests: Annotated[
+        int,
+        typer.Option(
+            help="with --suite: requests of each class, on average, for which a load goes on, up to ten times "
+            "--duration; the search for 99% needs 100"
+        ),
+    ] = CLASS_REQUESTS,
     out: Annotated[
         Path | None, typer.Option(help="folder for rows, requests and samples; without, a new one named by the date")
     ] = None,
@@ -272,8 +280,8 @@ def bench(
                   "arrivals": arrivals, "append": append, "record": record}  # fmt: skip
         if given_option := next((name for name, value in varied.items() if value), None):
             raise ConfigError(f"--{given_option.replace('_', '-')} is chosen by --suite; leave it out")
-    elif preset != PRESET:
-        raise ConfigError("--preset says the targets of --suite; give it too")
+    elif preset != PRESET or class_requests != CLASS_REQUESTS:
+        raise ConfigError("--preset and --class-requests are of --suite; give it too")
     check_folder(folder, use)
     requests = read_workload(
         workload, format, slos, max_tokens=max_tokens, temperature=temperature, lengths=lengths, chat=as_chat,
@@ -310,7 +318,10 @@ def bench(
         if source is not None and source.name == "DEFAULT":
             given = replace(given, duration_s=DURATION_S)
         with closing(engine):
-            _run_suite(given, preset, requests, engine, folder, resume=resume, about=about, policy_files=policy_files)
+            _run_suite(
+                given, preset, class_requests, requests, engine, folder, resume=resume, about=about,
+                policy_files=policy_files,
+            )  # fmt: skip
         return
     rows, interrupted = [], False
     try:
@@ -331,13 +342,14 @@ def bench(
 
 
 def _run_suite(
-    plan: BenchPlan, preset: str, workload: Workload, engine: _LazyEngine, out: Path, *, resume: bool,
-    about: Mapping[str, Any], policy_files: Mapping[str, str],
+    plan: BenchPlan, preset: str, class_requests: int, workload: Workload, engine: _LazyEngine, out: Path, *,
+    resume: bool, about: Mapping[str, Any], policy_files: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Run the suite under every policy, and print the headline of its page. Raises typer.Exit as `_finish` does."""
     settings = SuiteSettings(
-        preset, plan.duration_s, plan.repeats, plan.seed, plan.drain_s, plan.max_late_s, plan.warmup_requests
-    )
+        preset, plan.duration_s, plan.repeats, plan.seed, plan.drain_s, plan.max_late_s, plan.warmup_requests,
+        class_requests,
+    )  # fmt: skip
     held = held_definition(out, resume=resume)
     facts = engine("").about
     baseline_ms = facts.baseline_s * 1e3 if held is None else float(held["baseline_ms"])

@@ -24,6 +24,7 @@ from adaserve_jax.bench.multi_slo import (
     define,
     held_definition,
     next_rate,
+    searched_levels,
 )
 from adaserve_jax.bench.runner import Watch
 from adaserve_jax.errors import ConfigError
@@ -71,6 +72,12 @@ def test_the_search_ends_where_nothing_or_everything_is_met():
     assert min(nothing) == LEAST and max(nothing) == 1.0
     everything = searched(dict.fromkeys(LEVELS, math.inf), 1.0)
     assert max(everything) == MOST and min(everything) == 1.0
+
+
+@pytest.mark.parametrize(("requests", "levels"), [(1, (0.9,)), (19, (0.9,)), (20, (0.9, 0.95)), (100, LEVELS)])
+def test_a_level_is_searched_where_one_miss_of_a_class_does_not_decide(requests: int, levels: tuple[float, ...]):
+    assert searched_levels(requests) == levels
+    assert next_rate({1.0: 0.96, 1.1: 0.89}, 1.0, levels) == (0.5 if 0.99 in levels else None)
 
 
 def count(name: str, met: int, requests: int = 10, goodput: float = 1.0) -> ClassCount:
