@@ -251,14 +251,16 @@ class Suite:
         yield submission
 
     def _loads(self, points: Sequence[SuitePoint]) -> Iterator[tuple[Stage, float]]:
-        """Yield the loads to measure; `points` grows meanwhile."""
+        """Yield the loads to measure; `points` grows meanwhile. Where no rate keeps the first level, there is none to
+        exceed."""
         start = default_rates(self._workload, self._definition.baseline_ms / 1e3)[0]
         levels = searched_levels(self._definition.least_requests * self._definition.repeats)
         while (rate := next_rate({p.rate_rps: p.worst.attainment for p in points}, start, levels)) is not None:
             yield "rate", rate
-        highest = judge(points).levels[0].rate_rps or min(point.rate_rps for point in points)
-        yield "overload", _rounded(OVERLOAD * highest)
-        yield "burst", _rounded(OVERLOAD * highest)
+        highest = judge(points).levels[0].rate_rps
+        if highest is not None:
+            yield "overload", _rounded(OVERLOAD * highest)
+            yield "burst", _rounded(OVERLOAD * highest)
 
     def _measure(self, policy: str, stage: Stage, rate: float, out: Path) -> tuple[list[ResultRow], SuitePoint | None]:
         """Measure one load, in every repeat; the point is None if a repeat is not valid."""
