@@ -56,7 +56,7 @@ class EngineConfig(Settings):
     max_context: int = setting(
         0, "most tokens of one request, prompt and output; 0: what the models support", Panel.SIZE, ge=0
     )
-    max_waiting: int = setting(1024, "most requests that wait; more are refused", Panel.SIZE, ge=1)
+    max_waiting: int = setting(1024, "most choices that wait for their first step; more are refused", Panel.SIZE, ge=1)
     page_size: Literal[8, 16, 32, 64, 128] = setting(64, "tokens per KV page: 8, 16, 32, 64 or 128", Panel.SIZE)
     num_pages: int = setting(0, "pages in the KV pool; 0: auto by memory and max_requests", Panel.SIZE, ge=0)
     max_batch_tokens: int = setting(
@@ -230,6 +230,7 @@ class EngineConfig(Settings):
             ("learning", self.learning is not None, "a draft learns from the target's text"),
             ("calibration", self.calibration is not None, "the chances that it would keep are not the draft's"),
             ("draft_sources", self.draft_sources not in ("auto", "model"), "only a model's drafts are accepted so"),
+            ("num_processes", self.num_processes > 1, "the other processes would accept by comparison"),
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with synthetic_acceptance: {why}")

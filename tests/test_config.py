@@ -88,6 +88,10 @@ def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
         ({"learning": LearnConfig()}, "^learning must be left out with synthetic_acceptance: a draft learns"),
         ({"calibration": "a.json"}, "^calibration must be left out with synthetic_acceptance: the chances"),
         ({"draft_sources": "suffix"}, "^draft_sources must be left out with synthetic_acceptance: only a model's"),
+        (
+            {"num_processes": 2, "tp": 2, "coordinator": "127.0.0.1:9000"},
+            "^num_processes must be left out with synthetic_acceptance: the other processes would accept",
+        ),
         ({"draft": None}, "^synthetic_acceptance needs a draft, whose tokens are accepted; draft is none"),
     ],
 )

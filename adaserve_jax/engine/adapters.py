@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from adaserve_jax.config import is_adapter_name
@@ -99,9 +99,6 @@ class AdapterTable:
         if name not in self._loaded:
             raise RequestError(not_loaded(name, self._loaded), param="lora_name", code=NOT_FOUND)
         del self._loaded[name]
-
-    def __iter__(self) -> Iterator[Adapter]:
-        return iter(self._loaded.values())
 
 
 def not_loaded(name: str, loaded: Collection[str]) -> str:

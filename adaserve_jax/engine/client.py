@@ -123,6 +123,7 @@ class EngineInfo:
     def due_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner.
 
+        Policies of another order serve in that one, so that predictions of a wait are off by as much as the two differ.
         patience_s: seconds to the TTFT target or the deadline; before a deadline the scheduler also leaves the time
         that the output takes, so that it serves such a request sooner than this says.
         """
@@ -198,7 +199,7 @@ class EngineClient(Protocol):
 
         Raises:
             RequestError: the engine can never serve the request.
-            QueueFullError: `max_waiting` choices wait already.
+            QueueFullError: `max_waiting` choices that never ran wait already.
             EngineDeadError: the engine does not run.
         """
         ...
@@ -271,6 +272,11 @@ class Sinks:
                 raise RequestError(f"request_id {request_id!r} is in flight already", param="request_id")
             self._open[request_id] = _OpenRequest(request, sink, set(range(request.sampling.n)))
 
+    def discard(self, request_id: str) -> None:
+        """Forget an open request, whose sink gets nothing."""
+        with self._lock:
+            self._open.pop(request_id, None)
+
     def requests(self) -> list[GenerateRequest]:
         """Return the open requests."""
         with self._lock:
@@ -323,7 +329,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise RequestError if an engine can never serve a request. Every `EngineClient.submit` calls this first."""
     check_ids(request.prompt_ids, info.vocab_size)
     _check_salt(request.cache_salt)
-    _check_draft_tag(request.draft_tag, info)
+    check_draft_tag(request.draft_tag, info)
     if request.adapter and request.adapter not in info.adapters:
         raise RequestError(not_loaded(request.adapter, info.adapters), param="model", code=NOT_FOUND)
     thinking_ms = request.slo.thinking_tpot_ms
@@ -366,15 +372,20 @@ def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") ->
         )
 
 
-def _check_draft_tag(tag: str, info: EngineInfo) -> None:
+def check_draft_tag(tag: str, info: EngineInfo) -> None:
+    """Raise RequestError unless a tag is empty, so that the engine chooses, or the name of a draft."""
     if not tag or tag in info.drafts:
         return
     if info.drafts:
         raise RequestError(
-            f"draft_tag must name one of the drafts: {', '.join(info.drafts)}; got {tag!r}", param="draft_tag"
+            f"draft_tag must name one of the drafts: {', '.join(info.drafts)}; got {tag!r}",
+            param="draft_tag",
+            code="invalid_value",
         )
     has = "has no draft" if info.draft is None else "asks a draft service, which has one draft"
-    raise RequestError(f"draft_tag must be absent: this engine {has}; got {tag!r}", param="draft_tag")
+    raise RequestError(
+        f"draft_tag must be absent: this engine {has}; got {tag!r}", param="draft_tag", code="invalid_value"
+    )
 
 
 def _check_salt(salt: object) -> None:

@@ -135,26 +135,30 @@ class ProcessEngine:
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         check_request(request, self.info)
         choices = request.sampling.n
+        message = ipc.encode(ipc.Submit(request))  # before anything is open that a failure would leave so
         with self._lock:
-            if not self.is_alive():
-                raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
+            self._require_alive()
             waiting = self._stats.scheduler.waiting_new + self._submitted - self._received
             check_room(choices, waiting, self._config.max_waiting)
             if not self._sinks:
                 self._stepped_s = time.monotonic()
             self._sinks.open(request, sink)  # before any chunk of it can arrive
-            self._send(ipc.Submit(request))
+            self._send(message)
             self._submitted += choices
 
-    def _send(self, message: ipc.ToEngine) -> None:
-        """Send without waiting. Nothing is lost: the socket has no limit, and it holds messages until the child has
-        bound its end."""
-        self._requests.send(ipc.encode(message), zmq.DONTWAIT)
+    def _require_alive(self) -> None:
+        if not self.is_alive():
+            raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
+
+    def _send(self, message: bytes) -> None:
+        """Send an encoded message without waiting. Nothing is lost: the socket has no limit, and it holds messages
+        until the child has bound its end."""
+        self._requests.send(message, zmq.DONTWAIT)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
             if request_id in self._sinks and self.is_alive():
-                self._send(ipc.Abort(request_id))
+                self._send(ipc.encode(ipc.Abort(request_id)))
 
     def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
         self._call(lambda call: ipc.LoadAdapter(call, name, folder, replace))
@@ -166,11 +170,10 @@ class ProcessEngine:
         """Send a call, wait for its end, and raise what it raised."""
         done: Future[None] = Future()
         with self._lock:
-            if not self.is_alive():
-                raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
+            self._require_alive()
             self._last_call += 1
             self._calls[self._last_call] = done
-            self._send(message(self._last_call))
+            self._send(ipc.encode(message(self._last_call)))
         done.result()
 
     def stats(self) -> EngineStats:
@@ -212,14 +215,29 @@ class ProcessEngine:
         self.close()
 
     def _receive(self, child: subprocess.Popen[bytes], replies: zmq.Socket) -> None:
-        """Read messages until the child has ended and all that it sent is read."""
+        """Read messages until the child has ended, and end all requests then, whatever fails here."""
+        try:
+            why = self._read_until_ended(child, replies)
+        except BaseException as error:
+            _log.exception("the replies of the engine process cannot be read; it is ended")
+            child.kill()
+            child.wait()
+            why = f"the replies of the engine process could not be read ({error!r}), and it was ended"
+        finally:
+            replies.close(linger=0)
+            shutil.rmtree(self.socket_folder, ignore_errors=True)
+        self._end(why)
+
+    def _read_until_ended(self, child: subprocess.Popen[bytes], replies: zmq.Socket) -> str:
+        """Read messages until the child has ended and all that it sent is read; return why it ended."""
         looked, silent_s = time.monotonic(), 0.0
         why = ""
         while True:
             now = time.monotonic()  # leaps while this process is suspended, and then its child is too
             silent_s, looked = silent_s + min(now - looked, LOOK_LIMIT_S), now
             ended = child.poll() is not None  # before reading, so that nothing that it sent is missed
-            if self._reported_death is not None and time.monotonic() - self._reported_death[0] > DYING_LIMIT_S:
+            died = None if self._closing else self._reported_death  # while it closes it may have much to save
+            if died is not None and time.monotonic() - died[0] > DYING_LIMIT_S:
                 child.kill()
             if replies.poll(0 if ended else 50):
                 silent_s = 0.0
@@ -229,11 +247,9 @@ class ProcessEngine:
             elif self._info is not None and silent_s > HEARTBEAT_LIMIT_S:
                 why = f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended"
                 child.kill()
-        replies.close(linger=0)
-        shutil.rmtree(self.socket_folder, ignore_errors=True)
         if self._reported_death is not None:
             why = self._reported_death[1]
-        self._end(why or f"the engine process ended with status {child.returncode}")
+        return why or f"the engine process ended with status {child.returncode}"
 
     def _take(self, message: ipc.FromEngine) -> None:
         match message:

@@ -69,12 +69,18 @@ class Outbox:
         self.received = 0
         """Choices that the engine has received."""
         self._closing = False
+        self._replying = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
     def post(self, message: Notice) -> None:
         self._messages.append(message)
         self._woken.set()
+
+    def post_adapters(self, call: int, engine: EngineClient, fault: ipc.Fault | None) -> None:
+        """Post the reply to a call that changed adapters. The last reply has the adapters as they are."""
+        with self._replying:
+            self.post(ipc.AdapterReply(call, engine.info.adapters, fault))
 
     def sink(self, chunk: OutputChunk) -> None:
         """Take a chunk; the engine calls this as the sink of every request."""
@@ -137,7 +143,7 @@ def change_adapters(call: ipc.LoadAdapter | ipc.UnloadAdapter, engine: EngineCli
             engine.unload_adapter(call.name)
     except Exception as error:
         fault = describe(error)
-    outbox.post(ipc.AdapterReply(call.call, engine.info.adapters, fault))
+    outbox.post_adapters(call.call, engine, fault)
 
 
 def describe(error: Exception) -> ipc.Fault:

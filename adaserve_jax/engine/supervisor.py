@@ -122,12 +122,18 @@ class SupervisedEngine:
     def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
         engine = self._serving()
         engine.load_adapter(name, folder, replace=replace)
-        self._adapters[name], self._info = folder, engine.info
+        self._adapters_changed(engine, name, folder)
 
     def unload_adapter(self, name: str) -> None:
         engine = self._serving()
         engine.unload_adapter(name)
-        self._adapters[name], self._info = None, engine.info
+        self._adapters_changed(engine, name, None)
+
+    def _adapters_changed(self, engine: EngineClient, name: str, folder: str | None) -> None:
+        with self._changed:
+            self._adapters[name] = folder
+            if engine is self._current[0]:
+                self._info = engine.info
 
     def _serving(self) -> EngineClient:
         """Return the engine. Raises EngineDeadError: it is being replaced, or has ended."""
@@ -176,7 +182,7 @@ class SupervisedEngine:
         engine.start()
         self._ready_at = self._clock()
         self._start_s = self._ready_at - began
-        for name, folder in self._adapters.items():
+        for name, folder in list(self._adapters.items()):
             self._restore_adapter(engine, name, folder)
         self._info = engine.info
 

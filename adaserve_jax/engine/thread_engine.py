@@ -136,15 +136,21 @@ class LocalEngine:
         shared = self._check(request)
         choices = request.sampling.n
         with self._lock:
-            if not self.is_alive():
-                raise self._error or EngineDeadError("the engine is not running; build and start a new one")
+            self._require_alive()
             check_room(choices, self._core.scheduler.num_new + self._queued, self._config.max_waiting)
             self._sinks.open(request, sink)
             if not self._is_busy:
                 self._last_step_s = arrival_s
             self._queued += choices
             self._preparing[request.request_id] = (request, arrival_s)
-        self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
+        try:
+            self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
+        except BaseException:
+            with self._lock:
+                if self._preparing.pop(request.request_id, None) is not None:
+                    self._queued -= choices
+                    self._sinks.discard(request.request_id)
+            raise
 
     def _check(self, request: GenerateRequest) -> RequestConstraints | None:
         """Refuse at once what can never be served; return the constraints that the request's choices share."""
@@ -201,8 +207,7 @@ class LocalEngine:
                 done.set_result(None)
 
         with self._lock:
-            if not self.is_alive():
-                raise self._error or EngineDeadError("the engine is not running; build and start a new one")
+            self._require_alive()
             self._calls.add(done)
             self._inbox.append(act)
             self._lock.notify()
@@ -230,6 +235,11 @@ class LocalEngine:
 
     def is_alive(self) -> bool:
         return self._info is not None and self._error is None and not self._stopping
+
+    def _require_alive(self) -> None:
+        if not self.is_alive():
+            error = self._error or EngineDeadError("the engine is not running; build and start a new one")
+            raise error.with_traceback(None)
 
     def close(self) -> None:
         with self._lock:

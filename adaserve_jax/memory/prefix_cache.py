@@ -93,7 +93,7 @@ class PrefixCache:
             if key is not None:
                 self._key_of[new] = key
                 self._page_of[key] = new
-        self._draft_whole[migration.to_pages] = False  # the draft's KV does not move
+        self._draft_whole[migration.to_pages] = False
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless keys and pages refer to each other and the pool knows the same pages."""

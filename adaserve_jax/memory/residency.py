@@ -96,7 +96,7 @@ class Residency:
     def due(
         self, pressure: PagePressure, speculates: bool | None, pages_pay: Callable[[], bool] | None = None
     ) -> Transition | None:
-        """Return the transition to make now, or None. Call once per step.
+        """Return the transition to make now, or None. Each call counts as a step.
 
         speculates: whether speculation was on in the step; None if it had no decode rows, so that nothing was decided.
         pages_pay: returns whether pages are worth more than the draft. If given, it is asked after each T_persist steps

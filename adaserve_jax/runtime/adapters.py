@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from adaserve_jax.errors import RequestError
 from adaserve_jax.models.decoder import Params, adapter_specs
 from adaserve_jax.models.lora import Matrices, read_adapter
 from adaserve_jax.models.placement import EVERYWHERE, Placement
@@ -57,16 +58,22 @@ class AdapterBank:
         return read_adapter(folder, self._target.config, self.rank)
 
     def put(self, slot: int, matrices: Matrices) -> None:
-        """Replace what a slot, from 1 to `count`, holds. Call it between steps, when no sequence uses the slot."""
+        """Replace what a slot, from 1 to `count`, holds. Call it between steps, when no sequence uses the slot.
+
+        Raises RequestError, and changes nothing, if the device has no room for the matrices.
+        """
         assert 1 <= slot <= self.count
         place = self._target.placement
-        one = {
-            name: jax.device_put(
-                self._in_device_order(name, matrix).astype(self._target.params[name].dtype),
-                place.sharding(self._spec_of_one(name)),
-            )
-            for name, matrix in matrices.items()
-        }
+        try:
+            one = {
+                name: jax.device_put(
+                    self._in_device_order(name, matrix).astype(self._target.params[name].dtype),
+                    place.sharding(self._spec_of_one(name)),
+                )
+                for name, matrix in matrices.items()
+            }
+        except (RuntimeError, MemoryError) as error:
+            raise RequestError(f"the device has no room for the adapter: {error}", param="lora_name") from error
         weights = self._target.weights[0]
         bank = {name: weights[name] for name in self._specs}
         weights |= self._target.compiled[KEY](bank, one, np.int32(slot - 1))

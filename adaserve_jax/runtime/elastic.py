@@ -64,11 +64,6 @@ class Elastic:
         self._loader = ThreadPoolExecutor(1, "draft-loader")
         self._loader.submit(threading.get_ident).result()  # so that no swap has to start the thread
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the drafts' copies on the host."""
-        return sum(copy.nbytes for copy in self.host_copies)
-
     def set_weights(self, draft: int, params: Params) -> None:
         """Replace a draft's weights; takes ownership of `params`. While the draft is away, only the host copy stays."""
         self.host_copies[draft] = HostCopy(params)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import struct
 import time
@@ -30,6 +31,7 @@ JOIN_LIMIT_S = 300.0
 LEAVE_LIMIT_S = 10
 RETRY_S = 0.1
 _MAX_MESSAGE_BYTES = 1 << 26
+_log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _END = b""
 _OWN = ("process_id", "profile", "calibration", "compile_cache")
@@ -97,11 +99,15 @@ def follow(config: EngineConfig, progress: Progress | None = None) -> int:
 class Followers:
     """Process 0's connections to the other processes.
 
-    They are made before `join`, so that processes with different options never wait for one another.
+    They are made before `join`, so that a process with other options is refused at once. Those that were admitted
+    before it wait for JOIN_LIMIT_S.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Wait for every process. Raises ConfigError: one is late, or was started with other options."""
+        """Wait for every process. Raises ConfigError: one is late, or was started with other options.
+
+        What connects and is no process of this engine, such as a probe of the port, is closed.
+        """
         self._connections: dict[int, socket.socket] = {}
         try:
             address = _address(config)
@@ -109,7 +115,12 @@ class Followers:
             with socket.create_server(address, family=family, backlog=config.num_processes) as listener:
                 listener.settimeout(JOIN_LIMIT_S)
                 while len(self._connections) < config.num_processes - 1:
-                    self._admit(listener.accept()[0], config)
+                    connection = listener.accept()[0]
+                    try:
+                        self._admit(connection, config)
+                    except (EngineDeadError, ValueError, TypeError, KeyError) as error:
+                        _log.warning("closed a connection that is no process of this engine: %r", error)
+                        connection.close()
         except OSError as error:
             self.close()
             missing = config.num_processes - 1 - len(self._connections)

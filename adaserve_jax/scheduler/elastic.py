@@ -82,7 +82,7 @@ class ElasticMemory:
         self._pages_pay = None if worth is None else worth.pages_pay
 
     def due(self) -> Transition | None:
-        """Return the transition to make now. Call once after each step."""
+        """Return the transition to make now. Each call counts as a step."""
         batch = self.batch
         running = len(batch.running)
         pressure = PagePressure(batch.pool.num_free - running, batch.blocked_on_pages, len(batch.queue), running)
@@ -115,7 +115,8 @@ class ElasticMemory:
 
 
 def expand_or_contract(memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float]) -> None:
-    """Make the transition that is due, if any. Call once after each step's commit.
+    """Make the transition that is due, if any. Call once after each step's commit, and now and then while there are no
+    requests; each call counts as a step.
 
     memory: `Scheduler.elastic_memory`. Raises IntegrityError if a transition is due while a step is in flight.
     """

@@ -437,13 +437,19 @@ def policy_of(config: EngineConfig) -> Policy:
 def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
     """Return what trees are made of: what the policy's name says, else the configuration, else the policy.
 
-    Raises ConfigError: with synthetic acceptance, for text already seen that the policy's name says.
+    Raises ConfigError: the policy's name says text already seen, and the configuration has synthetic acceptance or
+    other sources.
     """
     named = named_sources(config.policy)
     if config.synthetic_acceptance is not None and drafts_from_text(named):
         raise ConfigError(
             f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: texts already seen cost "
             "no time to draft from, but would be accepted as often"
+        )
+    if drafts_from_text(named) and not config.may_use_suffix:
+        raise ConfigError(
+            f"policy {config.policy!r} drafts from text already seen, but draft_sources is {config.draft_sources!r}; "
+            "leave draft_sources at auto"
         )
     found = config.draft_sources if named == "auto" else named
     return policy.sources if found == "auto" else found

@@ -78,13 +78,10 @@ class Scheduler:
         """
         self.limits = limits
         self._policy, parameter = find_policy(config.policy, longest_chain(config, limits.max_depth))
-        self.costs = costs = CostTable(samples, limits)
-        """Predicted seconds of steps; learns from every commit."""
         self._config = config
         self._calibrator = calibrator
         self._draft_sessions = draft_sessions
         objective = Objective()
-        self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
         self._adapters = AdapterAcceptance()
         self._corrected: CandidateTrees | None = None
         policy, sources = self._policy, sources_of(config, self._policy)
@@ -95,6 +92,9 @@ class Scheduler:
         text_as_draft = uses_suffix and not uses_model and not drafts_from_text(policy.sources)
         if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
+        self.costs = costs = CostTable(samples, decided)
+        """Predicted seconds of steps; learns from every commit."""
+        self._acceptance = LearnedAcceptance(decided.max_depth, decided.max_width)
         parts = Parts(
             decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
             config.seed,
@@ -102,7 +102,7 @@ class Scheduler:
         self.controller = self._policy.controller(parts)
         """Decides depth, width and budget; for benchmarks."""
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
-        solo = SoloSpeed(limits, costs, self._acceptance)
+        solo = SoloSpeed(decided, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self.controller, solo, max_prefill=max_prefill)
         remote = config.drafter is not None
         self.batch = Batch(

@@ -1,6 +1,6 @@
 """The step loop: plan, speculate, select, verify, commit, then expand or contract memory.
 
-The engine, the simulator and the tests all run this code. A step has two halves, because a simulated replica lets its
+The engine and the simulator both run this code. A step has two halves, because a simulated replica lets its
 clock pass the end of a step before anybody may see what the step brought.
 """
 
@@ -70,9 +70,3 @@ def end_step(
         observe(result)
     expand_or_contract(scheduler.elastic_memory, executor, clock)
     return result
-
-
-def run_step(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> StepResult | None:
-    """Run one whole step without edits or stop checks; None if nothing can run."""
-    step = begin_step(scheduler, executor, clock)
-    return None if step is None else end_step(scheduler, executor, clock, step)

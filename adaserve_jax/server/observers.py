@@ -16,7 +16,8 @@ from adaserve_jax.results.records import unstarted_metrics
 
 Ending = Literal["stop", "length", "abort", "cancelled", "error", "rejected"]
 """End of a choice: a finish reason, where an abort is the server's own; cancelled, where its client closed the
-connection; or rejected, where it got no room or the engine never began it."""
+connection; or rejected, where the engine left no times of it: it got no room, never began, or was lost with its
+engine."""
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +66,7 @@ class EndedChoice:
 
     @property
     def measured(self) -> RequestMetrics:
-        """Metrics of the choice; of one that the engine never began, its targets."""
+        """Metrics of the choice; its targets alone where the engine left no times of it."""
         if self.metrics is not None:
             return self.metrics
         return unstarted_metrics(

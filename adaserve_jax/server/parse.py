@@ -55,15 +55,6 @@ def check_supported(body: GenerationBody) -> None:
         raise invalid("stream_options must be left out unless stream is true", "stream_options")
 
 
-def check_draft_tag(body: GenerationBody, drafts: Sequence[str]) -> str:
-    """Return the draft that a request asks for, empty where the engine chooses. Raises ApiError for an unknown one."""
-    tag = body.draft_tag or ""
-    if tag and tag not in drafts:
-        what = f"one of the drafts {', '.join(drafts)}" if drafts else "left out: the model is served without a draft"
-        raise invalid(f"draft_tag must be {what}; got {tag!r}", "draft_tag")
-    return tag
-
-
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     """Return the prompts one by one. Raises ApiError for an empty one."""
     prompt = body.prompt

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from adaserve_jax.constraints.tool_formats import FORMATS
-from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.engine.client import GenerateRequest, check_draft_tag
 from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.auth import Account, RateLimited
@@ -28,7 +28,6 @@ from adaserve_jax.server.formatting import (
 from adaserve_jax.server.generation import Generation, max_tokens_of
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.parse import (
-    check_draft_tag,
     check_rows,
     check_supported,
     encode,
@@ -200,7 +199,8 @@ async def begin(
     thinks = isinstance(body, ChatBody) and marks_in(state) is not None
     targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits, thinks=thinks)
     salt, learn = account.salt(body.cache_salt), account.may_learn and body.learn is not False
-    draft_tag = check_draft_tag(body, state.info.drafts)
+    draft_tag = body.draft_tag or ""
+    check_draft_tag(draft_tag, state.info)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
     chat = PLAIN_CHAT
     if isinstance(body, ChatBody):

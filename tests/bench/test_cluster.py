@@ -16,13 +16,13 @@ from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
 from adaserve_jax.types import CostSamples, Limits, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace
+from tests.scheduler.harness import run_step
 
 MACHINE = load_machine("llama-70b")
 

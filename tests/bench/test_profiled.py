@@ -17,7 +17,6 @@ from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
@@ -25,6 +24,7 @@ from adaserve_jax.types import SLO, CostSamples, Limits, SamplingParams, Sequenc
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from tests.results.test_profile import profile, timings
+from tests.scheduler.harness import run_step
 
 
 def machine(**changes) -> ProfiledMachine:

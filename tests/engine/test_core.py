@@ -213,6 +213,15 @@ def test_a_request_that_did_not_begin_within_its_own_wait_ends_with_its_own_erro
     assert {chunk.finish_reason for chunk in ended.values()} == {"length"} and len(ended) == 5
 
 
+def test_requests_that_ended_are_not_kept_until_their_longest_wait_is_over() -> None:
+    core = core_of("ar", num_pages=64)
+    for number in range(300):
+        core.add(GenerateRequest(f"{number}", [3], SamplingParams(max_tokens=1), max_queue_s=1e6), core.clock())
+        while core.has_work:
+            core.step()
+    assert len(core._latest_begins) < 80
+
+
 def test_what_waited_as_long_as_it_may_ends_and_what_began_goes_on() -> None:
     """Four slots, of which one is free after half a second; the fifth choice may wait longer than the others."""
     core = core_of("ar", num_pages=64)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -243,6 +244,37 @@ def test_progress_is_told_and_close_leaves_nothing_behind():
     with pytest.raises(EngineDeadError, match="closed"):
         engine.submit(request("never", "x"), Collected())
     engine.close()
+
+
+def test_close_lets_an_engine_with_open_requests_end_by_itself(monkeypatch):
+    """It may have much to save after it told what it ended, for longer than a dying engine is waited for."""
+    monkeypatch.setattr(process, "DYING_LIMIT_S", -1.0)
+    engine = new_engine()
+    engine.start()
+    sink = Collected()
+    engine.submit(request("open", "slow " * 3, max_tokens=400), sink)
+    engine.close()
+    assert sink.ended.is_set() and engine._child.returncode == 0
+
+
+def test_a_failure_of_the_receiving_thread_ends_start():
+    def fails(*_: object) -> None:
+        raise OSError("no more output")
+
+    engine = new_engine(fails)
+    with pytest.raises(EngineDeadError, match=r"could not be read .*no more output"):
+        engine.start()
+    assert not Path(engine.socket_folder).exists()
+    engine.close()
+
+
+def test_a_request_that_cannot_be_sent_is_not_open(engine):
+    ids = list(np.arange(3))
+    with pytest.raises(TypeError):
+        engine.submit(GenerateRequest("numbers", ids, SamplingParams(2)), Collected())
+    sink = Collected()
+    engine.submit(request("numbers", "same id"), sink)
+    assert sink.ended.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(

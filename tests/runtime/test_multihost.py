@@ -121,6 +121,22 @@ def test_other_options_are_refused_in_both_processes() -> None:
     assert str(error) == "process 1 was started with other options: max_depth is 2 there and 3 in process 0"
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x04\0\0\0null", b"\x02\0\0\0{]"])
+def test_a_connection_that_is_no_process_is_closed(sent: bytes) -> None:
+    config = config_of(free_port())
+    made: list[object] = []
+    thread = in_thread(made, hosts.Followers, config)
+    with hosts._connect(hosts._address(config)) as probe:
+        probe.sendall(sent)
+    leader = hosts.Leader(replace(config, process_id=1))
+    thread.join()
+    (followers,) = made
+    assert isinstance(followers, hosts.Followers), followers
+    followers.close()
+    assert leader.next_step() is None
+    leader.close()
+
+
 def test_processes_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "JOIN_LIMIT_S", 0.2)
     with pytest.raises(ConfigError, match="1 of 2 processes did not connect: timed out"):

@@ -87,6 +87,12 @@ def expected_text(request: Sequence, max_context: int) -> tuple[list[int], str]:
     return text, "length"
 
 
+def run_step(scheduler: Scheduler, executor: SimExecutor, clock: Callable[[], float]) -> StepResult | None:
+    """Run one whole step without edits or stop checks; None if nothing can run."""
+    step = begin_step(scheduler, executor, clock)
+    return None if step is None else end_step(scheduler, executor, clock, step)
+
+
 @dataclass
 class Run:
     """A scheduler and its simulated machine. text, last: what each request was given, by id."""

@@ -22,12 +22,11 @@ from adaserve_jax.scheduler.controllers.shapes import Shapes
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import CostSamples, Limits, SamplingParams, Sequence, scaled_samples
 from tests.conftest import ROOT
-from tests.scheduler.harness import Run, limits_of, random_load
+from tests.scheduler.harness import Run, limits_of, random_load, run_step
 from tests.scheduler.test_controllers import load_of
 
 STEP_S, LEVEL_S = 0.02, 0.002

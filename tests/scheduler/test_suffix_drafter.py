@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.joint import JointController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.policies import POLICIES, find_policy, longest_chain, sources_of
+from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, merge
 from adaserve_jax.suffix import kernels
 from adaserve_jax.suffix.source import SuffixSource
 from adaserve_jax.types import CandidateTrees
-from tests.scheduler.harness import costs_of, limits_of, request_of
+from tests.scheduler.harness import Run, costs_of, limits_of, request_of
 
 DEPTH, WIDTH = 3, 2
 chances = st.floats(0.05, 1.0)
@@ -140,11 +141,23 @@ def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() 
     ):  # fmt: skip
         config = EngineConfig(policy=policy, draft_sources=sources)
         assert sources_of(config, find_policy(policy, 4)[0]) == expected
+    with pytest.raises(ConfigError, match="drafts from text already seen, but draft_sources is 'model'"):
+        sources_of(EngineConfig(policy="spec:2@suffix", draft_sources="model"), find_policy("spec:2", 4)[0])
     assert longest_chain(EngineConfig(policy="spec:4@suffix", draft=None), 0) == EngineConfig.max_depth
     assert longest_chain(EngineConfig(policy="spec:4", draft=None), 0) == 0
     with pytest.raises(ConfigError, match="each may end in @ and its draft sources: none, model, suffix"):
         find_policy("adaserve@text", 4)
     assert POLICIES["adaserve"].sources == "suffix+model"
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *ABLATIONS])
+def test_every_policy_drafts_from_text_where_there_is_no_draft(name: str) -> None:
+    limits = limits_of(max_depth=0, max_width=0, suffix_depth=8)
+    run = Run.of(limits, policy=f"{name.replace('<k>', '3')}@suffix", draft=None)
+    repeats = np.tile(np.arange(1, 9, dtype=np.int32), 5)
+    load = [replace(request_of(f"{index}", tokens=30, tpot_slo_s=0.04), prompt_ids=repeats) for index in range(6)]
+    run.serve(load)
+    assert {request.sequence_id for request in load} == run.last.keys()
 
 
 def compiled() -> dict[str, int]:

@@ -99,7 +99,7 @@ def test_an_unknown_tag_is_refused_with_the_names_there_are(drafts, stream):
     response = ask(drafts, draft_tag="prose", stream=stream)
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, "draft_tag", "invalid_value")
-    assert error["message"] == "draft_tag must be one of the drafts default, code; got 'prose'"
+    assert error["message"] == "draft_tag must name one of the drafts: default, code; got 'prose'"
     for bad in ("x" * 65, 3):
         assert ask(drafts, draft_tag=bad).json()["error"]["param"] == "draft_tag"
     assert ask(drafts, learn="no").json()["error"]["param"] == "learn"
@@ -111,7 +111,7 @@ def test_without_a_draft_no_tag_fits(serve_engine):
     engine.start()
     with serve_engine(engine, ByteTokenizer(), ServerSettings()) as server:
         error = server.post(prompt="x", draft_tag="default").json()["error"]
-        assert error["message"] == "draft_tag must be left out: the model is served without a draft; got 'default'"
+        assert error["message"] == "draft_tag must be absent: this engine has no draft; got 'default'"
         assert server.http.get("/v1/models").json()["data"][0]["drafts"] == []
     engine.close()
 

@@ -57,15 +57,16 @@ class Load:
     need_rate: f64[num_decode], tokens per second that keep each decode row on pace; 0 without a target, inf if
     hopeless. draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate:
     bool[num_decode], rows that can still use a draft, also if they need more than this step to catch up. num_prefill:
-    rows whose prompt is not computed. prefill_tokens: what they lack. wait_ratio: waiting time of the most urgent
-    waiting sequence over its TTFT target. context: i64[rows], committed tokens of decode rows, then prefill rows; None
-    if not known. can_draft: False while no draft can be asked, whatever is decided: its memory is KV pages, it is being
-    loaded, or no draft service is available. suffix_f: f64[num_decode, C], f of the nodes that text already seen
-    proposes for each row, best first, 0 for absent ones; None: no nodes. due_s, tpot_slo_s: f64[num_decode], seconds
-    until each decode row's next token is due, 0 if it is late, and between its tokens; inf without a target. due_s is
-    None unless the controller has `reads_due` or the draft is a service; tpot_slo_s is None if not known. prompt_rates:
-    f64[P] in increasing order, for each prompt that is not computed the prompt tokens per second that keep its TTFT
-    target, with the prompts before it served first; inf if hopeless; None unless the controller has `reads_prompts`.
+    rows whose prompt is not computed. prefill_tokens: prompt tokens of them that this step may compute, at most
+    max_prefill_tokens. wait_ratio: waiting time of the most urgent waiting sequence over its TTFT target. context:
+    i64[rows], committed tokens of decode rows, then prefill rows; None if not known. can_draft: False while no draft
+    can be asked, whatever is decided: its memory is KV pages, it is being loaded, or no draft service is available.
+    suffix_f: f64[num_decode, C], f of the nodes that text already seen proposes for each row, best first, 0 for absent
+    ones; None: no nodes. due_s, tpot_slo_s: f64[num_decode], seconds until each decode row's next token is due, 0 if it
+    is late, and between its tokens; inf without a target. due_s is None unless the controller has `reads_due` or the
+    draft is a service; tpot_slo_s is None if not known. prompt_rates: f64[P] in increasing order, for each prompt that
+    is not computed the prompt tokens per second that keep its TTFT target, with the prompts before it served first; inf
+    if hopeless; None unless the controller has `reads_prompts`.
     """
 
     need_rate: np.ndarray
@@ -212,3 +213,11 @@ class Controller(Protocol):
     def arms(self) -> ArmReport:
         """Return the arms thought best, for metrics; empty for a controller without arms."""
         return ArmReport()
+
+
+class ChainController(Controller):
+    """Controller that chooses among chains, none included."""
+
+    def fastest_alone(self, alone: SoloSpeed) -> float:
+        """Return the rate of the best chain."""
+        return alone.fastest_chain(0)

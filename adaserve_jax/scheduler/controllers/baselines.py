@@ -12,6 +12,7 @@ import numpy as np
 from adaserve_jax.scheduler.controllers.base import (
     ALL_SIZES,
     ArmReport,
+    ChainController,
     Controller,
     Decision,
     Feedback,
@@ -218,7 +219,7 @@ class Exp3Spec(_ChainBandit):
         self._rounds += 1
 
 
-class GoodputController(Controller):
+class GoodputController(ChainController):
     """SmartSpec (policy `dsd`; arXiv 2406.14066): the chain length of highest predicted goodput, decided now and then.
 
     goodput(k) = n (1 - a^(k+1)) / (1 - a) / (T_draft(k) + T_target(k) + T_overhead), with a the acceptance of a drafted
@@ -252,10 +253,6 @@ class GoodputController(Controller):
             depth = min(1, self._limits.max_depth)
         return fill(self._limits, load, depth=depth, width=1 if depth else 0)
 
-    def fastest_alone(self, alone: SoloSpeed) -> float:
-        """Return the rate of the best chain, none included."""
-        return alone.fastest_chain(0)
-
     def retimed(self, cost: CostTable) -> None:
         self._latency = LatencyModel(cost.samples)
 
@@ -280,7 +277,7 @@ class GoodputController(Controller):
 
 
 @dataclass(frozen=True)
-class FastestChain(Controller):
+class FastestChain(ChainController):
     """AdaSpec's adaptive drafter (SoCC'25, arXiv 2503.05096; policy `adaspec`): the chain of most predicted tokens per
     second, by what drafts of each length were accepted and took lately.
 
@@ -297,10 +294,6 @@ class FastestChain(Controller):
             seconds, tokens = self.chains.predicted(load.num_decode)
             depth = int((tokens / seconds).argmax())
         return fill(self.limits, load, depth=depth, width=min(depth, 1))
-
-    def fastest_alone(self, alone: SoloSpeed) -> float:
-        """Return the rate of the best chain, none included."""
-        return alone.fastest_chain(0)
 
 
 def emitted_per_row(acceptance: float, depth: np.ndarray) -> np.ndarray:
@@ -349,7 +342,7 @@ def _fit(features: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
     return weights, 1.0 if spread == 0 else 1.0 - ((seconds - features @ weights) ** 2).sum() / spread
 
 
-class _LinearBandit(Controller):
+class _LinearBandit(ChainController):
     """Contextual bandit that is linear in the size of the batch: K arms, arm a being a chain of a tokens.
 
     x = [1, B / B_max] in a step with B decode rows; the reward is what a row emits per second over
@@ -374,10 +367,6 @@ class _LinearBandit(Controller):
         arm = int((self.expected(x) + self.margin(self.uncertainty(x))).argmax())
         self._playing = arm, x
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
-
-    def fastest_alone(self, alone: SoloSpeed) -> float:
-        """Return the rate of the best chain, none included."""
-        return alone.fastest_chain(0)
 
     def arms(self) -> ArmReport:
         """Return the chain of most expected reward at the size of the last batch."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, SoloSpeed
+from adaserve_jax.scheduler.controllers.base import ChainController, Decision, Load
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.slack_chunks import LEAST_CHUNK
 from adaserve_jax.types import Limits
@@ -16,7 +16,7 @@ CHUNKS = 16
 
 
 @dataclass(frozen=True)
-class JustEnough(Controller):
+class JustEnough(ChainController):
     """JITServe's serving bandwidth (NSDI'26, arXiv 2504.20068; policy `jitserve`): what targets need, and no more.
 
     The paper gives a request a share of the batches. Here every decode row is in every step, and bandwidth is the
@@ -45,7 +45,3 @@ class JustEnough(Controller):
         chunk = int(chunks[enough[:, depth]].max(initial=least))
         cap = min(rows * (1 + depth), self.limits.max_tree_tokens, self.limits.max_tokens - chunk)
         return Decision(depth, min(depth, 1), max(cap, rows), chunk, feed_draft=depth > 0)
-
-    def fastest_alone(self, alone: SoloSpeed) -> float:
-        """Return the rate of the best chain, none included."""
-        return alone.fastest_chain(0)

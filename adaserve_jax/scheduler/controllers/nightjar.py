@@ -18,11 +18,10 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.controllers.base import (
     ALL_SIZES,
     ArmReport,
-    Controller,
+    ChainController,
     Decision,
     Feedback,
     Load,
-    SoloSpeed,
     arm_name,
 )
 from adaserve_jax.scheduler.controllers.baselines import fill
@@ -240,7 +239,7 @@ class ArmBucket:
             sums += (1 - FADE) * (predicted - sums)
 
 
-class NightjarController(Controller):
+class NightjarController(ChainController):
     """Bandit over chains of 0 to max_depth tokens by a `Rule`. Batches with prompts only teach nothing."""
 
     def __init__(self, limits: Limits, costs: ChainCosts, switch: SwitchTable, rule: Rule, seed: int):
@@ -271,10 +270,6 @@ class NightjarController(Controller):
                 arm = bucket.best(self._last > 0) if self._must_dwell(bucket.arm) else bucket.arm
             self._playing = bucket, arm
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
-
-    def fastest_alone(self, alone: SoloSpeed) -> float:
-        """Return the rate of the best chain, none included."""
-        return alone.fastest_chain(0)
 
     def arms(self) -> ArmReport:
         """Return the arm of least latency at each size of batch that occurred."""
