@@ -178,6 +178,20 @@ def test_adapters_that_cannot_be_loaded_are_refused(llm: LLM, folders: dict[str,
     assert set(llm.info.adapters) == {"code", "sums"}
 
 
+def test_an_adapter_that_the_device_has_no_room_for_costs_nothing_else(
+    llm: LLM, folders: dict[str, Path], merged: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adaserve_jax.runtime.adapters.jax.device_put", full)
+        with pytest.raises(RequestError, match="the device has no room for the adapter: RESOURCE_EXHAUSTED"):
+            llm.load_adapter("code", str(folders["third"]), replace=True)
+    assert set(llm.info.adapters) == {"code", "sums"}
+    assert llm.generate(PROMPT, GREEDY, adapter="code")[0].token_ids == merged["code"][0]
+
+
 def test_engines_without_room_say_so(demo_engine, folders: dict[str, Path]) -> None:
     llm = LLM.over(demo_engine)
     with pytest.raises(RequestError, match="no room for adapters; start it with max_loras, or with lora NAME=FOLDER"):

@@ -181,6 +181,22 @@ def test_a_full_queue_and_a_second_request_of_the_same_id(engine: LocalEngine, m
     assert {reader.end().finish_reason for _ in range(12)} == {"length"}
 
 
+def test_a_request_whose_preparation_cannot_begin_leaves_nothing(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "prepare", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.submit(request_of("q", replace(LONG, n=8)), Reader())
+    reader = Reader()
+    engine.submit(request_of("q", replace(LONG, n=8)), reader)
+    assert {reader.end().finish_reason for _ in range(8)} == {"length"}
+    engine.set_policy("ar")
+
+
 def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: LocalEngine) -> None:
     ended, gate = threading.Event(), threading.Event()
 
