@@ -156,7 +156,7 @@ class EngineCore:
                 self._constraints.add(choice, shared)
         except BaseException:
             for sequence_id in added:
-                self.scheduler.abort(sequence_id, "error")
+                self.scheduler.withdraw(sequence_id)
                 self._tracker.discard(sequence_id)
                 self._constraints.discard(sequence_id)
             raise

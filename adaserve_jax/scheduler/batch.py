@@ -241,6 +241,15 @@ class Batch:
         self._slots[len(self.running)] = state.slot
         self.running.append(state)
 
+    def remove(self, state: SequenceState) -> None:
+        """Take a sequence, which runs or waits, out for good."""
+        if state.is_running:
+            self.release(state)
+        else:
+            self.queue.remove(state)
+        if self.shares is not None:
+            self.shares.close(state.flow)
+
     def release(self, state: SequenceState) -> None:
         """Take back the slot and the pages of a running sequence."""
         self.pool.free(self.table.pages(state))

@@ -149,12 +149,7 @@ def finish(
     batch: Batch, state: SequenceState, reason: FinishReason, token_ids: list[int], stats: StepStats
 ) -> SequenceUpdate:
     """End a sequence: release slot and pages, and return its last update, which carries the metrics."""
-    if state.is_running:
-        batch.release(state)
-    else:
-        batch.queue.remove(state)
-    if batch.shares is not None:
-        batch.shares.close(state.flow)
+    batch.remove(state)
     stats.finished[reason] = stats.finished.get(reason, 0) + 1
     return SequenceUpdate(state.sequence.sequence_id, tuple(token_ids), reason, state.metrics())
 

@@ -238,6 +238,10 @@ class Scheduler:
         self._report_released_slots()
         return update
 
+    def withdraw(self, sequence_id: str) -> None:
+        """Take back a sequence that was just added, as if it had never come."""
+        self.batch.remove(self._states.pop(sequence_id))
+
     def never_ran(self, sequence_id: str) -> bool:
         """Return whether a sequence is known and no step has had it."""
         state = self._states.get(sequence_id)

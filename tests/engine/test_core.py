@@ -192,6 +192,7 @@ def test_a_request_of_several_choices_is_queued_whole_or_not_at_all() -> None:
     with pytest.raises(QueueFullError):
         core.add(GenerateRequest("b", [3], SamplingParams(n=2)), 0.0)
     assert core.num_open == MAX_WAITING - 1
+    assert core.scheduler.stats.finished == {}
     assert core.abort("b") == []
     with pytest.raises(RequestError, match="'a/0' is in use"):
         core.add(GenerateRequest("a", [3]), 0.0)
