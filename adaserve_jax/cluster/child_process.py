@@ -1,29 +1,28 @@
 """Run a command that ends when its parent does: `python child_process.py PARENT_PID GRACE_S COMMAND ...`.
 
-On Linux the kernel is asked to send SIGTERM when the parent dies (PR_SET_PDEATHSIG); then the command replaces this
-process by exec, so no wrapper process remains. Not every command heeds SIGTERM, so a small watcher process also waits
-for the parent's death and kills the rest of the command's process group GRACE_S seconds later. On other systems the
-command runs without this protection. The file is run by path with `python -I -S` and imports no package code, because
-it must start fast.
+On Linux a small watcher process waits for the parent's death. It then sends SIGTERM to the command, once, and kills the
+rest of the command's process group GRACE_S seconds later. The command replaces this process by exec, so no wrapper
+process remains. On other systems the command runs without this protection. The file is run by path with `python -I -S`
+and imports no package code, because it must start fast.
+
+The kernel could send the signal (PR_SET_PDEATHSIG), but sends it again for each thread of the parent that ends, and
+servers take a second SIGTERM for an order to end at once.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 
 
 def main() -> None:
     parent, grace_s, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent died before prctl
+        if os.getppid() != parent:  # it died already
             sys.exit(1)
         _start_watcher(parent, os.getpid(), grace_s)
     os.execvp(command[0], command)
@@ -47,7 +46,7 @@ def _start_watcher(parent: int, child: int, grace_s: float) -> None:
 
 
 def _watch(parent: int, child: int, grace_s: float) -> None:
-    """Wait until parent or child ends; if it was the parent, kill the child's group once the grace is over."""
+    """Wait until parent or child ends; if it was the parent, end the child, and its group once the grace is over."""
     try:
         ends = select.poll()
         ends.register(os.pidfd_open(child), select.POLLIN)
@@ -57,6 +56,8 @@ def _watch(parent: int, child: int, grace_s: float) -> None:
             return  # a living parent cleans up after its child
     except ProcessLookupError:
         pass  # one of them has ended already
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGTERM)
     end = time.monotonic() + grace_s
     while time.monotonic() < end:
         os.killpg(child, 0)  # raises, and so ends the watcher, when the group is empty

@@ -181,6 +181,8 @@ class TargetSet:
     def report(self, target: RouterTarget, healthy: bool, detail: str) -> None:
         """Record the health of a target."""
         was = target.available
+        if healthy != target.healthy:
+            _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", detail)
         target.ejections += target.healthy and not healthy
         target.healthy, target.detail = healthy, detail
         if was != target.available:
@@ -334,10 +336,8 @@ class TargetPoller:
                 healthy, detail = False, lost.reason
             if timeouts >= MAX_TIMEOUTS:  # it hangs, or its machine is gone: its exchanges would never end
                 target.give_up(detail, timeouts * self._timeout_s)
-            if healthy != was_healthy:
-                _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", detail)
             self._targets.report(target, healthy, detail)
-            if healthy:
+            if healthy and not timeouts:
                 try:
                     await self._learn(target, facts=not was_healthy)
                 except Exception:  # health checks go on whatever a target reports
@@ -346,7 +346,7 @@ class TargetPoller:
                             "target %s says of itself what cannot be read; its load is not known", target.name
                         )
                     was_unreadable = True
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(0 if timeouts else self._every_s)  # what did not answer is asked again at once
 
     async def _health(self, target: RouterTarget) -> tuple[bool, str]:
         """Return whether the target takes requests, and the state it reports. Raises TargetLost."""

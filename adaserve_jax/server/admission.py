@@ -190,7 +190,8 @@ class QueueAdmission:
         """
         if not self.max_wait_s or not wait_s:
             return
-        limit_s, name = REFUSE_AT * self.max_wait_s, "this server lets a request wait"
+        limit_s = REFUSE_AT * self.max_wait_s
+        name = f"this server lets a request wait (max_queue_wait is {self.max_wait_s:g} s)"
         if ttft_slo_s is not None and self.first_token_s <= ttft_slo_s:
             allowed_s = max(TTFT_SHARE * ttft_slo_s - self.first_token_s, 0.0)
             if allowed_s < limit_s:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from adaserve_jax.cluster import child_process
 from adaserve_jax.cluster.plan import free_ports
 from adaserve_jax.cluster.supervisor import Member, MemberFailed, RestartBackoff, Supervisor, SupervisorTiming
 from tests.conftest import ROOT
@@ -229,7 +230,7 @@ asyncio.run(go())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is noticed on Linux only")
 def test_not_even_what_ignores_sigterm_outlives_the_keeper(tmp_path):
     stubborn = member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}")
     command = (sys.executable, "-c", KEEPS, stubborn.health_url, *stubborn.argv)
@@ -240,3 +241,31 @@ def test_not_even_what_ignores_sigterm_outlives_the_keeper(tmp_path):
         assert is_alive(pid) and is_alive(child)
         keeps.kill()
     wait_until(lambda: not is_alive(pid) and not is_alive(child))
+
+
+COUNTS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[1], "a").write("TERM\\n"))
+print("ready", flush=True)
+time.sleep(30)
+time.sleep(30)
+"""
+THREADS = """
+import os, subprocess, sys, threading, time
+for _ in range(8):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+wrapper = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "1"]
+subprocess.run([*wrapper, sys.executable, "-c", *sys.argv[2:]], start_new_session=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is noticed on Linux only")
+def test_the_death_of_a_parent_with_threads_is_told_once(tmp_path):
+    """A server takes a second SIGTERM for an order to end at once."""
+    told = tmp_path / "told"
+    command = (sys.executable, "-c", THREADS, child_process.__file__, COUNTS, str(told))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+        assert parent.stdout.read() == b""  # until the child, which ignores SIGTERM, is killed after its grace
+    assert told.read_text() == "TERM\n"
