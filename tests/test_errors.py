@@ -183,8 +183,14 @@ def test_a_tokenizer_that_no_grammar_can_read_is_named():
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path: Path):
-    with pytest.raises(errors.ConfigError, match=r"no cluster takes orders at .*socket: No such file or directory"):
+    with pytest.raises(errors.ConfigError, match=r"no cluster runs in .*; start one with 'adaserve cluster up'"):
         list(give_order(tmp_path / "socket", "stop"))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left"))
+    with pytest.raises(
+        errors.ConfigError, match=r"takes no orders \(Connection refused\): it is stopping, or was killed"
+    ):
+        list(give_order(tmp_path / "left", "stop"))
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.ConfigError, match=r"run_folder .*file/x cannot be used: Not a directory"):
         ClusterFolder(tmp_path / "file" / "x").make()

@@ -99,7 +99,7 @@ class ClusterFolder:
         try:
             return self.token_file.read_text().strip()
         except OSError as error:
-            raise self._no_cluster() from error
+            raise _no_cluster(self.path) from error
 
     def write(self, state: dict[str, Any]) -> None:
         """Write state.json. A failure is logged once, until a write succeeds again, and does not stop the cluster."""
@@ -115,11 +115,11 @@ class ClusterFolder:
     def read(self) -> dict[str, Any]:
         """Return the last written state. Raises ConfigError if no cluster runs here."""
         if not self.is_held:
-            raise self._no_cluster()
+            raise _no_cluster(self.path)
         try:
             return json.loads(self.state_file.read_text())
         except (OSError, ValueError) as error:
-            raise self._no_cluster() from error
+            raise _no_cluster(self.path) from error
 
     @property
     def is_held(self) -> bool:
@@ -140,10 +140,9 @@ class ClusterFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _no_cluster(self) -> ConfigError:
-        return ConfigError(
-            f"no cluster runs in {self.path}; start one with 'adaserve cluster up', or give its --run-folder"
-        )
+
+def _no_cluster(folder: Path) -> ConfigError:
+    return ConfigError(f"no cluster runs in {folder}; start one with 'adaserve cluster up', or give its --run-folder")
 
 
 def _locked(descriptor: int) -> bool:
@@ -219,8 +218,12 @@ def give_order(path: Path, order: str) -> Iterator[str]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(str(path))
+        except FileNotFoundError as error:
+            raise _no_cluster(path.parent) from error
         except OSError as error:
-            raise ConfigError(f"no cluster takes orders at {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"the cluster in {path.parent} takes no orders ({error.strerror}): it is stopping, or was killed"
+            ) from error
         connection.sendall(order.encode() + b"\n")
         for line in connection.makefile("rb"):
             answer = json.loads(line)
