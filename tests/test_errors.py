@@ -187,9 +187,7 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path):
         list(give_order(tmp_path / "socket", "stop"))
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left"))
-    with pytest.raises(
-        errors.ConfigError, match=r"no orders \(Connection refused\): it is stopping, or was killed"
-    ):
+    with pytest.raises(errors.ConfigError, match=r"no orders \(Connection refused\): it is stopping, or was killed"):
         list(give_order(tmp_path / "left", "stop"))
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.ConfigError, match=r"run_folder .*file/x cannot be used: Not a directory"):
