@@ -145,8 +145,10 @@ def unavailable(message: str, code: str, retry_after_s: float = RETRY_AFTER_S) -
     return ApiError(503, message, code=code, headers={"retry-after": str(max(1, round(retry_after_s)))})
 
 
-def no_target() -> ApiError:
-    return unavailable("no server of the cluster can take requests now; retry as Retry-After says", "no_target", 5.0)
+def no_target(ever_available: bool) -> ApiError:
+    """Build the error of a request that no server can take. ever_available: one could, since the router started."""
+    what = "can take requests now" if ever_available else "has become ready yet"
+    return unavailable(f"no server of the cluster {what}; retry as Retry-After says", "no_target", 5.0)
 
 
 def target_lost() -> ApiError:
@@ -295,9 +297,9 @@ class Forwarder:
             if self._stopping or lost >= MAX_LOST:
                 break
         if failed is None:
-            raise no_target()
+            raise no_target(self._targets.ever_available)
         if failed.answer is None:
-            raise target_lost() if failed.may_have_started else no_target()
+            raise target_lost() if failed.may_have_started else no_target(self._targets.ever_available)
         await failed.answer.send(send)
 
     def _choose(self, parsed: ParsedRequest | None, tried: set[str]) -> RouterTarget | None:

@@ -253,6 +253,7 @@ def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
     with FakeServer(target(lambda _: whole())) as server, routed("http://127.0.0.1:9", wait=0, most_wait=0.0) as router:
         refusal = router.post()
         assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "no_target"
+        assert "no server of the cluster has become ready yet" in refusal.json()["error"]["message"]
         assert router.http.get("/health").json()["status"] == "starting"
         assert router.http.get("/ready").status_code == router.http.get("/ping").status_code == 503
     with (
