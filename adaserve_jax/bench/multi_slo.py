@@ -266,7 +266,7 @@ class Suite:
         """Measure one load, in every repeat; the point is None if a repeat is not valid."""
         settings = self._settings
         calm = _rounded(rate * CALM / OVERLOAD) if stage == "burst" else rate
-        enough_s = settings.class_requests / (calm * self._least_share)
+        enough_s = self._definition.least_requests / (calm * self._least_share)
         duration_s = min(max(settings.duration_s, enough_s), LONGEST * settings.duration_s)
         begins_s, ends_s = (float(f"{part * duration_s:.4g}") for part in (BEFORE, UNTIL))
         arrivals = POISSON

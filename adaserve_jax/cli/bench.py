@@ -318,8 +318,11 @@ def bench(
         if source is not None and source.name == "DEFAULT":
             given = replace(given, duration_s=DURATION_S)
         with closing(engine):
+            settings = SuiteSettings(
+                preset, given.duration_s, repeats, seed, drain, given.max_late_s, warmup_requests, class_requests
+            )
             _run_suite(
-                given, preset, class_requests, requests, engine, folder, resume=resume, about=about,
+                settings, given.policies, requests, engine, folder, resume=resume, about=about,
                 policy_files=policy_files,
             )  # fmt: skip
         return
@@ -342,14 +345,10 @@ def bench(
 
 
 def _run_suite(
-    plan: BenchPlan, preset: str, class_requests: int, workload: Workload, engine: _LazyEngine, out: Path, *,
+    settings: SuiteSettings, policies: Sequence[str], workload: Workload, engine: _LazyEngine, out: Path, *,
     resume: bool, about: Mapping[str, Any], policy_files: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Run the suite under every policy, and print the headline of its page. Raises typer.Exit as `_finish` does."""
-    settings = SuiteSettings(
-        preset, plan.duration_s, plan.repeats, plan.seed, plan.drain_s, plan.max_late_s, plan.warmup_requests,
-        class_requests,
-    )  # fmt: skip
     held = held_definition(out, resume=resume)
     facts = engine("").about
     baseline_ms = facts.baseline_s * 1e3 if held is None else float(held["baseline_ms"])
@@ -359,7 +358,7 @@ def _run_suite(
     runs = Suite(definition, settings, targeted, engine, bench_bar, about=about, policy_files=policy_files)
     files: list[Path] = []
     try:
-        for policy in facts.policies or plan.policies:
+        for policy in facts.policies or policies:
             last = None
             place = out / re.sub(r"[^\w.-]+", "-", policy)
             for last in runs.run(policy, place):

@@ -329,7 +329,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise RequestError if an engine can never serve a request. Every `EngineClient.submit` calls this first."""
     check_ids(request.prompt_ids, info.vocab_size)
     _check_salt(request.cache_salt)
-    check_draft_tag(request.draft_tag, info)
+    _check_draft_tag(request.draft_tag, info)
     if request.adapter and request.adapter not in info.adapters:
         raise RequestError(not_loaded(request.adapter, info.adapters), param="model", code=NOT_FOUND)
     thinking_ms = request.slo.thinking_tpot_ms
@@ -372,8 +372,7 @@ def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") ->
         )
 
 
-def check_draft_tag(tag: str, info: EngineInfo) -> None:
-    """Raise RequestError unless a tag is empty, so that the engine chooses, or the name of a draft."""
+def _check_draft_tag(tag: str, info: EngineInfo) -> None:
     if not tag or tag in info.drafts:
         return
     if info.drafts:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from adaserve_jax.constraints.tool_formats import FORMATS
-from adaserve_jax.engine.client import GenerateRequest, check_draft_tag
+from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.auth import Account, RateLimited
@@ -199,8 +199,6 @@ async def begin(
     thinks = isinstance(body, ChatBody) and marks_in(state) is not None
     targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits, thinks=thinks)
     salt, learn = account.salt(body.cache_salt), account.may_learn and body.learn is not False
-    draft_tag = body.draft_tag or ""
-    check_draft_tag(draft_tag, state.info)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
     chat = PLAIN_CHAT
     if isinstance(body, ChatBody):
@@ -232,7 +230,7 @@ async def begin(
                 cache_salt=salt,
                 learn=learn,
                 tenant=account.name,
-                draft_tag=draft_tag,
+                draft_tag=body.draft_tag or "",
                 max_wait_s=state.settings.max_queue_wait,
                 max_queue_s=targets.max_queue_s,
                 adapter=adapter,

@@ -132,6 +132,13 @@ def test_what_brought_nothing_is_tried_at_another_target(first):
         router.up(2)  # the one that failed says that it is well, and is used again
 
 
+def test_a_target_that_an_answer_shows_to_be_down_is_logged(caplog):
+    unfit = target(lambda _: error("503 Service Unavailable", "engine_restarting"))
+    with FakeServer(unfit) as one, routed(one.url, most_wait=0.0) as router:
+        assert router.post().status_code == 503
+    assert any(f"target {one.url.removeprefix('http://')} is down" in text for text in caplog.messages), caplog.messages
+
+
 def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
     cut = [STREAM, chunk(token("whole")), chunk(token("half")[:9]), "close"]
     with FakeServer(target(lambda _: cut)) as server, routed(server.url) as router:
@@ -145,7 +152,9 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
 
 @pytest.mark.parametrize("begun", [[], [STREAM, chunk(token("a"))]])
 def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
+    """Meanwhile the target is asked for nothing but its health, which would take its time too."""
     asked: list[int] = []
+    silent: list[str] = []
 
     def each(number: int):
         def generate(_):
@@ -153,7 +162,15 @@ def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
             return [*begun, "silence"] if number == asked[0] else whole(f"of {number}")
 
         alive = target(generate)
-        return lambda it: ["silence"] if it.route == "/health" and asked[:1] == [number] else alive(it)
+
+        def script(it):
+            if asked[:1] != [number]:
+                return alive(it)
+            if silent or it.route == "/health":
+                silent.append(it.route)
+            return ["silence"] if it.route == "/health" else alive(it)
+
+        return script
 
     fast = {"router": "round-robin", "poll_timeout": 0.3}
     with FakeServer(each(0)) as one, FakeServer(each(1)) as two, routed(one.url, two.url, **fast) as router:
@@ -162,6 +179,7 @@ def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
             assert json.loads(answered.text.split("\n\n")[1].removeprefix("data: "))["error"]["code"] == "target_lost"
         else:
             assert answered.json()["choices"][0]["text"] == f"of {asked[-1]}" and asked[0] != asked[-1]
+    assert set(silent) == {"/health"}
 
 
 def test_what_goes_on_at_a_target_that_is_slow_to_say_how_it_is_goes_on():

@@ -220,6 +220,38 @@ def test_only_behind_a_demanding_request_another_may_start_first(
     assert (started["second"] < started["first"]) is passes
 
 
+def test_a_start_without_targets_counts_beside_those_that_are_asked_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, others = Run.of(limits_of(), policy="adaserve"), []
+    sustains = run.scheduler.controller.sustains
+
+    def noted(need_rate: np.ndarray, beside: int, *rest, **options) -> bool:
+        others.append(beside)
+        return sustains(need_rate, beside, *rest, **options)
+
+    monkeypatch.setattr(run.scheduler.controller, "sustains", noted)
+    run.scheduler.add(request_of("runs", tokens=40, tpot_slo_s=0.1, ttft_slo_s=1.0))
+    run.step()
+    others.clear()
+    now = run.clock.now()
+    run.scheduler.add(request_of("first", arrival_s=now, priority=-2, tpot_slo_s=0.1, ttft_slo_s=9.0))
+    run.scheduler.add(request_of("free", arrival_s=now, priority=-1))
+    run.scheduler.add(request_of("second", arrival_s=now, tpot_slo_s=0.1, ttft_slo_s=9.0))
+    run.step()
+    assert len(run.scheduler.batch.running) == 4
+    assert others == [0, 1]
+
+
+def test_a_preempted_request_is_not_among_those_that_never_ran() -> None:
+    run = Run.of(limits_of(), policy="ar")
+    run.scheduler.add(request_of("runs"))
+    run.step()
+    (state,) = run.scheduler.batch.running
+    run.scheduler.batch.preempt(state)
+    run.scheduler.add(request_of("new"))
+    stats = run.scheduler.stats
+    assert (stats.waiting, stats.waiting_new) == (2, 1)
+
+
 def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the share of those that can still meet their target it would start sooner."""
     patient, due, started_s = planner.PATIENT_SHARE, planner.DUE_SHARE, {}

@@ -59,6 +59,13 @@ def test_the_tenant_that_was_served_less_goes_first() -> None:
     assert [waiting.start(5.0) for _ in range(6)] == ["a0", "b0", "a1", "a2", "b1", "a3"]
 
 
+def test_what_waits_is_listed_by_rank_whoever_sent_it() -> None:
+    waiting = Waiting()
+    for name, tenant, arrival_s in (("a0", "A", 0.0), ("a1", "A", 2.0), ("b0", "B", 1.0), ("b1", "B", 3.0)):
+        waiting.add(name, tenant, arrival_s)
+    assert [state.sequence.sequence_id for state in waiting.queue.first_on_time(3)] == ["a0", "b0", "a1"]
+
+
 def test_idle_time_saves_up_no_share() -> None:
     """A is at 10 + 2 x 45 = 100 when B comes: B begins at 100. A ends; C comes and is lifted to B's 100."""
     waiting = Waiting()

@@ -54,8 +54,11 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Packed(ABC):
-    """What the layouts share. group_size: inputs that share a scale; 0 for all. any_order: inputs of a group are
-    anywhere, and the file must say where; it may say so of others too."""
+    """Decode weights of a few bits from words of 32; the base of both layouts.
+
+    group_size: inputs that share a scale; 0 for all. any_order: inputs of a group are anywhere, and the file must say
+    where; it may say so of others too.
+    """
 
     bits: int
     group_size: int
