@@ -156,7 +156,8 @@ def number(value: float | str | None) -> str:
         return value
     if not isfinite(value) or value == int(value):
         return f"{value:.0f}"
-    return f"{value:.{max(0, 3 - floor(log10(abs(value))))}f}".rstrip("0").rstrip(".")
+    text = f"{value:.{max(0, 3 - floor(log10(abs(value))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def tables_of(figure: Figure, *, most_rows: int) -> tuple[Table, ...]:

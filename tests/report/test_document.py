@@ -12,7 +12,7 @@ from adaserve_jax.report.document import Figure, Panel, Series, number, tables_o
     [
         (None, ""), ("chat", "chat"), (0.0, "0"), (-0.25, "-0.25"), (3, "3"), (12345.0, "12345"), (0.1 + 0.2, "0.3"),
         (1234.5678, "1235"), (0.000123456, "0.0001235"), (1e-9, "0.000000001"), (1e20, "1" + 20 * "0"),
-        (float("inf"), "inf"),        (9.9999, "10"), (99.96, "99.96"),
+        (float("inf"), "inf"), (9.9999, "10"), (99.96, "99.96"), (1249.6, "1250"), (1999.7, "2000"), (9999.7, "10000"),
     ],
 )  # fmt: skip
 def test_numbers_have_four_digits_and_no_exponent(value, text):
