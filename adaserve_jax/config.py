@@ -42,7 +42,8 @@ class EngineConfig(Settings):
     )  # fmt: skip
     draft: PathText | None = setting(
         "demo", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo' or 'demo-head' for "
-        "an embedded one, or none: the engine drafts from text already seen (--policy ar: no speculation)",
+        "an embedded one, 'mtp' for the MTP layer of the target's checkpoint, or none: the engine drafts from text "
+        "already seen (--policy ar: no speculation)",
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(

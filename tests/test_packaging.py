@@ -42,16 +42,13 @@ AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + SAVE_LIMIT_S + records.CLOSE
 OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
 
 
-def options_of(command: str) -> set[str]:
-    group = typer.main.get_command(cli)
-    return {name for option in group.commands[command].params for name in option.opts}  # type: ignore[attr-defined]
-
-
 def check_command(words: list[str]) -> None:
     """`adaserve COMMAND --option value ...` is one that this command line knows."""
-    command, *rest = words
-    unknown = {word for word in rest if word.startswith("--")} - options_of(command)
-    assert not unknown, (command, unknown)
+    found = typer.main.get_command(cli)
+    while hasattr(found, "commands"):  # a group
+        found, words = found.commands[words[0]], words[1:]
+    unknown = {word for word in words if word.startswith("--")} - {n for option in found.params for n in option.opts}
+    assert not unknown, (found.name, unknown)
 
 
 def paths() -> set[str]:
@@ -122,6 +119,17 @@ def test_the_units_commands_exist_and_its_times_fit():
     assert "--exit-when-dead" in setting("ExecStart") and setting("Restart") == "on-failure"
     assert setting("KillMode") == "mixed", "the engine's process must not get the signal that drains the server"
     assert setting("ExecReload") == "/bin/kill -HUP $MAINPID"
+
+
+def test_the_drop_in_runs_a_cluster_of_the_units_server():
+    text = (DEPLOY / "systemd" / "adaserve.service.d" / "cluster.conf").read_text()
+    before, command = re.findall(r"(?m)^ExecStart=(.*)$", text)
+    assert before == "", "a second ExecStart adds to the first, unless that is cleared"
+    own, _, of_servers = command.removeprefix("/opt/adaserve/bin/adaserve ").partition(" -- ")
+    check_command(own.split())
+    assert of_servers and of_servers in setting("ExecStart")
+    check_command(["serve", *of_servers.split()])
+    assert re.search(r"(?m)^ExecReload=$", text), "a cluster ends on SIGHUP"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze to check the unit with")

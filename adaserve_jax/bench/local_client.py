@@ -10,7 +10,7 @@ from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult, OnFligh
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.config import MTP, MTP_LAYERS, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.results.schema import OWN_SYSTEM
@@ -98,8 +98,11 @@ class LocalBenchEngine(ClientEngine):
         observed = (lambda executor: RecordingExecutor(executor, self.recorder)) if record else None
         engine = LocalEngine(config, progress, observed)
         engine.start()
-        folders = resolve_folder(config.target, "target"), config.draft and resolve_folder(config.draft, "draft")
-        target_params, draft_params = (count_parameters(folder) if folder else None for folder in folders)
+        draft_params = None
+        if config.draft is not None:
+            folder = resolve_folder(config.draft, "draft", config.target)
+            draft_params = count_parameters(folder, MTP_LAYERS if config.draft == MTP else "")
+        target_params = count_parameters(resolve_folder(config.target, "target"))
         super().__init__(
             engine, self.encode, engine.set_policy, parameters=(target_params, draft_params),
             max_prefill_tokens=config.max_prefill_tokens,

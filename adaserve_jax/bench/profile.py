@@ -291,7 +291,7 @@ def measure_profile(
         if check_s > 0:
             trial = run_trial(executor, samples, baseline_s, check_s, seed=used.seed, progress=progress)
         acceptance = trial.acceptance if acceptance is None else acceptance
-        draft_folder = None if used.draft is None else resolve_folder(used.draft, "draft")
+        draft_folder = None if used.draft is None else resolve_folder(used.draft, "draft", used.target)
         return Profile(
             name=name or Path(used.target).name,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -26,6 +26,7 @@ from adaserve_jax.cli.report import report
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.cli.simulate import simulate
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.logs import log_to_stderr
 
 ERROR_STATUS = 2
 UsageError: Any = typer.BadParameter.__base__  # typer has a click of its own or imports the package, by its version
@@ -81,6 +82,7 @@ app.command("version", cls=Command, rich_help_panel="Other")(show_version)
 
 def main() -> None:
     """Run the command line; exits the process."""
+    log_to_stderr()
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="adaserve", standalone_mode=False)
     except AdaServeError as error:

@@ -144,7 +144,10 @@ def status(run_folder: Folder = None) -> None:
     by_url = {each["url"]: each for each in routed.get("targets", [])}
     for member in state["members"]:
         seen = by_url.get(member["address"])
-        use = "" if seen is None else f", {seen['state']} at the router, {seen['in_flight']} in flight"
+        use = ""
+        if seen is not None:
+            engine = f", its engine {seen['engine_restarts']}" if seen["engine_restarts"] else ""
+            use = f"{engine}, {seen['state']} at the router, {seen['in_flight']} in flight"
         detail = f" ({member['detail']})" if member["detail"] else ""
         typer.echo(
             f"  {member['name']:10} {member['phase']}{detail}, pid {member['pid']}, {member['address']}, "
@@ -184,6 +187,7 @@ def down(
 
     folder = _folder(run_folder)
     list(give_order(folder.socket, "down"))
+    typer.echo("the cluster stops; requests in flight finish first", err=True)
     while folder.is_held:
         time.sleep(LOOK_EVERY_S)
     typer.echo("the cluster has ended")

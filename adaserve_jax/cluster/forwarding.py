@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ crash all targets."""
 RETRY_WAIT_S = 0.5
 EVENT_END = b"\n\n"
 DONE = b"data: [DONE]\n\n"
+ERROR_EVENT = re.compile(rb'^(?:data: \{"error": ?\{|event: response\.failed$)', re.MULTILINE)
+"""How a target ends a stream that fails: an event of completions or chat, or of the Responses API."""
 MAX_EVENT_BYTES = 2**22
 """A longer event is sent on in pieces."""
 TAIL_BYTES = 4096
@@ -180,6 +183,9 @@ class RouterMetrics:
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
 
+    def count_answer(self, status: int) -> None:
+        self.answers.labels(str(status)).inc()
+
 
 class _TargetCollector(Collector):
     """Collector that reads the targets at each scrape."""
@@ -198,6 +204,7 @@ class _TargetCollector(Collector):
                 ("requests", "Requests sent to the target, each attempt counted."),
                 ("ejections", "Times that the target was found unfit after it was fit."),
                 ("cuts", "Streams that the target did not end."),
+                ("failures", "Streams that the target ended with an error."),
             )
         ]
         for target in self._targets:
@@ -261,7 +268,7 @@ class Forwarder:
             raise
         finally:
             self.in_flight -= 1
-            self._metrics.answers.labels(str(status)).inc()
+            self._metrics.count_answer(status)
 
     def abort_all(self) -> None:
         """End all requests as if their targets had disconnected."""
@@ -392,6 +399,7 @@ class Forwarder:
                     await send({"type": "http.response.body", "body": complete, "more_body": True})
                 started = True
             last = buffer.rest()
+            target.failures += ERROR_EVENT.search(buffer.tail) is not None
         except TargetLost as lost:
             if not started:
                 raise

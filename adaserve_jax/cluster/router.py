@@ -26,6 +26,7 @@ from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.cluster.settings import RouterSettings, checked_urls
 from adaserve_jax.cluster.targets import Balancer, TargetPoller, TargetSet
 from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.logs import log_to_stderr
 from adaserve_jax.server.auth import Keyring
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config
 from adaserve_jax.server.errors import ApiError
@@ -97,8 +98,10 @@ class RouterApp:
             return  # lifespan and websockets are not supported
         try:
             answer = await self._own_answer(scope, receive)
+            if answer is None and (refused := self._refusal(scope["path"])) is not None:
+                self.metrics.count_answer(refused.status_code)
+                answer = refused.response()
             if answer is None:
-                self._check_admission(scope["path"])
                 await self._forwarder(scope, receive, send)
                 return
         except ClientDisconnect:
@@ -109,20 +112,21 @@ class RouterApp:
             answer = ApiError(400, str(error), code="invalid_request").response()
         await answer(scope, receive, send)
 
-    def _check_admission(self, path: str) -> None:
-        """Raise ApiError for a request that is not forwarded."""
+    def _refusal(self, path: str) -> ApiError | None:
+        """Return the answer to a request that is not forwarded; None for any other."""
         if any(path == known or path.startswith(f"{known}/") for known in UNROUTED_PATHS):
-            raise ApiError(
+            return ApiError(
                 404, f"{path} is not routed: what it shows or keeps is one server's; ask that server", code="not_routed"
             )
         if self.phase == "draining":
-            raise unavailable("the router finishes what it has and takes nothing new", "shutting_down")
+            return unavailable("the router finishes what it has and takes nothing new", "shutting_down")
         most = self._router_settings.most_requests
         if self._forwarder.in_flight >= most:
-            raise ApiError(
+            return ApiError(
                 429, f"{most} requests are in flight, the most that this router takes; retry in a moment",
                 code="queue_full", headers={"retry-after": "1"},
             )  # fmt: skip
+        return None
 
     async def _own_answer(self, scope: Scope, receive: Receive) -> Response | None:
         """Answer a route of the router itself; return None for any other. Raises ApiError."""
@@ -139,9 +143,9 @@ class RouterApp:
             )
         if path != "/cluster" and not path.startswith("/cluster/"):
             return None
-        if path == "/cluster" and method in ("GET", "HEAD"):
+        if path in ("/cluster", "/cluster/targets") and method in ("GET", "HEAD"):
             self._authorize(scope, api_key_suffices=True)
-            return JSONResponse(self.status())
+            return JSONResponse(self.status() if path == "/cluster" else self.scrape_targets())
         self._authorize(scope, api_key_suffices=False)
         if method != "POST":
             raise ApiError(405, "expected POST", code="method_not_allowed", headers={"allow": "POST"})
@@ -167,6 +171,13 @@ class RouterApp:
             "status": status, "detail": detail, "router": self._router_settings.router,
             "in_flight": self._forwarder.in_flight, "targets": [target.status() for target in self.targets],
         }  # fmt: skip
+
+    def scrape_targets(self) -> list[dict[str, Any]]:
+        """Return the answer of GET /cluster/targets, in the format of Prometheus' HTTP service discovery."""
+        return [
+            {"targets": [target.name], "labels": {"__scheme__": target.url.partition("://")[0]}}
+            for target in self.targets
+        ]
 
     def _change_targets(self, order: str, fields: dict[str, Any]) -> None:
         """Carry out an order. Raises ApiError, ConfigError."""
@@ -233,6 +244,7 @@ def router_command(settings: RouterSettings, descriptor: int) -> tuple[tuple[str
 
 
 def main() -> None:
+    log_to_stderr()
     values = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     values["targets"] = tuple(values["targets"])
     try:

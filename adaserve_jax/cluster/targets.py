@@ -77,7 +77,7 @@ class RouterTarget:
     """One server behind the router.
 
     healthy: result of the last health check. drained: gets nothing new, by order. other_choices: choices in flight
-    that came from elsewhere, as of the last check.
+    that came from elsewhere, as of the last check. engine_restarts: how often its engine was started again, as it says.
     """
 
     def __init__(self, url: str):
@@ -92,7 +92,8 @@ class RouterTarget:
         self.exchanges: set[TargetExchange] = set()
         self.other_choices = 0
         self.tokens_per_event = TOKENS_PER_EVENT
-        self.requests = self.ejections = self.cuts = 0
+        self.engine_restarts = 0
+        self.requests = self.ejections = self.cuts = self.failures = 0
 
     @property
     def available(self) -> bool:
@@ -134,7 +135,8 @@ class RouterTarget:
         return {
             "url": self.url, "state": state, "detail": self.detail, "in_flight": len(self.in_flight),
             "choices": self.choices, "other_choices": self.other_choices, "requests": self.requests,
-            "ejections": self.ejections, "cuts": self.cuts,
+            "ejections": self.ejections, "cuts": self.cuts, "failures": self.failures,
+            "engine_restarts": self.engine_restarts,
         }  # fmt: skip
 
 
@@ -351,7 +353,9 @@ class TargetPoller:
     async def _health(self, target: RouterTarget) -> tuple[bool, str]:
         """Return whether the target takes requests, and the state it reports. Raises TargetLost."""
         status, body = await get(target, "/health")
-        state = (json_object(body) or {}).get("status") if status in (200, 503) else None
+        said = (json_object(body) or {}) if status in (200, 503) else {}
+        state, restarts = said.get("status"), said.get("restarts")
+        target.engine_restarts = restarts if isinstance(restarts, int) else 0
         return status == 200 and state == "ok", str(state or f"/health answered {status}")[:80]
 
     async def _learn(self, target: RouterTarget, facts: bool) -> None:

@@ -237,7 +237,9 @@ class Assembly:
         config = self.config
         if config.draft is None:
             return None
-        folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
+        folders = {
+            name: resolve_folder(folder, "draft", config.target) for name, folder in config.draft_folders.items()
+        }
         return make_router(
             config.route, folders, encode=self.tokenizer.encode,
             embedding=lambda: self.executor.draft_embedding(0).astype(np.float32),

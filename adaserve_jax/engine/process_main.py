@@ -26,6 +26,7 @@ import zmq
 from adaserve_jax.engine import ipc
 from adaserve_jax.engine.client import EngineClient, OutputChunk
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
+from adaserve_jax.logs import log_to_stderr
 
 HEARTBEAT_S = 0.25
 LAST_MESSAGES_MS = 1000
@@ -178,6 +179,7 @@ def find_factory(path: str | None) -> Callable[..., EngineClient]:
 
 def main(folder: str) -> int:
     """Run the engine until standard input ends; return the exit status."""
+    log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which drains first
     pipe = sys.stdin.fileno()
     start = read_start(pipe)

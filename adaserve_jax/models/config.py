@@ -20,6 +20,10 @@ from adaserve_jax.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from adaserve_jax.types import SamplingParams
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
+MTP = "mtp"
+"""Name of a draft that is the first MTP layer of its target's own checkpoint."""
+MTP_LAYERS = "model.mtp_layers."
+"""Beginning of the names of MTP layers' tensors."""
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
@@ -128,11 +132,12 @@ _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 @dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements. experts: names of experts, in a family that has them. activation: the setting that
-    names the activation, and the only value that the family has. gemma: norms by 1 + weight, also behind attention and
-    MLP, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
-    phi: queries, keys and values are one tensor, gate and up another; rotary embedding of a share of each head, scaled
-    by lists. sinks: each head has a score without a key.
+    `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, and what attention gives does not.
+    experts: names of experts, in a family that has them. activation: the setting that names the activation, and the
+    only value that the family has. mtp: checkpoints may have MTP layers behind those of the model. gemma: norms by 1 +
+    weight, also behind attention and MLP, and a scaled embedding. window_rope: layers with a window have a rotary base
+    of their own. phi: queries, keys and values are one tensor, gate and up another; rotary embedding of a share of each
+    head, scaled by lists. sinks: each head has a score without a key.
     """
 
     defaults: dict[str, Any]
@@ -145,6 +150,7 @@ class _Family:
     window_rope: bool = False
     phi: bool = False
     sinks: bool = False
+    mtp: bool = False
 
 
 _GEMMA = {
@@ -162,6 +168,12 @@ _FAMILIES = {
         frozenset({"sliding_window"}),
     ),
     "Qwen2ForCausalLM": _Family(_QWEN_DEFAULTS, frozenset({"sliding_window", "use_sliding_window"}), qkv_bias=True),
+    "MiMoForCausalLM": _Family(  # Qwen 2 with MTP layers; transformers lacks it
+        _QWEN_DEFAULTS,
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "auto_map"}),
+        qkv_bias=True,
+        mtp=True,
+    ),
     "Qwen3ForCausalLM": _Family(
         _QWEN_DEFAULTS | {"head_dim": 128},
         frozenset({"attention_bias", "sliding_window", "use_sliding_window"}),
@@ -202,6 +214,7 @@ _ARCHITECTURE_OF_TYPE = {
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
     "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM",
+    "mimo": "MiMoForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -315,7 +328,8 @@ class ModelConfig:
     they stay. rotary_dim: features of each head, the first ones, that are rotated; None: all. sinks: each head has a
     score without a key. fused_tensors: checkpoints hold queries, keys and values as one tensor, and gate and up.
     eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
-    Medusa heads, likewise; they have no layers.
+    Medusa heads, likewise; they have no layers. mtp_layers: MTP layers in the checkpoint, which are no part of the
+    model. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -354,17 +368,38 @@ class ModelConfig:
     sinks: bool = False
     eagle3: Eagle3Config | None = None
     medusa: MedusaConfig | None = None
+    mtp_layers: int = 0
+    is_mtp: bool = False
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
     @property
     def is_head(self) -> bool:
         """Return True for a head, which reads its target's features and has no tokenizer."""
-        return self.eagle3 is not None or self.medusa is not None
+        return self.is_mtp or self.eagle3 is not None or self.medusa is not None
 
     @property
     def head_name(self) -> str:
         """Return what kind of head this is, for messages."""
+        if self.is_mtp:
+            return "an MTP layer"
         return "an EAGLE-3 head" if self.medusa is None else "a set of Medusa heads"
+
+    def mtp_head(self) -> ModelConfig:
+        """Return the first MTP layer of this model's checkpoint as a head.
+
+        Raises UnsupportedModelError: the checkpoint has none.
+        """
+        if not self.mtp_layers:
+            raise UnsupportedModelError(
+                f"draft {MTP!r} is the MTP layer of the target's own checkpoint, whose config.json names none "
+                "(num_nextn_predict_layers); give a draft's folder, or none"
+            )
+        return replace(self, num_layers=1, windows=(), mtp_layers=0, is_mtp=True)
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Features of one layer of the target that this head reads."""
+        return self.hidden_size if self.eagle3 is None else self.eagle3.target_hidden_size
 
     def feature_layers(self, target_layers: int) -> tuple[int, ...]:
         """Return the layers of a target with so many whose outputs this head reads; `target_layers`: the output of the
@@ -374,7 +409,7 @@ class ModelConfig:
         """
         if self.eagle3 is not None:
             return self.eagle3.layers_of(target_layers)
-        return () if self.medusa is None else (target_layers,)
+        return (target_layers,) if self.is_head else ()
 
     def check_target(self, target: ModelConfig) -> None:
         """Check that this head fits a target.
@@ -382,10 +417,11 @@ class ModelConfig:
         Raises CheckpointError: their sizes differ; UnsupportedModelError: the target has too few layers.
         """
         assert self.is_head
-        hidden = ("hidden_size", self.hidden_size)
-        if self.eagle3 is not None:
-            hidden = ("target_hidden_size", self.eagle3.target_hidden_size)
-        for (name, own), its in ((hidden, target.hidden_size), (("vocab_size", self.vocab_size), target.vocab_size)):
+        hidden = "hidden_size" if self.eagle3 is None else "target_hidden_size"
+        for name, own, its in (
+            (hidden, self.target_hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ):
             if own != its:
                 raise CheckpointError(
                     f"the draft is {self.head_name} whose {name} is {own}, and its target's is {its}; use a head that "
@@ -426,6 +462,15 @@ class ModelConfig:
     def experts_of(self, layer: int) -> ExpertConfig | None:
         """Return a layer's experts; None: it has an MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    @classmethod
+    def of_draft(cls, name: str, folder: Path) -> ModelConfig:
+        """Read the configuration of a draft of this name, a model or a head, in the folder of `resolve_folder`.
+
+        Raises CheckpointError, UnsupportedModelError: as `from_folder` and `mtp_head` do.
+        """
+        config = cls.from_folder(folder, may_be_head=True)
+        return config.mtp_head() if name == MTP else config
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, may_be_head: bool = False) -> ModelConfig:
@@ -487,7 +532,7 @@ class ModelConfig:
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or biased,
-            out_bias=biased,
+            out_bias=biased and not family.qkv_bias,
             mlp_bias=bool(values.get("mlp_bias")),
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
@@ -507,6 +552,7 @@ class ModelConfig:
             fused_tensors=family.phi,
             sinks=family.sinks,
             eagle3=_eagle3(values) if is_head else None,
+            mtp_layers=_mtp_layers(values) if family.mtp else 0,
             weight_format=read_format(values),
         )
 
@@ -542,6 +588,11 @@ def _eagle3(values: Settings) -> Eagle3Config:
         raise reading.wrong("eagle_aux_hidden_state_layer_ids", layers, "three layers of the target, from 0")
     hidden = values.integer("target_hidden_size", default=values.integer("hidden_size"))
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
+
+
+def _mtp_layers(values: Settings) -> int:
+    given = values.get("num_nextn_predict_layers")
+    return values.integer("num_nextn_predict_layers") if given else 0
 
 
 def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:
@@ -706,12 +757,17 @@ def _number(given: Settings, name: str, most: float, least: float = 0.0) -> floa
     return float(value)
 
 
-def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -> Path:
-    """Return the checkpoint folder of a name: the embedded pair's for "demo", the EAGLE-3 head's for "demo-head", else
-    the path itself.
+def resolve_folder(
+    name_or_path: str | Path, role: Literal["target", "draft"], target: str | Path | None = None
+) -> Path:
+    """Return the checkpoint folder of a name: the embedded pair's for "demo", the EAGLE-3 head's for "demo-head", for
+    "mtp" the target's, else the path itself.
 
-    Raises CheckpointError: there is no such folder.
+    target: name of a draft's target, where the draft may lie in its checkpoint. Raises CheckpointError: there is no
+    such folder.
     """
+    if role == "draft" and str(name_or_path) == MTP and target is not None:
+        return resolve_folder(target, "target")
     embedded = {"demo": role, "demo-head": "head"} if role == "draft" else {"demo": role}
     name = embedded.get(str(name_or_path))
     folder = Path(name_or_path).expanduser() if name is None else DEMO_FOLDER / name

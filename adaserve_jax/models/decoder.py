@@ -89,17 +89,18 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Pa
 
 
 def reduce_features(params: Params, config: ModelConfig, features: jax.Array) -> jax.Array:
-    """Return an EAGLE-3 head's first feature of each position, f32[d, T], from the target's, f[F, T].
+    """Return a head's first feature of each position, f32[d, T], from the target's, f[F, T].
 
-    F: `Eagle3Config.feature_size`, the outputs of three of the target's layers one below another.
+    An EAGLE-3 head reduces the outputs of three of the target's layers, one below another, F =
+    `Eagle3Config.feature_size`. An MTP layer reads the target's output after its last norm as it is.
     """
-    return _merge(params, config, WHOLE).fc(features)
+    return features.astype(jnp.float32) if config.is_mtp else _merge(params, config, WHOLE).fc(features)
 
 
 def decode_head(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, features: jax.Array, attend: Attend
 ) -> jax.Array:
-    """Run an EAGLE-3 head on tokens, i32[T], and the feature of the position before each, f[d, T].
+    """Run an EAGLE-3 head or an MTP layer on tokens, i32[T], and the feature of the position before each, f[d, T].
 
     That feature is the target's (`reduce_features`), or the head's own where the head is a position further on. Returns
     its own features, f32[d, T]: `logits` takes them, and so does the next position.
@@ -230,7 +231,7 @@ class Decoder(nnx.Module):
     """The whole model: tokens and positions, i32[T], to f[d, T] after the final norm.
 
     An EAGLE-3 head is one layer of it, with `fc` before and a head over its own vocabulary behind: `head_row`, i32[V],
-    is each token's row there.
+    is each token's row there. An MTP layer is one too: `fc` reads feature and token, each behind a norm.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition = WHOLE):
@@ -246,6 +247,9 @@ class Decoder(nnx.Module):
             if rows < config.vocab_size:
                 tokens = jnp.arange(config.vocab_size, dtype=jnp.int32)
                 self.head_row = nnx.Param(jnp.where(tokens < rows, tokens, -1), logical_axes=("vocab",))
+        if config.is_mtp:
+            self.hidden_norm, self.token_norm = (RMSNorm(config.hidden_size, config, dtype) for _ in range(2))
+            self.fc = Linear(config.hidden_size, 2 * config.hidden_size, ("residual", "features"), rngs, dtype)
         if not config.tie_embeddings:
             self.head = Linear(rows, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
@@ -274,7 +278,11 @@ class Decoder(nnx.Module):
     ) -> jax.Array:  # fmt: skip
         rotary = rotary_angles(positions, self.config)
         embedded = self.embed.rows(tokens).T
-        return self.layers[0](features.astype(jnp.float32), rotary, 0, attend, None, None, embedded)
+        x = features.astype(jnp.float32)
+        if not self.config.is_mtp:
+            return self.layers[0](x, rotary, 0, attend, None, None, embedded)
+        x = self.fc(jnp.concatenate([self.hidden_norm(x), self.token_norm(embedded)]))
+        return self.norm(self.layers[0](x, rotary, 0, attend, None, None))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         if self.config.eagle3 is not None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.config import MedusaConfig, ModelConfig
+from adaserve_jax.models.config import MTP_LAYERS, MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
@@ -77,6 +77,8 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
     """Check all weights, and return the function that reads each. target: as for `load_params`."""
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if is_converted(folder):
+        if config.is_mtp:
+            raise CheckpointError(f"{folder}: a converted folder has no MTP layers; give the checkpoint as published")
         converted = ConvertedFiles(folder, shapes)
         return {name: partial(converted.read_rows, name) for name in shapes}
     sources = {name: hf_tensors(name, config) for name in shapes if name != HEAD_ROW}
@@ -90,7 +92,9 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
         if not set(sources["embed"]) <= files.names:
             elsewhere["embed"] = _target_embedding(folder, config, target)
             del sources["embed"]
-    if config.medusa is not None:  # heads may lie in one checkpoint with the target that they were trained in
+    if config.mtp_layers:
+        optional += tuple(name for name in files.names if name.startswith(MTP_LAYERS))
+    if config.is_mtp or config.medusa is not None:  # a head may lie in one checkpoint with its target
         optional = tuple(files.names)
     files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
     return elsewhere | {
@@ -281,6 +285,13 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "head": {"lm_head.weight": (config.vocab_size if head is None else head.draft_vocab_size, d)},
         "fc": {"fc.weight": (d, 0 if head is None else head.feature_size)},
     }
+    if config.is_mtp:
+        top |= {
+            "norm": {f"{MTP_LAYERS}0.final_layernorm.weight": (d,)},
+            "fc": {f"{MTP_LAYERS}0.input_proj.weight": (d, 2 * d)},
+            "hidden_norm": {f"{MTP_LAYERS}0.hidden_layernorm.weight": (d,)},
+            "token_norm": {f"{MTP_LAYERS}0.token_layernorm.weight": (d,)},
+        }
     if name in top:
         return top[name]
     inputs = d if head is None else 2 * d
@@ -307,6 +318,8 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = {module: shape[:1] if rest else shape for module, shape in modules[part].items()}
     suffix = "bias" if rest else "weight"
     layer = f"model.layers.{index}" if head is None else "midlayer"
+    if config.is_mtp:
+        layer = f"{MTP_LAYERS}{index}"
     return {f"{layer}.{module}.{suffix}": shape for module, shape in shapes.items()}
 
 

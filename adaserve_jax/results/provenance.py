@@ -51,15 +51,16 @@ def code_and_machine(package_version: str) -> dict[str, Any]:
     return {"commit": source_commit(), "package_version": package_version, "machine": machine_name()}
 
 
-def count_parameters(folder: Path) -> int | None:
+def count_parameters(folder: Path, begins: str = "") -> int | None:
     """Return the number of parameters of a checkpoint, from the headers of its safetensors or of the arrays that
-    `adaserve convert` wrote; None if there are none to read."""
+    `adaserve convert` wrote; None if there are none to read. begins: how the names of the tensors to count begin."""
     files = sorted(folder.glob("*.safetensors"))
     arrays = sorted(folder.glob("weights/*/zarr.json"))
     try:
         if files:
             headers = [_header(path) for path in files]
-            return sum(math.prod(each["shape"]) for h in headers for name, each in h.items() if name != "__metadata__")
+            named = [(name, each) for header in headers for name, each in header.items() if name != "__metadata__"]
+            return sum(math.prod(each["shape"]) for name, each in named if name.startswith(begins))
         return sum(math.prod(json.loads(path.read_text())["shape"]) for path in arrays) if arrays else None
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None

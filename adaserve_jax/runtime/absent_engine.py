@@ -98,11 +98,11 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
     if config.num_processes > 1:
         raise ConfigError(f"--device plans one process, got num_processes {config.num_processes}; leave it out")
     folder = resolve_folder(config.target, "target")
-    drafts = [resolve_folder(path, "draft") for path in config.draft_folders.values()]
+    drafts = [resolve_folder(path, "draft", config.target) for path in config.draft_folders.values()]
     target = ModelConfig.from_folder(folder).for_context(config.max_context)
     draft = None
     if drafts:
-        draft = ModelConfig.from_folder(drafts[0], may_be_head=True).for_context(config.max_context)
+        draft = ModelConfig.of_draft(str(config.draft), drafts[0]).for_context(config.max_context)
     pair = ModelPair(folder, target, draft, tuple(drafts))
     return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 

@@ -77,8 +77,13 @@ def find_pair(config: EngineConfig) -> ModelPair:
     tokenizer = Tokenizer.from_folder(target_folder)
     first, folders, vocabularies = None, [], []
     for name, path in config.draft_folders.items():
-        folder = resolve_folder(path, "draft")
-        draft = ModelConfig.from_folder(folder, may_be_head=True).for_context(config.max_context)
+        folder = resolve_folder(path, "draft", config.target)
+        draft = ModelConfig.of_draft(path, folder).for_context(config.max_context)
+        if draft.is_mtp and config.learning is not None:
+            raise ConfigError(
+                f"learning needs a draft in a folder of its own, got {path!r}; train an EAGLE-3 head by `adaserve "
+                "distill --head eagle3`, or leave the learning out"
+            )
         if draft.eagle3 is not None and not has_own_embedding(folder):
             draft = replace(draft, eagle3=replace(draft.eagle3, shares_embedding=True))
         first = first or draft

@@ -46,15 +46,15 @@ class Forward(NamedTuple):
 
 class Root(NamedTuple):
     """Result of a catch-up, from which a search begins: logits f32[R, V] after each row's last token, and with a head
-    the feature there, f32[d, R]: an EAGLE-3 head's own, the target's for Medusa heads."""
+    the feature there, f32[d, R]: an EAGLE-3 head's or an MTP layer's own, the target's for Medusa heads."""
 
     logits: jax.Array
     feature: jax.Array | None = None
 
 
 class _BeamCarry(NamedTuple):
-    """K and V of a beam search's nodes, [L, R, K, N, D] each, and with an EAGLE-3 head the newest level's features,
-    f32[R, W, d]."""
+    """K and V of a beam search's nodes, [L, R, K, N, D] each, and with an EAGLE-3 head or an MTP layer the newest
+    level's features, f32[R, W, d]."""
 
     k: jax.Array
     v: jax.Array
@@ -132,9 +132,7 @@ class ModelPrograms:
             return self.partition.without_copies(mixed, k.shape[0])
 
         if feature_pool is not None:
-            assert self.config.eagle3 is not None
-            size = self.config.eagle3.target_hidden_size
-            features = self._target_features(feature_pool, fields, pools.page_size, size)
+            features = self._target_features(feature_pool, fields, pools.page_size, self.config.target_hidden_size)
             features = reduce_features(params, self.config, features)
             hidden = decode_head(params, self.config, fields["token"], fields["position"], features, attend)
             return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))

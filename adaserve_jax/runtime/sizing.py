@@ -461,8 +461,11 @@ def _int4_obstacle(config: ModelConfig, partition: Partition) -> str:
 
 def shared_weights(draft: ModelConfig, quantize: str) -> tuple[str, ...]:
     """Return the weights that a draft uses of its target's. quantize: of the target; a head cannot compute in int8."""
-    shares = draft.eagle3 is not None and draft.eagle3.shares_embedding and quantize == "none"
-    return ("embed",) if shares else ()
+    if quantize != "none":
+        return ()
+    if draft.is_mtp:
+        return ("embed",) if draft.tie_embeddings else ("embed", "head")
+    return ("embed",) if draft.eagle3 is not None and draft.eagle3.shares_embedding else ()
 
 
 def weight_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:

@@ -167,6 +167,7 @@ def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvico
         app,
         http=protocol,
         ws="none",
+        log_config=None,  # that of the process (adaserve_jax.logs)
         log_level=settings.log_level,
         access_log=settings.log_level in ("info", "debug"),
         h11_max_incomplete_event_size=settings.max_header_bytes,
@@ -203,13 +204,14 @@ StateT = TypeVar("StateT", bound=Drainable)
 class DrainingServer(uvicorn.Server, Generic[StateT]):
     """uvicorn's server that takes nothing new after SIGTERM or SIGINT and lets requests in flight finish.
 
-    They get `shutdown_timeout` seconds; a second signal stops it at once.
+    They get `shutdown_timeout` seconds. A second signal ends them with an error at once, a third the server.
     """
 
     def __init__(self, config: uvicorn.Config, state: StateT):
         super().__init__(config)
         self.state = state
         self._drain: asyncio.Task[None] | None = None
+        self._hurried = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -218,8 +220,11 @@ class DrainingServer(uvicorn.Server, Generic[StateT]):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; the base class would close connections at once and re-raise the signal afterwards."""
-        if self._loop is None or self.state.phase == "draining":
+        if self._loop is None or self._hurried:
             self.should_exit = self.force_exit = True
+            return
+        if self.state.phase == "draining":
+            self._hurried = True
             return
         self.state.drain()
         self._loop.call_soon_threadsafe(self.begin_drain)
@@ -232,12 +237,14 @@ class DrainingServer(uvicorn.Server, Generic[StateT]):
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Wait until all responses are sent or the time is up, stop what is left, then let the server exit."""
+        """Wait until all responses are sent, the time is up or a second signal came; stop what is left; then let the
+        server exit."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.state.settings.shutdown_timeout
-        while (self.state.is_busy or self.is_answering()) and loop.time() < end:
+        while (self.state.is_busy or self.is_answering()) and loop.time() < end and not self._hurried:
             await asyncio.sleep(POLL_S)
-        while self.state.is_busy and loop.time() < end + ABORT_GRACE_S:
+        end = loop.time() + ABORT_GRACE_S
+        while self.state.is_busy and loop.time() < end:
             self.state.abort_all()  # repeatedly: a long prompt may be submitted only now
             await asyncio.sleep(POLL_S)
         self.should_exit = True

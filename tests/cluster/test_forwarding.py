@@ -150,6 +150,43 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
     assert failure["code"] == "target_lost" and failure["type"] == "service_unavailable"
 
 
+@pytest.mark.parametrize("last", [
+    b'data: {"error": {"message": "m", "type": "t", "param": null, "code": "engine_restarting"}}\n\n',
+    b'event: response.failed\ndata: {"type":"response.failed"}\n\n',
+])  # fmt: skip
+def test_a_stream_that_its_target_ends_with_an_error_counts_as_failed(last):
+    broken, whole_one = stream(token("a"), last), events('\\"error\\": {')
+    asked: list[int] = []
+
+    def generate(_):
+        asked.append(1)
+        return broken if len(asked) == 1 else whole_one
+
+    with FakeServer(target(generate)) as server, routed(server.url) as router:
+        assert last.decode() in router.post(stream=True).text
+        assert router.post(stream=True).status_code == 200
+        (shown,) = router.router.status()["targets"]
+        assert (shown["failures"], shown["cuts"], shown["state"]) == (1, 0, "up")
+        assert "adaserve_router_failures_total" in router.http.get("/metrics").text
+
+
+def test_the_targets_addresses_are_told_to_prometheus_and_their_restarts_to_whoever_asks():
+    healthy = answer("200 OK", b'{"status":"ok","detail":"","restarts":3}')
+    script = target(lambda _: whole())
+    with FakeServer(lambda it: healthy if it.route == "/health" else script(it)) as server, routed(server.url) as router:
+        name = server.url.removeprefix("http://")
+        found = router.http.get("/cluster/targets")
+        assert found.json() == [{"targets": [name], "labels": {"__scheme__": "http"}}]
+        assert found.headers["content-type"] == "application/json"
+        assert router.http.get("/cluster").json()["targets"][0]["engine_restarts"] == 3
+
+
+def test_what_the_router_refuses_itself_is_counted():
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, most_requests=1) as router:
+        assert router.http.get("/dashboard").status_code == 404
+        assert 'adaserve_router_answers_total{status="404"} 1.0' in router.http.get("/metrics").text
+
+
 @pytest.mark.parametrize("begun", [[], [STREAM, chunk(token("a"))]])
 def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
     """Meanwhile the target is asked for nothing but its health, which would take its time too."""
@@ -333,6 +370,7 @@ def test_orders_need_the_token():
         assert router.states()[server.url] == "up"
     with FakeServer(target(lambda _: whole())) as server, routed(server.url, api_key="sk-operator") as router:
         assert router.http.get("/cluster").status_code == router.http.get("/metrics").status_code == 401
+        assert router.http.get("/cluster/targets").status_code == 401
         key = {"authorization": "Bearer sk-operator"}
         assert router.http.get("/cluster", headers=key).status_code == 200
         assert router.http.post("/cluster/drain", json={}, headers=key).status_code == 403  # no token was given

@@ -227,6 +227,29 @@ def write_eagle3(
     return folder
 
 
+def write_mimo(folder: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
+    """Write a checkpoint of MiMo's architecture, with an MTP layer behind the model's layers; return the folder."""
+    wanted = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
+    wanted |= {"num_nextn_predict_layers": 1}
+    write_checkpoint(folder, seed=seed, **wanted | config_overrides)
+    config = json.loads((folder / "config.json").read_text())
+    rng = np.random.default_rng(seed + 1)
+    d, last = config["hidden_size"], config["num_hidden_layers"]
+    # the MTP layer is one layer more than the model's own
+    tensors = random_tensors(config | {"num_hidden_layers": last + 1}, seed)
+    for name, tensor in list(tensors.items()):
+        module, _, _ = name.rpartition(".")
+        if module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj"):
+            tensors[f"{module}.bias"] = rng.standard_normal(len(tensor))
+    own, layer = f"model.layers.{last}.", "model.mtp_layers.0."
+    tensors = {name.replace(own, layer): tensor for name, tensor in tensors.items()}
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{layer}{name}.weight"] = rng.uniform(0.5, 1.5, d)
+    tensors[f"{layer}input_proj.weight"] = rng.standard_normal((d, 2 * d)) * 1.5 / np.sqrt(2 * d)
+    write_tensors(folder, {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    return folder
+
+
 def write_medusa(
     folder: Path, *, seed: int = 0, size: int = 32, vocab_size: int = 320, heads: int = 3, blocks: int = 1
 ) -> Path:

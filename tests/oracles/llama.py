@@ -1,5 +1,5 @@
-"""The whole Llama or Mixtral model in NumPy float64, token by token features, from a checkpoint folder. Shares no code
-with the package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
+"""The whole Llama, Mixtral or MiMo model in NumPy float64, token by token features, from a checkpoint folder. Shares no
+code with the package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def oracle_logits(
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         h = _norm(x, w[p + "input_layernorm.weight"], eps)
-        q = (h @ w[p + "self_attn.q_proj.weight"].T).reshape(count, heads, dim)
-        k = (h @ w[p + "self_attn.k_proj.weight"].T).reshape(count, kv_heads, dim)
-        v = (h @ w[p + "self_attn.v_proj.weight"].T).reshape(count, kv_heads, dim)
+        q, k, v = (
+            (h @ w[f"{p}self_attn.{each}_proj.weight"].T + w.get(f"{p}self_attn.{each}_proj.bias", 0.0))
+            .reshape(count, -1, dim) for each in "qkv"
+        )  # fmt: skip
         q, k = _rope(q, positions, theta), _rope(k, positions, theta)
         mixed = np.empty((count, heads, dim))
         for head in range(heads):

@@ -86,14 +86,14 @@ def _check_tree(found: Any, row: int, head: Head, root: np.ndarray) -> None:
     assert (found.log_f[row] > -np.inf).sum() == DEPTH * WIDTH
     logits = {-1: head.logits(root)}
     features = {-1: root}
-    fed = len(head.keys)
+    fed = len(head.attention.keys)
     paths: dict[int, list[int]] = {-1: []}
     for node in range(DEPTH * WIDTH):
         token, parent = int(found.token[row][node]), int(found.parent[row][node])
         scores = logits[parent]
         assert abs(found.log_q[row][node] - (scores - np.logaddexp.reduce(scores))[token]) < 1e-4
         paths[node] = [*paths[parent], node]
-        del head.keys[fed:], head.values[fed:]
+        head.attention.forget(fed)
         feature = root
         for step in paths[node]:
             feature = head.step(int(found.token[row][step]), feature)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -112,6 +113,26 @@ def test_a_drain_that_takes_too_long_ends_the_requests():
         program.process.send_signal(signal.SIGINT)
         assert '"code": "aborted"' in streaming.read().decode()
         code, _, err = program.end()
+    assert code == 0, err
+
+
+def test_a_second_signal_ends_the_requests_with_an_error():
+    with Program(timeout=600.0) as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        slow = {"prompt": "slow", "max_tokens": 500}
+        request = program.http.build_request("POST", "/v1/completions", json=slow | {"stream": True})
+        streaming = program.http.send(request, stream=True)
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: answers.append(program.http.post("/v1/completions", json=slow)))
+        waiting.start()
+        wait_until(lambda: "adaserve_requests_running 2" in program.http.get("/metrics").text)
+        program.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: program.status("/ready") == 503)
+        program.process.send_signal(signal.SIGTERM)
+        assert '"code": "aborted"' in streaming.read().decode()
+        waiting.join()
+        code, _, err = program.end()
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "aborted"
     assert code == 0, err
 
 

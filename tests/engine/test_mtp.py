@@ -1,0 +1,28 @@
+"""An MTP layer as the draft of an engine: the text is the target's own under every policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaserve_jax import LLM, SLO, SamplingParams
+from tests.engines import EXACT
+from tests.models.checkpoints import write_mimo
+
+PROMPTS = ["the cat", "a the a the a the", "in", "thing in the ring"]
+
+
+def _texts(llm: LLM, policy: str) -> list[list[int]]:
+    llm.set_policy(policy)
+    params = [
+        SamplingParams(max_tokens=16, temperature=0.5 * (seed % 2), seed=seed, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+    return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
+
+
+def test_the_text_is_the_targets(tmp_path: Path) -> None:
+    with LLM(target=str(write_mimo(tmp_path)), draft="mtp", **EXACT | {"max_context": 64}) as llm:
+        expected = _texts(llm, "ar")
+        for policy in ("spec:2", "adaserve", "adaserve@model", "adaserve@suffix+model"):
+            assert _texts(llm, policy) == expected, policy
+            assert llm.stats().scheduler.draft_tokens > 0

@@ -1,0 +1,137 @@
+"""The MTP layer of a MiMo checkpoint computes what a float64 oracle and torch do, and the model beside it is Qwen 2's."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import attend_dense, decode_head, init_params, logits, param_specs, reduce_features
+from adaserve_jax.models.export import convert
+from adaserve_jax.models.loading import load_params
+from tests.models.checkpoints import write_checkpoint, write_mimo, write_tensors
+from tests.oracles.mtp import LAYER, MtpLayer
+
+FED, DRAFTED = 9, 4
+
+
+def _draft(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Logits f[DRAFTED + 1, V] after the fed tokens, and after each of the rest, which read the layer's features."""
+    config = ModelConfig.of_draft("mtp", folder)
+    params = load_params(folder, config)
+    before = reduce_features(params, config, jnp.asarray(features.T))
+    found = []
+    for count in range(len(features), len(tokens) + 1):
+        out = decode_head(
+            params, config, jnp.asarray(tokens[:count], jnp.int32), jnp.arange(count), before, attend_dense(config)
+        )
+        found.append(np.asarray(logits(params, config, out[:, -1:]))[0])
+        before = jnp.concatenate([before, out[:, -1:]], axis=1)
+    return np.array(found)
+
+
+def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 320, FED + DRAFTED), rng.standard_normal((FED, 32)).astype(np.float32)
+
+
+def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path) -> None:
+    folder = write_mimo(tmp_path)
+    tokens, features = _inputs(1)
+    oracle = MtpLayer(folder)
+    feature = oracle.read_target(tokens[:FED].tolist(), features)
+    expected = [oracle.logits(feature)]
+    for token in tokens[FED:].tolist():
+        feature = oracle.step(token, feature)
+        expected.append(oracle.logits(feature))
+    np.testing.assert_allclose(_draft(folder, tokens, features), expected, atol=1e-4)
+
+
+@pytest.mark.torch
+def test_logits_equal_torch(tmp_path: Path) -> None:
+    folder = write_mimo(tmp_path)
+    tokens, features = _inputs(2)
+    theirs = _torch_logits(folder, tokens[:FED], features)
+    np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
+
+
+def _torch_logits(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Logits f[V] after the last token, of a layer put together from transformers' parts of a Qwen 2 layer."""
+    import torch
+    from transformers import Qwen2Config
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+    given = json.loads((folder / "config.json").read_text())
+    kept = {name: given[name] for name in given if name not in ("architectures", "model_type")}
+    config = Qwen2Config(**kept, attn_implementation="eager")
+    w = {name: torch.as_tensor(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    own = {name.removeprefix(LAYER): tensor for name, tensor in w.items() if name.startswith(LAYER)}
+    norms = {}
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        norms[name] = qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norms[name].weight.data = own.pop(f"{name}.weight")
+    projection = own.pop("input_proj.weight")
+    layer = qwen2.Qwen2DecoderLayer(config, 0)
+    layer.load_state_dict(own)
+    count = len(tokens)
+    with torch.no_grad():
+        embedded = norms["token_layernorm"](w["model.embed_tokens.weight"][torch.as_tensor(tokens)][None])
+        both = torch.cat([norms["hidden_layernorm"](torch.as_tensor(features)[None]), embedded], dim=-1)
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        x = both @ projection.T
+        rotary = qwen2.Qwen2RotaryEmbedding(config)(x, torch.arange(count)[None])
+        out = layer(x, position_embeddings=rotary, attention_mask=mask)
+        out = out[0] if isinstance(out, tuple) else out
+        return (w["lm_head.weight"] @ norms["final_layernorm"](out)[0, -1]).numpy()
+
+
+def test_the_model_is_read_as_qwen2(tmp_path: Path) -> None:
+    """It has shape and weights of a Qwen 2 checkpoint of the same tensors, and those are compared with transformers."""
+    folder = write_mimo(tmp_path / "mimo")
+    config = ModelConfig.from_folder(folder)
+    plain = tmp_path / "qwen2"
+    plain.mkdir()
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_bias": None}
+    given = json.loads((folder / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(given | qwen2))
+    tensors = load_file(folder / "model.safetensors")
+    write_tensors(plain, {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)})
+    assert config.mtp_layers == 1
+    assert replace(config, mtp_layers=0) == ModelConfig.from_folder(plain)
+    ours, theirs = load_params(folder, config), load_params(plain, ModelConfig.from_folder(plain))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        np.testing.assert_array_equal(weight, theirs[name])
+
+
+def test_random_parameters_fit_their_specs(tmp_path: Path) -> None:
+    config = ModelConfig.of_draft("mtp", write_mimo(tmp_path))
+    assert {name: weight.shape for name, weight in init_params(config, 0).items()} == {
+        name: shape for name, (shape, _) in param_specs(config).items()
+    }
+
+
+def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+    none = "draft 'mtp' is the MTP layer of the target's own checkpoint, whose config.json names none"
+    for folder in (
+        write_checkpoint(tmp_path / "llama"), write_mimo(tmp_path / "mimo", num_nextn_predict_layers=0),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match=re.escape(none)):
+            ModelConfig.of_draft("mtp", folder)
+    folder = write_mimo(tmp_path / "cut")
+    tensors = load_file(folder / "model.safetensors")
+    write_tensors(folder, {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)})
+    with pytest.raises(CheckpointError, match=r"model\.mtp_layers\.0\.[a-z_.]+ is missing"):
+        load_params(folder, ModelConfig.of_draft("mtp", folder))
+    converted = tmp_path / "converted"
+    convert(folder, converted)
+    with pytest.raises(CheckpointError, match="a converted folder has no MTP layers; give the checkpoint as published"):
+        load_params(converted, ModelConfig.of_draft("mtp", converted))
