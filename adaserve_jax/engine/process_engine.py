@@ -40,6 +40,8 @@ from adaserve_jax.types import Progress
 
 HEARTBEAT_LIMIT_S = 60.0
 """Silence after which the engine process is killed."""
+LAST_LOOK_MS = 250
+"""ZeroMQ's thread hands over what the child sent at last so long after the child has ended, or sooner."""
 LOOK_LIMIT_S = 1.0
 """Most silence that one look for messages counts."""
 CLOSE_LIMIT_S = 15.0
@@ -239,7 +241,7 @@ class ProcessEngine:
             died = None if self._closing else self._reported_death  # while it closes it may have much to save
             if died is not None and time.monotonic() - died[0] > DYING_LIMIT_S:
                 child.kill()
-            if replies.poll(0 if ended else 50):
+            if replies.poll(LAST_LOOK_MS if ended else 50):
                 silent_s = 0.0
                 self._take(ipc.decode_from_engine(replies.recv()))
             elif ended:
