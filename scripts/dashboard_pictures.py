@@ -99,19 +99,20 @@ def main() -> None:
     command += ["--slo-classes", TARGETS, *given.serve.split()]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        wait_until_open(port)
+        wait_until_open(port, server)
         asyncio.run(take(f"http://127.0.0.1:{port}", given.out, given.rate, given.seconds))
     finally:
         server.terminate()
         server.wait(60)
 
 
-def wait_until_open(port: int) -> None:
-    while True:
+def wait_until_open(port: int, server: subprocess.Popen[bytes]) -> None:
+    while server.poll() is None:
         with socket.socket() as probe:
             probe.settimeout(1)
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
+    sys.exit("the server ended; its message is above")
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ class RecordingEngine(BenchEngine, Protocol):
 
     @property
     def recorder(self) -> AcceptanceRecorder:
-        """Return what verifications revealed since the last call."""
+        """Return what notes the outcomes of verifications; `take` returns those since the last call."""
         ...
 
 

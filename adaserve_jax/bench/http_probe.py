@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeGuard
 
 from adaserve_jax.bench.engine import Ask, AtPoint, Probe
 from adaserve_jax.errors import SLO_INFEASIBLE, ConfigError
-from adaserve_jax.http_client.connection import HttpConnection
+from adaserve_jax.http_client.connection import STALE_S, HttpConnection
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord, Status
@@ -404,6 +404,7 @@ class UrlProbe(Probe):
 
     def on_lost(self, at_s: float, code: str, heard: bool) -> None:
         stale = self.connection is not None and self.connection.was_idle and not heard
+        stale = stale and at_s - self.heard_at_s <= STALE_S
         if stale and self._resend is not None and not self.ended:
             resend, self._resend = self._resend, None
             resend(self)

@@ -199,6 +199,7 @@ class _Bench:
         self._warm_up(point, loaded)
         if self.plan.record:
             self._recorded(point, loaded)  # of the warm-up, and dropped
+        compiled = self.engine.compiles_after_ready()
         with Sampler(self.engine.stats) as sampler:
             loop = self.engine.drive(due, drain_s=self.plan.drain_s, on_progress=self.watch.in_flight)
         run_id, rate_rps = self.provenance.run_id, loaded.schedule.rate_rps
@@ -206,7 +207,9 @@ class _Bench:
         records = [probe.record(at) for probe in loop.probes]
         workload = loaded.workload
         provenance = replace(self.provenance, workload=workload.name, workload_hash=workload.sha256)
-        conditions = self._conditions(point, loaded, loop)
+        if not loop.engine_died:
+            compiled = self.engine.compiles_after_ready() - compiled
+        conditions = self._conditions(point, loaded, loop, compiled)
         rows = [ResultRow.join(provenance, conditions, each) for each in summarize(records, wall_s=loop.wall_s)]
         samples = sampler.samples(run_id=run_id, point=point.name, start_s=loop.start_s)
         acceptance = self._recorded(point, loaded) if self.plan.record else []
@@ -264,8 +267,8 @@ class _Bench:
         if self.engine.drive(due, drain_s=self.plan.drain_s).interrupted:
             raise KeyboardInterrupt
 
-    def _conditions(self, point: Point, loaded: Loaded, loop: LoopResult) -> Conditions:
-        reason = _invalid_reason(loop, self.plan.max_late_s)
+    def _conditions(self, point: Point, loaded: Loaded, loop: LoopResult, compiled: int) -> Conditions:
+        reason = _invalid_reason(loop, self.plan.max_late_s, compiled)
         schedule, load = loaded.schedule, point.load
         return Conditions(
             policy=point.policy,
@@ -273,7 +276,7 @@ class _Bench:
             rate_rps=schedule.rate_rps,
             duration_s=schedule.duration_s,
             wall_s=loop.wall_s,
-            compiles_after_ready=0 if loop.engine_died else self.engine.compiles_after_ready(),
+            compiles_after_ready=0 if loop.engine_died else compiled,
             client_late_max_s=loop.late_max_s,
             client_late_p99_s=loop.late_p99_s,
             valid=reason is None,
@@ -293,11 +296,13 @@ def _request_id(point: Point, number: int) -> str:
     return f"{point.name}-{number}"
 
 
-def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
+def _invalid_reason(loop: LoopResult, max_late_s: float, compiled: int) -> str | None:
     if loop.interrupted:
         return INTERRUPTED
     if loop.engine_died:
         return "engine died"
+    if compiled:
+        return f"{compiled} programs were compiled while it was measured"
     if not loop.probes:
         return "no request arrived; raise the rate or the duration"
     if loop.late_p99_s > max_late_s:

@@ -65,7 +65,7 @@ def trace_tags(traces: Sequence[Trace], varied: Sequence[Varied]) -> list[str]:
 
 
 def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -> str:
-    """Return the run id, which is the same for the same plan, policy files, machine and traces."""
+    """Return a hash that is the same for the same plan, policy files, machine and traces."""
     files = sorted(file_hashes(plan.policies).items())
     described = repr((plan, files, machine, [(trace.name, trace.sha256) for trace in traces]))
     return hashlib.sha256(described.encode()).hexdigest()
@@ -231,15 +231,19 @@ def tune_fixed(
     plan: SimulationPlan, machine: Machine, trace: Trace, *, replicas: int = 1, exhaustive: bool = False,
     grid: Grid | None = None,
 ) -> Tuned:  # fmt: skip
-    """Find the best chain for this trace, none included, by joint attainment, then goodput; it is at most as long as
-    the draft is deep.
+    """Find the best chain for this trace, none included, by joint attainment, then goodput.
+
+    It is at most as long as the draft is deep, and keeps the limits of the machine and of the plan.
     """
     whole = grid or Grid()
     limits = machine.limits()
+    most = min(plan.max_requests or limits.max_requests, limits.max_requests)
+    chunk = plan.max_prefill_tokens
     possible = replace(
         whole,
         draft_tokens=tuple(k for k in whole.draft_tokens if k <= limits.max_depth),
-        max_requests=tuple(sorted({min(cap, machine.limits(cap).max_requests) for cap in whole.max_requests})),
+        max_requests=tuple(sorted({min(cap, most) for cap in whole.max_requests})),
+        prefill_tokens=tuple(sorted({min(each, chunk or each) for each in whole.prefill_tokens})),
     )
 
     def evaluate(setting: Setting) -> Score:

@@ -102,15 +102,19 @@ def _detach(folder: Any) -> None:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    while child.poll() is None:
-        time.sleep(LOOK_EVERY_S)
-        try:
-            state = folder.read()
-        except ConfigError:
-            continue
-        if state["pid"] == child.pid and state["phase"] == "ready":
-            typer.echo(f"the cluster serves on {state['url']}; its log is {log}")
-            return
+    try:
+        while child.poll() is None:
+            time.sleep(LOOK_EVERY_S)
+            try:
+                state = folder.read()
+            except ConfigError:
+                continue
+            if state["pid"] == child.pid and state["phase"] == "ready":
+                typer.echo(f"the cluster serves on {state['url']}; its log is {log}")
+                return
+    except KeyboardInterrupt:
+        child.terminate()  # it is in a session of its own
+        raise
     tail = log.read_text(errors="replace").splitlines()[-6:]
     raise AdaServeError(f"the cluster ended with status {child.returncode}: {' / '.join(tail)}")
 

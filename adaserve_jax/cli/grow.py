@@ -11,7 +11,7 @@ import typer
 from adaserve_jax.cli.terminal import progress_bar, say
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, GrownShape, grow_head
+from adaserve_jax.models.grow import SHAPES, GrownShape, check_head, grow_head
 from adaserve_jax.models.grow import grow as grow_checkpoint
 from adaserve_jax.results.provenance import count_parameters
 
@@ -39,10 +39,14 @@ def grow(
     if experts:
         given |= {"experts": experts, "experts_per_token": experts_per_token}
     shape = _shape(params, {name: value for name, value in given.items() if value})
+    folder = resolve_folder(source, "target")
+    head_folder = resolve_folder(head, "draft") if head else None
+    if head_folder is not None:
+        check_head(head_folder, folder)  # before gigabytes are written
     with progress_bar() as progress:
-        grow_checkpoint(resolve_folder(source, "target"), out, shape, dtype=dtype, seed=seed, progress=progress)
-        if head:
-            grow_head(resolve_folder(head, "draft"), resolve_folder(source, "target"), out / "eagle3", shape.hidden)
+        grow_checkpoint(folder, out, shape, dtype=dtype, seed=seed, progress=progress)
+        if head_folder is not None:
+            grow_head(head_folder, folder, out / "eagle3", shape.hidden)
     say(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim")
 
 

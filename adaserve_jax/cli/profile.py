@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def write_ledger(path: Path, ledger: Ledger) -> None:
-    """Write the ledger as JSON, in bytes: parts by layout, the limit, sizes of pages and workspace."""
+    """Write the ledger as JSON, in bytes: parts by layout, the limit, sizes of pages and workspace.
+
+    Raises ConfigError: it cannot be written.
+    """
     layouts = {
         title: [asdict(part) for part in ledger.parts(expanded=expanded)]
         for title, expanded in _layouts(ledger).items()
@@ -44,7 +47,10 @@ def write_ledger(path: Path, ledger: Ledger) -> None:
         "reserve_bytes": ledger.sizes.reserve,
         "workspace_bytes_by_tokens": (ledger.workspace.by_tokens or None) if ledger.workspace is not None else None,
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --out") from error
 
 
 def _layouts(ledger: Ledger) -> dict[str, bool]:
@@ -117,20 +123,24 @@ def profile(
     ] = 2,
 ) -> None:
     """Measure draft and verify times at every size, depth and context; propose budgets. File: docs/profile.md."""
+    if check_seconds < 0 or not 0 <= acceptance < 1:
+        raise ConfigError("--check-seconds must not be below 0, and --acceptance must be from 0 to below 1")
+    if trace and not search:
+        raise ConfigError("--trace is what --search simulates; give both, or leave it out")
+    if not device and (programs != "largest" or layers != 2):
+        raise ConfigError("--programs and --layers are about --device; give it too, or leave them out")
     if device:
         if memory or exact or search or trace or plot is not None:
             raise ConfigError("--device measures nothing; leave out --memory, --exact, --search, --trace and --plot")
         return profile_absent(config, device, out, name, acceptance or None, programs, layers)
     if memory:
-        if search or trace or plot is not None:
-            raise ConfigError("--memory measures nothing; leave out --search, --trace and --plot")
+        if search or acceptance or name or plot is not None:
+            raise ConfigError("--memory measures nothing; leave out --search, --acceptance, --name and --plot")
         return _show_memory(config, out, exact=exact)
     if exact:
         raise ConfigError("--exact is about --memory; give both, or leave it out")
     if out is None:
         raise ConfigError("--out must name the JSON file to write; only --memory does without")
-    if check_seconds < 0 or not 0 <= acceptance < 1:
-        raise ConfigError("--check-seconds must not be below 0, and --acceptance must be from 0 to below 1")
     if search and (config.draft is None or not (check_seconds or acceptance)):
         raise ConfigError("--search needs a draft, and --check-seconds or --acceptance: it simulates what is accepted")
     traces = [load_trace(path) for path in trace or ()]
@@ -147,8 +157,8 @@ def profile(
         )
         if search:
             measured = with_offsets(measured, out, traces, progress)
-    write_profile(out, measured)
     _print(measured)
+    write_profile(out, measured)
     if plot is not None:
         plot_profile(measured, plot)
     written = ", ".join(str(path) for path in (out, plot) if path is not None)

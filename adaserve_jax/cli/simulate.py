@@ -175,6 +175,8 @@ def simulate(
         elastic, ElasticRule(tau_low, swap_after), records,
         synthetic=None if synthetic_acceptance is None else acceptance_rates(synthetic_acceptance, simulated.max_depth),
     )  # fmt: skip
+    if len(set(plan.replicas)) < len(plan.replicas):
+        raise ConfigError(f"--replicas must be different numbers, got {replicas!r}")
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
     loaded = [_load(path, format, slos, lengths, ttft_slo or None, time_scale) for path in traces or []]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adaserve_jax.cluster.router_client import json_object
-from adaserve_jax.http_client.connection import HttpConnection
+from adaserve_jax.http_client.connection import STALE_S, HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.routing.fleet import Assigned
 from adaserve_jax.server.settings import DEFAULT_CLASS, USUAL_TIERS
@@ -157,7 +157,7 @@ class TargetExchange:
         self._lost: TargetLost | None = None
         self._changed = asyncio.Event()
         self._heard_s = time.monotonic()
-        """Time when the last bytes came, or the exchange began."""
+        """Time when the last bytes came, or the request was sent, or waits to be."""
         self._connection: HttpConnection | None = None
         pool.acquire(self._send, self._not_connected)
 
@@ -209,7 +209,7 @@ class TargetExchange:
         if self._closed:
             connection.close()
             return
-        self._connection = connection
+        self._connection, self._heard_s = connection, time.monotonic()
         connection.send(self._message, self)
 
     def _not_connected(self, code: str) -> None:
@@ -244,6 +244,7 @@ class TargetExchange:
 
     def on_lost(self, at_s: float, code: str, heard: bool) -> None:
         stale = self._connection is not None and self._connection.was_idle and not heard
+        stale = stale and at_s - self._heard_s <= STALE_S
         self._connection = None
         if stale and not self._closed:
             self._resent = True

@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
+from adaserve_jax.user_folders import state_folder
 
 TOKEN_BYTES = 32
 MAX_SOCKET_PATH = 100
@@ -36,12 +36,7 @@ def default_folder() -> Path:
 
     It is $XDG_STATE_HOME/adaserve/HOST, else ~/.local/state/adaserve/HOST, else a temporary folder.
     """
-    state = os.environ.get("XDG_STATE_HOME")
-    try:
-        folder = Path(state) if state else Path.home() / ".local" / "state"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / f"adaserve-{os.getuid()}"
-    return folder / "adaserve" / os.uname().nodename
+    return state_folder() / os.uname().nodename
 
 
 class ClusterFolder:

@@ -171,13 +171,16 @@ class TargetSet:
         raise ConfigError(f"no target {name!r}; targets are {known}")
 
     def replace(self, urls: Iterable[str]) -> None:
-        """Use these targets from now on. Known ones keep their state; removed ones finish what they have."""
-        urls = list(urls)
-        for url in [url for url in self._by_url if url not in urls]:
-            removed = self._by_url.pop(url)
+        """Use these targets from now on. Known ones keep their state; removed ones finish what they have.
+
+        Raises ConfigError, and nothing has changed: a URL cannot be asked.
+        """
+        wanted = {url: self._by_url.get(url) or RouterTarget(url) for url in urls}
+        for url in self._by_url.keys() - wanted.keys():
+            removed = self._by_url[url]
             removed.drained = True
             self._removed[removed] = asyncio.ensure_future(self._close_when_idle(removed))
-        self._by_url = {url: self._by_url.get(url) or RouterTarget(url) for url in urls}
+        self._by_url = wanted
         self.notify()
 
     def report(self, target: RouterTarget, healthy: bool, detail: str) -> None:
@@ -305,25 +308,25 @@ class TargetPoller:
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._key = key
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[RouterTarget, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Poll until cancelled."""
         try:
             while True:
-                known = {target.url: target for target in self._targets}
-                for url in [url for url in self._tasks if url not in known]:
-                    self._tasks.pop(url).cancel()
-                for url, target in known.items():
-                    if url not in self._tasks:
-                        self._tasks[url] = asyncio.ensure_future(self._poll(target))
+                known = self._targets.all  # a removed one that hangs must lose its requests too
+                for target in self._tasks.keys() - set(known):
+                    self._tasks.pop(target).cancel()
+                for target in known:
+                    if target not in self._tasks:
+                        self._tasks[target] = asyncio.ensure_future(self._poll(target))
                 await self._targets.wait(self._every_s)
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
     async def _poll(self, target: RouterTarget) -> None:
-        timeouts, was_unreadable = 0, False
+        timeouts, was_unreadable, needs_facts = 0, False, True
         while True:
             was_healthy = target.healthy
             try:
@@ -339,9 +342,10 @@ class TargetPoller:
             if timeouts >= MAX_TIMEOUTS:  # it hangs, or its machine is gone: its exchanges would never end
                 target.give_up(detail, timeouts * self._timeout_s)
             self._targets.report(target, healthy, detail)
+            needs_facts = needs_facts or not healthy  # it may come back as another server
             if healthy and not timeouts:
                 try:
-                    await self._learn(target, facts=not was_healthy)
+                    needs_facts = not await self._learn(target, facts=needs_facts)
                 except Exception:  # health checks go on whatever a target reports
                     if not was_unreadable:
                         _log.exception(
@@ -358,18 +362,23 @@ class TargetPoller:
         target.engine_restarts = restarts if isinstance(restarts, int) else 0
         return status == 200 and state == "ok", str(state or f"/health answered {status}")[:80]
 
-    async def _learn(self, target: RouterTarget, facts: bool) -> None:
-        """Read the target's load, and with `facts` also its self-description. What it does not say stays as it was."""
+    async def _learn(self, target: RouterTarget, facts: bool) -> bool:
+        """Read the target's load, and with `facts` also its self-description. What it does not say stays as it was.
+
+        Returns False if the self-description is still to be asked for, since no answer came in time.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 if facts:
                     await self._learn_facts(target)
+                    facts = False
                 status, body = await get(target, "/metrics", self._key)
         except (TimeoutError, TargetLost):
-            return
+            return not facts
         found = _LOAD.findall(body) if status == 200 else []
         if found:
             target.other_choices = max(round(sum(map(float, found))) - target.choices, 0)
+        return True
 
     async def _learn_facts(self, target: RouterTarget) -> None:
         """Read SLO classes, baseline and size from /v1/models and /version. Raises TargetLost."""

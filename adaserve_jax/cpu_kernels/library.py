@@ -23,6 +23,8 @@ from pathlib import Path
 
 import jax
 
+from adaserve_jax.user_folders import cache_folder
+
 HANDLERS = (
     "product_f32", "product_bf16", "product_i8", "product_i4", "grouped_f32", "grouped_bf16", "grouped_i8",
     "grouped_i4", "packed_attention", "beam_attention",
@@ -116,6 +118,4 @@ def _compiled(name: str, command: list[str]) -> Path:
 
 def _folder() -> Path:
     chosen = jax.config.values["jax_compilation_cache_dir"]
-    if chosen is not None:
-        return Path(chosen) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "adaserve_jax", "kernels")
+    return (cache_folder() if chosen is None else Path(chosen)) / "kernels"

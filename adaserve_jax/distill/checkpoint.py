@@ -95,8 +95,8 @@ def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str,
             except Exception as error:  # orbax raises errors of any kind for a broken file
                 _log.warning("%s: checkpoint %s cannot be read and is left out: %s", folder, step, error)
                 continue
-            _check_arrays(folder, arrays, like)
             if checksum(arrays) == about["content"]:
+                _check_arrays(folder, arrays, like)
                 return arrays, about["meta"]
             _log.warning("%s: checkpoint %s was changed since it was written and is left out", folder, step)
     if steps:

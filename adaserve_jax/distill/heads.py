@@ -35,6 +35,7 @@ from adaserve_jax.models.decoder import (
 )
 from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.rope import LongRopeScaling
 from adaserve_jax.models.settings import read_json
 
 HEAD_STEPS = 5
@@ -96,7 +97,7 @@ def write_new_medusa(target_folder: Path, out: Path) -> None:
     settings = {"medusa_num_heads": MEDUSA_HEADS, "medusa_num_layers": 1, "torch_dtype": "float32"}
     config = new_head_folder(out, settings | {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size})
     heads = {name: jnp.zeros(shape) for name, (shape, _) in param_specs(config).items()}
-    rows = params[_logits_of(target)]
+    rows = params[_logits_of(target)] / target.logits_scaling
     export_head({name: rows if name.endswith(".out") else each for name, each in heads.items()}, out)
 
 
@@ -119,7 +120,7 @@ def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
     d = config.hidden_size
     head |= {name: jnp.zeros_like(head[name]) for name in ("layers.0.out", "layers.0.down")}
     head["fc"] = jnp.eye(d, FEATURE_LAYERS * d, (FEATURE_LAYERS - 1) * d, dtype=jnp.float32)
-    head["head"] = params[scores]
+    head["head"] = params[scores] / target.logits_scaling
     head["norm"] = params["norm"] + 1 if target.offset_norms else params["norm"]
     export_head(head, out)
 
@@ -129,7 +130,7 @@ def head_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
     layers = target.num_layers
     published = Eagle3Config(target.hidden_size, target.vocab_size)
     read = list(published.layers_of(layers)) if layers >= 8 else [0, layers // 2, layers - 1]
-    kept = ("rope_theta", "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id")
+    kept = ("bos_token_id", "eos_token_id")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -141,13 +142,25 @@ def head_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
         "head_dim": target.head_dim,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size,
-        "max_position_embeddings": target.max_position,
+        **_rope_settings(target, given),
         "rms_norm_eps": target.rms_norm_eps,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
     } | {name: given[name] for name in kept if name in given}
+
+
+def _rope_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of a new head: the target's base, and its scaling where a Llama layer takes it."""
+    rope = {"rope_theta": target.rope_theta}
+    if target.rope_scaling is None or isinstance(target.rope_scaling, LongRopeScaling):
+        return rope | {"max_position_embeddings": target.max_position}
+    scaling = given.get("rope_scaling") or given["rope_parameters"]
+    scaling = scaling.get("full_attention", scaling)  # new files of Gemma 3 have one for each kind of layer
+    scaling = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    trained = given.get("max_position_embeddings", target.max_position)
+    return rope | {"max_position_embeddings": trained, "rope_scaling": scaling}
 
 
 def _after(x: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from adaserve_jax.distill.updates import DraftUpdates, RecordBuffer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import LORA_A, LORA_B
-from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.commit import StepUpdates
 from adaserve_jax.stats import LearningStats
@@ -69,7 +69,9 @@ class Learner:
         self._seed = seed
         self._topics = topics
         self._names = executor.draft_names
-        self._top_k = min(config.learn_top_k, executor.target.config.vocab_size)
+        assert executor.local_drafter is not None, "a LearnConfig comes with a draft"
+        models = executor.target, executor.local_drafter.model
+        self._top_k = min(config.learn_top_k, *(model.config.vocab_size for model in models))
         self._recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
         only_overruled = config.learn_positions == "overruled"
         self._watcher = Watcher(self._recorder, executor.capture, only_overruled=only_overruled)
@@ -96,7 +98,7 @@ class Learner:
                 progress=progress, target=self._head_target(),
             )  # fmt: skip
         self.programs = programs
-        target = model_hash(self._executor.target_folder)
+        target = weights_hash(self._executor.target_folder)
         for index, name in enumerate(self._names):
             buffer = RecordBuffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
             trainer = Trainer(programs, self._executor.draft_params(index), target)

@@ -15,6 +15,9 @@ from typing import Any, Protocol, cast
 from adaserve_jax.errors import ConfigError
 
 MAX_HEAD_BYTES = 2**16
+STALE_S = 1.0
+"""A connection that the server had closed while it was idle is lost within so long of the next send, or sooner. Lost
+later, the server may have worked on the request."""
 
 
 class ResponseHandler(Protocol):

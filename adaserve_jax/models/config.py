@@ -709,7 +709,7 @@ def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
 class GenerationDefaults:
     """Sampling parameters of generation_config.json, for requests that give none; None: the file does not say.
 
-    temperature 0 is greedy, which an explicit `do_sample: false` means; top_k 0 is off.
+    temperature 0 is greedy, which `do_sample: false` and `top_p: 0` mean; top_k 0 is off.
     """
 
     temperature: float | None = None
@@ -726,15 +726,16 @@ class GenerationDefaults:
             return cls()
         given = Settings(read_json(path), path)
         penalty = _number(given, "repetition_penalty", MAX_REPETITION_PENALTY, least=MIN_REPETITION_PENALTY)
-        if given.get("do_sample") is False:
+        top_p = _number(given, "top_p", 1.0)
+        if given.get("do_sample") is False or top_p == 0:
             return cls(temperature=0.0, repetition_penalty=penalty)
         top_k = given.get("top_k")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
             raise given.wrong("top_k", top_k, "an integer")
         return cls(
             temperature=_number(given, "temperature", 100.0),
-            top_p=_number(given, "top_p", 1.0),
-            top_k=None if top_k is None else max(0, top_k),
+            top_p=top_p,
+            top_k=None if top_k is None else top_k if 0 < top_k < 2**31 else 0,
             min_p=_number(given, "min_p", 1.0),
             repetition_penalty=penalty,
         )

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import FEATURE_LAYERS, MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.tensors import TensorFiles
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
 
@@ -92,7 +92,7 @@ def grow(
         "rms_norm_eps": grown.rms_norm_eps,
         "torch_dtype": TORCH_NAMES[dtype],
     }
-    given = read_json(source / "config.json")
+    given = read_json(out / "config.json")
     if grown.experts is not None:
         # Values that the source may leave out, for which Mixtral assumes others.
         assumed = {"rope_theta": config.rope_theta, "max_position_embeddings": config.max_position}
@@ -112,11 +112,9 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
     from adaserve_jax.models.export import export_head, new_head_folder  # imports jax
     from adaserve_jax.models.loading import load_params
 
-    config = ModelConfig.from_folder(head, may_be_head=True)
-    if config.eagle3 is None:
-        raise CheckpointError(f"{head}: expected an EAGLE-3 head, got a model of its own")
+    config = check_head(head, source)
+    assert config.eagle3 is not None
     target = ModelConfig.from_folder(source)
-    config.check_target(target)
     given = read_json(head / "config.json")
     read = list(config.eagle3.layers_of(target.num_layers))
     reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": read}
@@ -128,6 +126,16 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
     fc[:, :, :old] = np.asarray(params["fc"]).reshape(-1, FEATURE_LAYERS, old)
     export_head(params | {"fc": fc.reshape(len(fc), -1)}, out, own_embedding=True)
     return grown
+
+
+def check_head(head: Path, source: Path) -> ModelConfig:
+    """Return the configuration of an EAGLE-3 head of `source`. Raises CheckpointError: it is none."""
+    config = ModelConfig.from_folder(head, may_be_head=True)
+    if config.eagle3 is None:
+        got = config.head_name if config.is_head else "a model of its own"
+        raise CheckpointError(f"{head}: expected an EAGLE-3 head, got {got}")
+    config.check_target(ModelConfig.from_folder(source))
+    return config
 
 
 def _experts(shape: GrownShape) -> ExpertConfig | None:
@@ -153,6 +161,11 @@ def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> Non
         raise ConfigError(
             "a checkpoint with biases, further norms or fused tensors cannot grow; use a plain Llama or Mistral"
         )
+    scaled = (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) != (1, 1, 1)
+    if scaled or config.query_scalar is not None:
+        raise ConfigError("a checkpoint with multipliers cannot grow; use a plain Llama or Mistral")
+    if config.weight_format is not None:
+        raise ConfigError("a quantised checkpoint cannot grow; grow the one that it was made from")
     if config.experts is not None:
         raise ConfigError("a mixture of experts cannot grow; grow the dense checkpoint that it came from")
     if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
@@ -179,11 +192,7 @@ class _Growth:
 
     def __init__(self, source: Path, old: ModelConfig, new: ModelConfig, rng: np.random.Generator):
         self._old, self._new = old, new
-        self._files = {
-            name: path
-            for path in sorted(source.glob("*.safetensors"))
-            for name in safe_open(path, "np").keys()  # noqa: SIM118  not a dict
-        }
+        self._files = TensorFiles(source)
         self._rng = rng
         self._noise = (rng.standard_normal(_NOISE_BLOCK) * new.hidden_size**-0.5).astype(np.float32)
 
@@ -245,8 +254,12 @@ class _Growth:
         return (place[:, None] * old.head_dim + np.arange(old.head_dim)).ravel()
 
     def _read(self, name: str) -> np.ndarray:
-        with safe_open(self._files[name], "np") as file:
-            return file.get_tensor(name).astype(np.float32)
+        if name not in self._files.names:
+            raise CheckpointError(f"{self._files.folder}: tensor {name} is missing")
+        shape = self._files.shape_of(name)
+        out = np.empty(shape, np.float32)
+        self._files.read_rows((name,), (0, shape[0]), slice(None), out)
+        return out
 
     def _random(self, shape: tuple[int, int]) -> np.ndarray:
         return np.resize(self._noise, shape)

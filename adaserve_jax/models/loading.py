@@ -7,7 +7,8 @@ decoder's fused weights in an orbax checkpoint beside the usual configuration fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -364,10 +365,14 @@ class ConvertedFiles:
 
         paths = sorted(path.parent for path in (folder / WEIGHTS_FOLDER).absolute().glob(f"*/{_ARRAY}"))
         specs = {
-            path.name.replace(_LEVEL, "."): {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+            path.name.replace(_LEVEL, "."): {
+                "driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, "fill_missing_data_reads": False,
+            }
             for path in paths
-        }
-        self._stores: dict[str, Any] = {name: ts.open(spec, open=True).result() for name, spec in specs.items()}
+        }  # fmt: skip
+        self._folder = folder
+        with self._readable():
+            self._stores: dict[str, Any] = {name: ts.open(spec, open=True).result() for name, spec in specs.items()}
         difference = first_difference({name: store.shape for name, store in self._stores.items()}, shapes)
         if difference:
             raise CheckpointError(f"{folder}: weight {difference}; convert the checkpoint again")
@@ -375,8 +380,23 @@ class ConvertedFiles:
     def read_rows(self, name: str, rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
         """Write rows [start, stop) of a weight into `out`, cast to its type.
 
-        An array is filled in parallel, another buffer by one chunk of rows after another.
+        An array is filled in parallel, another buffer by one chunk of rows after another. Raises CheckpointError: a
+        part of the weight is missing or broken.
         """
+        with self._readable():
+            self._read_rows(name, rows, columns, out)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Raise CheckpointError in place of tensorstore's errors."""
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._folder}: a weight is missing or broken ({error}); convert the checkpoint again"
+            ) from error
+
+    def _read_rows(self, name: str, rows: tuple[int, int], columns: slice, out: RowBuffer) -> None:
         import tensorstore as ts
 
         first, last = rows

@@ -41,8 +41,9 @@ class Tail:
 
     @classmethod
     def of(cls, columns: MeasureColumns, slo_class: str) -> Tail:
-        """Return the percentiles of the class's requests with a target."""
-        mask = columns.mask(slo_class) & ~np.isnan(columns.slo_met)
+        """Return the percentiles of the class's requests with a target for TTFT or TPOT."""
+        targeted = ~(np.isnan(columns.ttft_slo_s) & np.isnan(columns.tpot_slo_s))
+        mask = columns.mask(slo_class) & ~np.isnan(columns.slo_met) & targeted
         unfinished = columns.finished == 0
 
         def tail(values: np.ndarray) -> float | None:
@@ -65,7 +66,7 @@ class Tail:
 
 
 def mlperf(view: View) -> Section | None:
-    """Build the section; None if no class has a target, or there are no request records."""
+    """Build the section; None if no class has a target for TTFT or TPOT, or there are no request records."""
     rows = [row for policy in view.measured.policies for row in _rows(view, policy)]
     if not rows:
         return None

@@ -45,10 +45,13 @@ def multi_slo_page(submissions: Sequence[Submission], title: str | None = None) 
 
 
 def system_names(submissions: Sequence[Submission]) -> list[str]:
-    """Return a name for each: the system, with its policy where one system has several submissions."""
+    """Return a name for each: the system, with its policy, and then its draft, where others would be named the same."""
     systems = [each.system for each in submissions]
-    several = {each.name for each in systems if sum(each.name == other.name for other in systems) > 1}
-    return [f"{each.name}, {each.policy}" if each.name in several else each.name for each in systems]
+    names = [each.name for each in systems]
+    for more in ([each.policy for each in systems], [each.draft or "no draft" for each in systems]):
+        several = {name for name in names if names.count(name) > 1}
+        names = [f"{name}, {told}" if name in several else name for name, told in zip(names, more, strict=True)]
+    return names
 
 
 def targets_text(classes: Sequence[ClassTarget]) -> str:

@@ -328,7 +328,8 @@ def _place(view: View, group: PointGroup) -> tuple[float, float] | None:
 class StepTotals:
     """Sums of the last samples of all repeats of a group.
 
-    seconds: by phase. of_s: time that the samples cover. wait_s: waiting for the device while drafting and verifying.
+    seconds: by phase. of_s: time that the samples cover, of all replicas together. wait_s: waiting for the device while
+    drafting and verifying.
     """
 
     steps: int
@@ -349,7 +350,7 @@ class StepTotals:
             return None
         return cls(
             seconds=tuple(sum(getattr(s, phase) for s in last) for phase in PHASES),
-            of_s=sum(s.t_s for s in last),
+            of_s=sum(s.t_s * point.row.replicas for s, point in zip(last, group.points, strict=True)),
             **{
                 name: sum(getattr(s, name) for s in last)
                 for name in ("steps", "spec_steps", "preemptions", "swaps", "wait_s")

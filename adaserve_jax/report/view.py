@@ -28,6 +28,7 @@ NOT_NOTED = "not noted"
 NO_FILE = "none"
 ACCEPTANCE = "acceptance"
 COMPARED = "by comparison with the target"
+AS_FOUND = "as the policy finds room"
 CAPTION_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("workload", lambda r: _hashed(r.workload, r.workload_hash)),
     ("machine", lambda r: r.machine),
@@ -47,10 +48,10 @@ OTHER_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("arrivals", lambda r: r.arrival_process),
     ("time in which requests arrive", lambda r: f"{r.duration_s:g} s"),
     (BASELINE, lambda r: f"{r.baseline_s * 1e3:.1f} ms"),
-    ("requests at once, at most", lambda r: _limit(r, str(r.max_requests))),
-    ("context, at most", lambda r: _limit(r, f"{r.max_context} tokens")),
-    ("deterministic", lambda r: _limit(r, "yes" if r.deterministic else "no")),
-    ("prompt tokens of a step, at most", lambda r: _limit(r, str(r.max_prefill_tokens or "as the policy finds room"))),
+    ("requests at once, at most", lambda r: _limit(r.max_requests, str(r.max_requests))),
+    ("context, at most", lambda r: _limit(r.max_context, f"{r.max_context} tokens")),
+    ("deterministic", lambda r: _limit(r.max_requests, "yes" if r.deterministic else "no")),
+    ("prompt tokens of a step, at most", lambda r: _limit(r.num_pages, str(r.max_prefill_tokens or AS_FOUND))),
     ("number of KV pages", lambda r: _noted(r.num_pages)),
     ("number of KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
     ("option elastic", lambda r: _noted(r.elastic)),
@@ -165,9 +166,7 @@ class View:
         return next(iter(drafted or sampled), None)
 
 
-def series_of(
-    name: str, x: Sequence[float | str], estimates: Sequence[Estimate], colour: int, labels: tuple[str, ...] = ()
-) -> Series:
+def series_of(name: str, x: Sequence[float | str], estimates: Sequence[Estimate], colour: int) -> Series:
     """Return a series with the intervals of its estimates."""
     return Series(
         name=name,
@@ -175,7 +174,6 @@ def series_of(
         y=tuple(each.value for each in estimates),
         low=tuple(each.low for each in estimates),
         high=tuple(each.high for each in estimates),
-        labels=labels,
         colour=colour,
     )
 
@@ -319,9 +317,9 @@ def _values(points: Sequence[MeasuredPoint], value: Callable[[ResultRow], str]) 
     return " / ".join(values[:MOST_VALUES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _limit(row: ResultRow, text: str) -> str:
-    """Return a limit of the engine, which a server's file of records does not have."""
-    return NOT_NOTED if row.arrival_process == SERVED else text
+def _limit(known: int | None, text: str) -> str:
+    """Return a limit of the engine, which servers by a URL, and their files of records, may not tell."""
+    return text if known else NOT_NOTED
 
 
 def _hashed(name: str, sha256: str) -> str:

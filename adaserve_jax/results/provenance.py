@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 UNKNOWN = "unknown"
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+"""Parts of each file of weights that `weights_hash` reads."""
 
 
 def source_commit(folder: Path | None = None) -> str:
@@ -75,6 +77,20 @@ def model_hash(folder: Path) -> str:
         digest.update(json.dumps(_header(path), sort_keys=True).encode())
     for path in sorted(folder.glob("weights/*/zarr.json")):
         digest.update(f"{path.parent.name} ".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def weights_hash(folder: Path) -> str:
+    """Return the SHA-256, in hex, of `model_hash` and of samples of the weights' bytes, by which two trainings of one
+    model differ. Raises as `model_hash`."""
+    digest = hashlib.sha256(model_hash(folder).encode())
+    chunks = (path for path in folder.glob("weights/*/c/**/*") if path.is_file())
+    for path in sorted([*folder.glob("*.safetensors"), *chunks]):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for part in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -49,12 +49,12 @@ class Pending:
         return TargetRows(host[:, :top_k], np.ascontiguousarray(host[:, top_k:]).view(np.float32))
 
 
-def score_rows(logits: jax.Array, at: jax.Array, *, top_k: int, temperature: float) -> jax.Array:
-    """Return the K likeliest tokens of the rows `at`, i32[M], of logits f32[N, V].
+def score_rows(logits: jax.Array, at: jax.Array, *, top_k: int, temperature: float, tokens: int) -> jax.Array:
+    """Return the K likeliest tokens of the rows `at`, i32[M], of logits f32[N, V], among the first `tokens` of V.
 
     Packed as i32[M, 2 K]: their ids, then the bits of log_softmax(logits / temperature) there.
     """
-    scores = logits[at] / temperature
+    scores = logits[at, :tokens] / temperature
     top, ids = lax.top_k(scores, top_k)
     log_p = top - jax.nn.logsumexp(scores, axis=1, keepdims=True)
     return jnp.concatenate([ids.astype(jnp.int32), lax.bitcast_convert_type(log_p, jnp.int32)], axis=1)
@@ -72,10 +72,12 @@ def row_edges(sampled: int) -> tuple[int, ...]:
 class LogitCapture:
     """Holds the logits of the last step until the next one, and runs `score_rows` on them."""
 
-    def __init__(self, target: DeviceModel, learn: LearnConfig):
+    def __init__(self, target: DeviceModel, learn: LearnConfig, draft_vocab_size: int):
+        """draft_vocab_size: rows of the drafts, which cannot learn tokens beyond."""
         self._target = target
         self._vocab_size = target.config.vocab_size
-        self._top_k = min(learn.learn_top_k, self._vocab_size)
+        self._tokens = min(self._vocab_size, draft_vocab_size)
+        self._top_k = min(learn.learn_top_k, self._tokens)
         self._temperature = learn.learn_temperature
         sizes = sorted({bucket.sampled for bucket in target.buckets.all()})
         self._programs = [(sampled, rows) for sampled in sizes for rows in row_edges(sampled)]
@@ -86,7 +88,7 @@ class LogitCapture:
     def declare(self) -> list[Declared]:
         """Declare the programs. They take no pools, so they serve extended pools too."""
         place = self._target.placement
-        program = partial(score_rows, top_k=self._top_k, temperature=self._temperature)
+        program = partial(score_rows, top_k=self._top_k, temperature=self._temperature, tokens=self._tokens)
         function = jax.jit(place.spmd(program, (EVERYWHERE, EVERYWHERE), EVERYWHERE))
         declared = []
         for sampled, rows in self._programs:

@@ -20,6 +20,7 @@ import jax
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.program_cache import ProgramCache
 from adaserve_jax.types import Progress
+from adaserve_jax.user_folders import cache_folder
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 MAX_BLOCK = 16
@@ -112,9 +113,7 @@ def use_compile_cache(chosen: str | Path | None) -> None:
     The folder is the one chosen, else JAX's own setting, else one in the user's cache folder.
     Raises ConfigError: the folder cannot be created.
     """
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    default = os.environ.get("JAX_COMPILATION_CACHE_DIR") or Path(user_cache, "adaserve_jax", "compile")
-    folder = Path(chosen or default)
+    folder = Path(chosen or os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_folder() / "compile")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

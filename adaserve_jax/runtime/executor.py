@@ -89,7 +89,10 @@ class ModelExecutor:
         self.adapters = adapter_bank(target, resolved.config)
         """Room for LoRA adapters; None where the programs know none."""
         learning = resolved.config.learning
-        self.logit_capture = None if learning is None else LogitCapture(target, learning)
+        self.logit_capture = None
+        if learning is not None:
+            assert drafter is not None, "a LearnConfig comes with a draft"
+            self.logit_capture = LogitCapture(target, learning, drafter.model.config.vocab_size)
         self.elastic: Elastic | None = None
         """Exchanges the draft for KV pages, where the policy may do so."""
         if resolved.limits.extension_pages:

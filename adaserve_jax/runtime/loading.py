@@ -298,7 +298,10 @@ def declare_shapes(pair: ModelPair, resolved: Resolved, progress: Progress | Non
     resampler = Resampler(target, resolved.limits)
     on_first = AbstractPlacement(resolved.placement.devices[:1])
     drafter = load_drafter(pair, abstract, find_chances(config, pair), progress, _abstract_params, on_first, target)
-    capture = None if config.learning is None else LogitCapture(target, config.learning)
+    capture = None
+    if config.learning is not None:
+        assert pair.draft is not None, "a LearnConfig comes with a draft"
+        capture = LogitCapture(target, config.learning, pair.draft.vocab_size)
     adapters = adapter_bank(target, config)
     declared = declare_all(target, resolved.limits, resampler, capture, drafter, adapters)
     return AbstractEngine(target, drafter, resampler, declared)

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Literal
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.settings import Panel, PathText, Settings, check_tls, setting, settings
 
 DEFAULT_CLASS = "default"
@@ -51,6 +52,8 @@ class SloClass(Settings):
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ConfigError(f"name must be letters, digits and _, not beginning with a digit, got {self.name!r}")
+        if self.name == ALL_CLASSES:
+            raise ConfigError(f"name must not be {ALL_CLASSES!r}: reports call all classes together so")
 
     @classmethod
     def from_text(cls, text: str) -> SloClass:

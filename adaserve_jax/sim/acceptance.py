@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.jsonl import read_good_rows
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.types import (
     CandidateTrees,
@@ -192,8 +192,11 @@ class AcceptanceModel:
 
 
 def load_acceptance(path: Path) -> AcceptanceModel:
-    """Fit the records of a file that `adaserve bench --record` wrote. Raises ConfigError naming what is wrong."""
-    records = read_rows(path, AcceptanceRecord)
+    """Fit the records of a file that `adaserve bench --record` wrote, but for a last line that was cut off.
+
+    Raises ConfigError naming what is wrong.
+    """
+    records, _ = read_good_rows(path, AcceptanceRecord)
     if not any(record.ranks for record in records):
         raise ConfigError(
             f"{path} has no verification with a draft; record a policy that speculates, for example spec:4"

@@ -106,7 +106,7 @@ def load_machine(name: str) -> Machine:
         where = str(Path(name))
         try:
             text = Path(name).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             known = ", ".join(packaged_machines())
             raise ConfigError(f"no machine {name!r}: give {known}, or the path of a JSON file ({error})") from error
     try:
@@ -122,6 +122,10 @@ def _folder() -> Any:
     return files("adaserve_jax.sim").joinpath("data/machines")
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _machine(values: Any, where: str) -> Machine:
     if not isinstance(values, dict) or values.pop("version", None) != VERSION:
         raise ConfigError(f"machine {where}: expected an object of version {VERSION}")
@@ -132,7 +136,12 @@ def _machine(values: Any, where: str) -> Machine:
     try:
         values["verify_ms"] = {int(tokens): float(ms) for tokens, ms in values["verify_ms"].items()}
         machine = Machine(**values)
+        sizes = ("max_requests", "max_tree_tokens", "max_batch_tokens", "token_step", "max_context")
+        wrong = next((each for each in sizes if not _is_size(getattr(machine, each))), None)
+        if wrong is not None:
+            raise ConfigError(f"machine {where}: {wrong} must be an integer above 0, got {getattr(machine, wrong)!r}")
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
+        ok = ok and (machine.draft_level_ms > 0 or not machine.max_depth)
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
         known = [each.name.removesuffix("_s") for each in fields(ElasticTimes)]
         swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.elastic_times)) >= 0

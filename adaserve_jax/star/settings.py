@@ -52,7 +52,9 @@ class DraftServiceSettings(Settings):
     )
     one_by_one: bool = setting(False, "draft for one request at a time, for measurements")
     calibration: PathText | None = setting(
-        None, "file of the acceptance table; none: the calibration.json beside the draft", Panel.POLICY
+        None,
+        "file of the acceptance table; none: the calibration.json beside the draft, else the embedded pair's",
+        Panel.POLICY,
     )
     compile_cache: PathText | None = setting(
         None, "folder of the persistent compilation cache; none: $JAX_COMPILATION_CACHE_DIR, else "

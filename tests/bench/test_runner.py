@@ -127,6 +127,15 @@ def test_a_late_client_makes_the_row_invalid(make_bench, workload, tmp_path: Pat
     assert rows[0].invalid_reason is not None and "client was late: p99" in rows[0].invalid_reason
 
 
+def test_a_point_is_invalid_if_a_program_was_compiled_while_it_was_measured(make_bench, workload, tmp_path: Path):
+    engine, counts = make_bench("ar"), iter([3, 3, 3, 5])
+    engine.compiles_after_ready = lambda: next(counts)
+    rows = run_bench(replace(PLAN, rates=(60.0, 80.0)), workload, lambda _: engine, tmp_path / "out")
+    overall = [row for row in rows if row.slo_class == "all"]
+    assert [(row.valid, row.compiles_after_ready) for row in overall] == [(True, 0), (False, 2)]
+    assert overall[1].invalid_reason == "2 programs were compiled while it was measured"
+
+
 def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_bench, workload, tmp_path: Path):
     engine = make_bench()
     real_submit = engine.client.submit

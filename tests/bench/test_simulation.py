@@ -113,6 +113,15 @@ def test_a_bad_machine_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**values, "acceptance": {"code": 1.4}}))
     with pytest.raises(ConfigError, match="acceptance between 0 and 1"):
         load_machine(str(path))
+    path.write_text(json.dumps({**values, "token_step": 0}))
+    with pytest.raises(ConfigError, match="token_step must be an integer above 0, got 0"):
+        load_machine(str(path))
+    path.write_text(json.dumps({**values, "draft_level_ms": -1.0}))
+    with pytest.raises(ConfigError, match="times must be above 0"):
+        load_machine(str(path))
+    path.write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(ConfigError, match=r"give .*llama-70b, .*or the path of a JSON file"):
+        load_machine(str(path))
 
 
 def test_plain_decoding_takes_the_time_that_the_machine_says(tmp_path: Path) -> None:
@@ -332,6 +341,7 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
         ([], "nothing to simulate: give trace files, or --fluctuating"),
         (["--fluctuating", "--policies", "spec:2@suffix"], "policy spec:2@suffix: simulated requests have no text"),
         (["--fluctuating", "--router", "fast"], "unknown router 'fast'"),
+        (["--fluctuating", "--replicas", "2,4,2"], "--replicas must be different numbers, got '2,4,2'"),
         (["--fluctuating", "--replicas", "2,none"], "--replicas must be whole numbers above 0, .*got 'none'"),
         (["--fluctuating", "--mix", "code"], "--mix must be classes and shares such as code=0.6,chat=0.4, got 'code'"),
         (["--fluctuating", "--slo-scale", "0"], "--slo-scale must be numbers above 0 or 'trace'"),

@@ -23,5 +23,8 @@ def test_a_head_grows_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixt
     grown.check_target(ModelConfig.from_folder(out))
     assert grown.eagle3 is not None
     assert grown.eagle3.target_hidden_size == 48
+    assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--head", str(source), *SIZES) == 2
+    assert "expected an EAGLE-3 head, got a model of its own" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists(), "a wrong head is told before anything is written"
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--params", "3B") == 2
     assert "--params must be one of 110M, 1B, 8B, got '3B'" in capsys.readouterr().err

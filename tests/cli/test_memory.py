@@ -108,7 +108,12 @@ def test_room_for_adapters_is_a_line_of_its_own(capsys: pytest.CaptureFixture[st
     [
         ([], "--out must name the JSON file to write; only --memory does without"),
         (["--exact", "--out", "x.json"], "--exact is about --memory; give both, or leave it out"),
-        (["--memory", "--search"], "--memory measures nothing; leave out --search, --trace and --plot"),
+        (["--memory", "--search"], "--memory measures nothing; leave out --search, --acceptance, --name and --plot"),
+        (["--memory", "--name", "x"], "--memory measures nothing; leave out --search, --acceptance, --name and --plot"),
+        (["--out", "x.json", "--trace", "t"], "--trace is what --search simulates; give both, or leave it out"),
+        (["--out", "x.json", "--layers", "3"], "--programs and --layers are about --device; give it too, or leave"),
+        (["--device", "h100", "--acceptance", "1.5"], "--acceptance must be from 0 to below 1"),
+        (["--memory", "--out", "no/such/folder/x.json"], "cannot write no/such/folder/x.json: No such file"),
         (
             ["--memory", "--num-processes", "2", "--coordinator", "host:1"],
             "memory is planned for one process, got num_processes 2; leave it out",

@@ -173,7 +173,10 @@ def test_a_stream_that_its_target_ends_with_an_error_counts_as_failed(last):
 def test_the_targets_addresses_are_told_to_prometheus_and_their_restarts_to_whoever_asks():
     healthy = answer("200 OK", b'{"status":"ok","detail":"","restarts":3}')
     script = target(lambda _: whole())
-    with FakeServer(lambda it: healthy if it.route == "/health" else script(it)) as server, routed(server.url) as router:
+    with (
+        FakeServer(lambda it: healthy if it.route == "/health" else script(it)) as server,
+        routed(server.url) as router,
+    ):
         name = server.url.removeprefix("http://")
         found = router.http.get("/cluster/targets")
         assert found.json() == [{"targets": [name], "labels": {"__scheme__": "http"}}]
@@ -323,6 +326,28 @@ def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
         assert answers[0].json()["choices"][0]["text"] == "x"
 
 
+def test_a_removed_target_that_hangs_loses_its_requests():
+    held = [STREAM, chunk(token("a")), "silence"]
+    hangs = threading.Event()
+    alive = target(lambda _: held)
+
+    def script(it):
+        return ["silence"] if hangs.is_set() and it.route == "/health" else alive(it)
+
+    fast = {"token_file": _token_file(), "poll_timeout": 0.3}
+    with (
+        FakeServer(script) as one,
+        FakeServer(target(lambda _: whole())) as two,
+        routed(one.url, **fast) as router,
+        router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered,
+    ):
+        parts = answered.iter_bytes()
+        next(parts)
+        assert router.order("targets", targets=[two.url]).status_code == 200
+        hangs.set()
+        assert b'"target_lost"' in b"".join(parts)
+
+
 def test_a_client_that_goes_away_ends_its_request_at_the_target():
     held = [STREAM, chunk(token("a")), "silence"]
     with FakeServer(target(lambda _: held)) as server, routed(server.url) as router:
@@ -366,6 +391,10 @@ def test_orders_need_the_token():
             router.order("drain", target="elsewhere:1").json()["error"]["message"].startswith("no target 'elsewhere:1'")
         )
         assert router.order("explode").status_code == 404
+        wrong = router.order("targets", targets=["http://127.0.0.1:9", "http://ex ample:1"])
+        assert wrong.status_code == 400 and list(router.states()) == [server.url], (
+            "all of it is carried out, or nothing"
+        )
         assert router.http.get("/cluster").status_code == 200  # open, as no API key is asked for
         assert router.states()[server.url] == "up"
     with FakeServer(target(lambda _: whole())) as server, routed(server.url, api_key="sk-operator") as router:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from adaserve_jax.distill.heads import (
     HEAD_STEPS,
     STEP_DECAY,
     HeadTarget,
+    head_settings,
     head_steps,
     write_new_head,
     write_new_medusa,
@@ -29,10 +31,12 @@ from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.decoder import Params, logits
+from adaserve_jax.models.export import new_head_folder
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.rope import LinearScaling, YarnScaling
 from tests.distill.made import assert_same, made_record
-from tests.models.checkpoints import write_checkpoint, write_eagle3, write_medusa
+from tests.models.checkpoints import CONFIG, write_checkpoint, write_eagle3, write_medusa
 from tests.oracles import training
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
@@ -174,6 +178,52 @@ def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path
     )  # fmt: skip
     found, _ = next(head_steps(params, config, batch, source.features(source.params, config, batch)))
     np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
+
+
+def test_new_heads_of_a_target_with_scaled_logits_begin_with_its_logits(tmp_path: Path) -> None:
+    granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 4.0}
+    target = write_checkpoint(tmp_path / "target", num_hidden_layers=3, **granite)
+    write_new_medusa(target, tmp_path / "medusa")
+    write_new_head(target, tmp_path / "head")
+    model = ModelConfig.from_folder(target)
+    params = load_params(target, model)
+    hidden = np.random.default_rng(3).standard_normal((32, 5)).astype(np.float32)
+    expected = logits(params, model, hidden)
+    config = ModelConfig.from_folder(tmp_path / "medusa", may_be_head=True)
+    np.testing.assert_allclose(logits(load_params(tmp_path / "medusa", config), config, hidden), expected, rtol=1e-5)
+    scores = load_file(tmp_path / "head" / "model.safetensors")["lm_head.weight"]
+    np.testing.assert_allclose(scores @ hidden, np.asarray(expected).T, rtol=1e-4, atol=1e-4)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+TWO_KINDS = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "theta", "scaling"),
+    [
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE, "rope_theta": 2e4,
+          "original_max_position_embeddings": 128}, 2e4, None),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_theta": None,
+          "rope_parameters": {"rope_type": "default", "rope_theta": 3e4, "partial_rotary_factor": 0.75}}, 3e4, None),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 64,
+          "query_pre_attn_scalar": 16, "rope_parameters": TWO_KINDS}, 1e6, LinearScaling(8.0)),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 1e4,
+         YarnScaling(4.0, 64, 1.1386294361119891, 32.0, 1.0, True)),
+    ],
+    ids=["longrope", "partial", "gemma3", "yarn"],
+)  # fmt: skip
+def test_a_new_head_has_the_rotary_base_of_its_target_and_a_scaling_that_its_layer_takes(
+    tmp_path: Path, given: dict[str, Any], theta: float, scaling: Any
+) -> None:
+    values = {name: value for name, value in (CONFIG | given).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    target = ModelConfig.from_folder(tmp_path)
+    head = new_head_folder(tmp_path / "head", head_settings(target, values))
+    assert (head.rope_theta, head.rope_scaling) == (theta, scaling)
 
 
 def _medusa(folder: Path, target: Path) -> tuple[ModelConfig, Params, HeadTarget]:

@@ -27,7 +27,7 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.runtime.capture import TargetRows
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.scheduler.acceptance import Calibrator
@@ -293,7 +293,7 @@ class Serving:
     def records(self, folder: Path) -> list[Record]:
         """What was learned from, from the file that is written at the end."""
         self.learner.close()
-        target = model_hash(self.device.target_folder)
+        target = weights_hash(self.device.target_folder)
         return RecordFormat(VOCAB, VOCAB, target, 1.0).load(folder / "default" / RECORDS)
 
 

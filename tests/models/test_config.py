@@ -339,6 +339,8 @@ def test_host_side_modules_import_no_jax() -> None:
         ('{"eos_token_id": 3}', GenerationDefaults()),
         ('{"top_k": -1, "min_p": 0.1}', GenerationDefaults(top_k=0, min_p=0.1)),
         ('{"do_sample": false, "temperature": 0.6}', GenerationDefaults(temperature=0.0)),
+        ('{"temperature": 0.6, "top_p": 0}', GenerationDefaults(temperature=0.0)),
+        ('{"top_k": 4294967296}', GenerationDefaults(top_k=0)),
         ('{"do_sample": false, "repetition_penalty": 1.1}', GenerationDefaults(0.0, repetition_penalty=1.1)),
     ],
 )

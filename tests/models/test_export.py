@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -143,6 +144,17 @@ def test_its_parameters_are_counted(pair: tuple[Path, Path]) -> None:
         == count_parameters(source)
         == sum(x.size for x in load_params(out, ModelConfig.from_folder(out)).values())
     )
+
+
+def test_a_part_that_is_missing_or_broken_is_not_read_as_zeros(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "copied"
+    shutil.copytree(pair[1], out)
+    config = ModelConfig.from_folder(out)
+    chunk = max((path for path in (out / "weights").glob("*/c/**/*") if path.is_file()), key=lambda p: p.stat().st_size)
+    for content in (b"broken", None):
+        chunk.unlink() if content is None else chunk.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a weight is missing or broken .*convert the checkpoint again"):
+            load_params(out, config)
 
 
 def test_weights_that_do_not_fit_are_named(pair: tuple[Path, Path]) -> None:

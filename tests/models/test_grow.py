@@ -107,6 +107,24 @@ def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path
         grow(qwen, tmp_path / "other", shape)
 
 
+def test_what_would_grow_into_something_else_is_refused(tmp_path: Path) -> None:
+    shape = GrownShape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48)
+    granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0}
+    source = write_checkpoint(tmp_path / "granite", **granite)
+    with pytest.raises(ConfigError, match="a checkpoint with multipliers cannot grow"):
+        grow(source, tmp_path / "other", shape)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = write_checkpoint(tmp_path / "fp8", quantization_config=fp8)
+    with pytest.raises(ConfigError, match="a quantised checkpoint cannot grow; grow the one that it was made from"):
+        grow(source, tmp_path / "other", shape)
+    source = write_checkpoint(tmp_path / "cut")
+    tensors = load_file(source / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
+        grow(source, tmp_path / "other", shape)
+
+
 def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaserve_jax.models.writing.SHARD_BYTES", 20_000)
     source = write_checkpoint(tmp_path / "source", shards=2, dtype="bf16")

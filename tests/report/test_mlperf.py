@@ -57,6 +57,12 @@ def test_without_targets_there_is_nothing_to_meet():
     assert mlperf(view_of(point([request(0, tpot_slo=None)]))) is None
 
 
+def test_a_class_of_deadlines_alone_has_no_part_in_it():
+    deadlines = [request(i, slo_class="code", tpot_slo=None, e2e_slo=1.0, e2e_met=True) for i in range(20)]
+    (table,) = (item for item in mlperf(view_of(point(requests(0) + deadlines))).items if isinstance(item, Table))
+    assert [row[1] for row in table.rows] == ["chat"]
+
+
 def test_other_arrivals_than_poisson_are_said():
     texts = [
         item for item in mlperf(view_of(point(requests(0), arrival_process="trace"))).items if isinstance(item, Text)

@@ -11,7 +11,7 @@ from adaserve_jax.cli.report import write_suite_page
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.html import render_html
-from adaserve_jax.report.multi_slo import multi_slo_page
+from adaserve_jax.report.multi_slo import multi_slo_page, system_names
 from adaserve_jax.results.submission import (
     ClassCount,
     ClassTarget,
@@ -77,7 +77,9 @@ def test_two_policies_of_one_system_are_told_apart_and_the_same_twice_is_refused
     other = submission("ours", "ar", (1, 50, 50))
     assert [row[0] for item in multi_slo_page([OURS, other]).sections[0].items if isinstance(item, Table)
             for row in item.rows] == ["ours, adaserve", "ours, ar"]  # fmt: skip
-    with pytest.raises(ConfigError, match="two submissions are of ours, adaserve; give each system"):
+    drafting = replace(OURS, system=replace(OURS.system, draft="small"))
+    assert system_names([OURS, drafting]) == ["ours, adaserve, no draft", "ours, adaserve, small"]
+    with pytest.raises(ConfigError, match="two submissions are of ours, adaserve, no draft; give each system"):
         multi_slo_page([OURS, OURS])
     with pytest.raises(ConfigError, match="expected one or more submissions to the multi-SLO benchmark, got none"):
         multi_slo_page([])

@@ -10,7 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from adaserve_jax.results import provenance
-from adaserve_jax.results.provenance import count_parameters, machine_name, model_hash, source_commit
+from adaserve_jax.results.provenance import (
+    count_parameters,
+    machine_name,
+    model_hash,
+    source_commit,
+    weights_hash,
+)
+from tests.models.checkpoints import write_checkpoint
 
 
 def test_parameters_are_counted_from_headers(tmp_path: Path):
@@ -65,6 +72,15 @@ def test_the_hash_of_a_converted_checkpoint_follows_names_and_shapes(tmp_path: P
     assert len(hashes) == 4
     (tmp_path / "weights" / "norm" / "c").write_text("numbers")
     assert model_hash(tmp_path) in hashes
+
+
+def test_two_trainings_of_one_model_differ_in_their_weights_only(tmp_path: Path):
+    hashes = []
+    for name, seed in (("one", 1), ("two", 2), ("same", 1)):
+        folder = write_checkpoint(tmp_path / name, seed=seed)
+        hashes.append((model_hash(folder), weights_hash(folder)))
+    one, two, same = hashes
+    assert one[0] == two[0] and one[1] != two[1] and one == same
 
 
 @pytest.mark.parametrize("listing", ["flags\t: fpu\n", None])

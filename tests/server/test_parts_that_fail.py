@@ -160,6 +160,8 @@ def test_version_is_told_before_there_is_an_engine(serve_engine) -> None:
 def test_a_class_has_the_name_of_a_metric_label() -> None:
     with pytest.raises(ConfigError, match="name must be letters, digits and _, not beginning with a digit, got '1a'"):
         SloClass("1a")
+    with pytest.raises(ConfigError, match="name must not be 'all': reports call all classes together so"):
+        SloClass("all")
 
 
 def test_a_least_length_that_does_not_fit_is_refused_by_its_name(server) -> None:

@@ -17,7 +17,7 @@ from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree, cells_hash
 from adaserve_jax.tree.acceptance_table import read_chances
 from tests.conftest import ROOT
@@ -45,7 +45,7 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
         found = re.fullmatch(
             r"ready: grpc://127.0.0.1:(\d+) drafts with demo, draft version (\w+), metrics on (\S+)/metrics\n", ready
         )
-        assert found is not None and found[2] == model_hash(folder), ready
+        assert found is not None and found[2] == weights_hash(folder), ready
         assert httpx.get(f"{found[3]}/health").json()["status"] == "ok"
         tokenizer, table = Tokenizer.from_folder(folder), read_chances(Path(folder).parent / "calibration.json")
         text = np.array(tokenizer.encode("def add(a, b):\n    return a +"), np.int32)

@@ -17,7 +17,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.warmup import Effort
@@ -214,7 +214,7 @@ def test_pages_are_reserved_whole_or_not_at_all_and_return(model: DraftModel):
 
 
 def test_it_says_what_it_is_and_how_long_it_takes(model: DraftModel, settings: DraftServiceSettings):
-    assert model.version == model_hash(Path(settings.model))
+    assert model.version == weights_hash(Path(settings.model))
     assert model.vocabulary_hash == Tokenizer.from_folder(settings.model).vocabulary_hash(model.vocabulary)
     assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 2) for width in (1, 3)}
     assert set(model.samples.catchup_s) == set(model.limits.token_edges)
@@ -230,7 +230,9 @@ def test_vocabularies_are_told_apart(settings: DraftServiceSettings):
 def test_sizes_that_cannot_be_are_said_before_loading(settings: DraftServiceSettings):
     cases = {
         "max_context must be at most 256, which the draft supports, got 99999": {"max_context": 99999},
-        "max_batch_tokens (1) must be at least max_batch (2)": {"max_batch_tokens": 1},
+        "max_batch_tokens (1) must be at least the smaller one of max_batch and max_sessions (2)": {
+            "max_batch_tokens": 1
+        },
         "num_pages must be at least 8, which one request of max_context needs, got 2": {"num_pages": 2},
         "lower num_pages, max_context or max_sessions": {"num_pages": 10**9},
     }

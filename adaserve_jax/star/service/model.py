@@ -19,7 +19,7 @@ from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.pallas_kernels.paged_tree_attention.reference import CPU_BLOCKS
-from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.loading import CALIBRATION_FILE
@@ -160,7 +160,7 @@ def load(settings: DraftServiceSettings, progress: Progress | None = None, effor
     widths = tuple(sorted({1, limits.max_width}))
     drafter = LocalDrafter(model, AcceptanceTable.of(table), max_depth=limits.max_depth, widths=widths)
     vocabulary_hash = tokenizer.vocabulary_hash(config.vocab_size)
-    ready = DraftModel(limits, drafter, version=model_hash(folder), vocabulary_hash=vocabulary_hash, table=table)
+    ready = DraftModel(limits, drafter, version=weights_hash(folder), vocabulary_hash=vocabulary_hash, table=table)
     ready.warm_up(progress, effort)
     return ready
 
@@ -188,7 +188,10 @@ def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dt
     rows = min(settings.max_batch, settings.max_sessions)
     tokens = settings.max_batch_tokens or (256 if on_cpu else 1024)
     if tokens < rows:
-        raise ConfigError(f"max_batch_tokens ({tokens}) must be at least max_batch ({rows}): each is fed one token")
+        raise ConfigError(
+            f"max_batch_tokens ({tokens}) must be at least the smaller one of max_batch and max_sessions ({rows}): "
+            "each request of a batch is fed one token"
+        )
     return Limits(
         max_requests=rows, token_edges=draft_buckets(tokens, rows).token_edges, max_tree_tokens=rows,
         max_context=context, page_size=settings.page_size,

@@ -13,7 +13,7 @@ from adaserve_jax.workloads.readers.source import Source
 MAX_TOKENS = 256
 """Output tokens of a request that does not say: AdaServe's."""
 TEMPERATURE = 1.0
-"""Output length of a request that does not say: OpenAI's default."""
+"""Temperature of a request that does not say: OpenAI's default."""
 DEFAULT_CLASS = "default"
 
 

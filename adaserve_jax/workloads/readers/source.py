@@ -87,7 +87,7 @@ class Fields:
         return self.number(field, low=low, high=high) if self.has(field) else None
 
     def seconds(self, field: str, *, per: float = 1.0) -> float:
-        """Return a required time in seconds. per_second: the file's units per second."""
+        """Return a required time in seconds. per: the file's units per second."""
         return self.number(field, low=0.0, high=MOST_SECONDS * per) / per
 
     def messages(self, field: str = "messages") -> tuple[Message, ...]:
