@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +51,8 @@ OVERLOAD, CALM = 2.0, 0.7
 """Rates of overload and of the calm before and after a burst, over the highest rate of the first level."""
 BEFORE, UNTIL = 1 / 3, 1 / 2
 """Parts of the time after which a burst begins and ends."""
+AGAIN_SEED = 1_000_003
+"""Added to the seed where a load is measured a second time; a repeat adds 1."""
 DEFINITION = "definition.json"
 OWN = "workload"
 ANY = "*"
@@ -208,6 +210,20 @@ def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float
     return None
 
 
+def doubted_rate(
+    found: Mapping[float, float], twice: Collection[float], levels: Sequence[float] = LEVELS
+) -> float | None:
+    """Return the lowest rate that misses a level which a higher rate keeps, as none should; None if there is none.
+
+    found: as for `next_rate`. twice: rates that were measured twice already, which stand as they are.
+    """
+    for rate, least in sorted(found.items()):
+        above = [found[higher] for higher in found if higher > rate]
+        if rate not in twice and any(least < level <= other for level in levels for other in above):
+            return rate
+    return None
+
+
 def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
@@ -234,10 +250,13 @@ class Suite:
         points: list[SuitePoint] = []
         row: ResultRow | None = None
         for stage, rate in self._loads(points):
-            rows, point = self._measure(policy, stage, rate, out)
+            known = next((each for each in points if (each.stage, each.rate_rps) == (stage, rate)), None)
+            rows, point = self._measure(policy, stage, rate, out, times=1 if known is None else 2)
             row = next((each for each in rows if each.slo_class == ALL_CLASSES), None)
             if point is None or row is None:
                 return
+            if known is not None:
+                points.remove(known)
             points.append(point)
             yield point
         if row is None:
@@ -251,19 +270,53 @@ class Suite:
         yield submission
 
     def _loads(self, points: Sequence[SuitePoint]) -> Iterator[tuple[Stage, float]]:
-        """Yield the loads to measure; `points` grows meanwhile. Where no rate keeps the first level, there is none to
-        exceed."""
+        """Yield the loads to measure, a rate that is doubted a second time; `points` grows meanwhile. Where no rate
+        keeps the first level, there is none to exceed."""
         start = default_rates(self._workload, self._definition.baseline_ms / 1e3)[0]
         levels = searched_levels(self._definition.least_requests * self._definition.repeats)
-        while (rate := next_rate({p.rate_rps: p.worst.attainment for p in points}, start, levels)) is not None:
+        twice: set[float] = set()
+        while True:
+            found = {point.rate_rps: point.worst.attainment for point in points}
+            rate = doubted_rate(found, twice, levels)
+            if rate is not None:
+                twice.add(rate)
+            elif (rate := next_rate(found, start, levels)) is None:
+                break
             yield "rate", rate
         highest = judge(points).levels[0].rate_rps
         if highest is not None:
             yield "overload", _rounded(OVERLOAD * highest)
             yield "burst", _rounded(OVERLOAD * highest)
 
-    def _measure(self, policy: str, stage: Stage, rate: float, out: Path) -> tuple[list[ResultRow], SuitePoint | None]:
-        """Measure one load, in every repeat; the point is None if a repeat is not valid."""
+    def _measure(
+        self, policy: str, stage: Stage, rate: float, out: Path, *, times: int
+    ) -> tuple[list[ResultRow], SuitePoint | None]:
+        """Measure one load, in every repeat, so many times with other arrivals, or read what was measured before; the
+        point is None if any of it is not valid."""
+        rows: list[ResultRow] = []
+        records: list[RequestRecord] = []
+        wall_s, duration_s, recovered = 0.0, 0.0, None
+        for number in range(times):
+            plan, ends_s = self._plan(policy, stage, rate, number)
+            folder = out / (f"{stage}-{rate:g}" + ("-again" if number else ""))
+            rows = self._run(plan, folder)
+            total = [row for row in rows if row.slo_class == ALL_CLASSES]
+            if len(total) < plan.repeats or not all(row.valid for row in total):
+                return rows, None
+            own = read_rows(folder / REQUESTS, RequestRecord)
+            wall_s += sum(row.wall_s for row in total)
+            duration_s += plan.duration_s
+            records += own
+            if stage == "burst":
+                recovered = recovery_s(((r.due_s, r.slo_met is True) for r in own), ends_s)
+        classes = [each.name for each in self._definition.classes]
+        return rows, SuitePoint(
+            stage=stage, rate_rps=rate, duration_s=duration_s, recovery_s=recovered,
+            classes=count_classes(records, classes, wall_s=wall_s),
+        )  # fmt: skip
+
+    def _plan(self, policy: str, stage: Stage, rate: float, number: int) -> tuple[BenchPlan, float]:
+        """Return the plan of a load, and when its burst ends. number: of the measurement, from 0."""
         settings = self._settings
         calm = _rounded(rate * CALM / OVERLOAD) if stage == "burst" else rate
         enough_s = self._definition.least_requests / (calm * self._least_share)
@@ -273,11 +326,13 @@ class Suite:
         if stage == "burst":
             arrivals = f"step:at={begins_s:g},rate={rate:g},at={ends_s:g},rate={calm:g}"
         plan = BenchPlan(
-            policies=(policy,), rates=(calm,), duration_s=duration_s, seed=settings.seed, drain_s=settings.drain_s,
-            max_late_s=settings.max_late_s, warmup_requests=settings.warmup_requests, arrivals=(arrivals,),
-            repeats=settings.repeats,
+            policies=(policy,), rates=(calm,), duration_s=duration_s, seed=settings.seed + number * AGAIN_SEED,
+            drain_s=settings.drain_s, max_late_s=settings.max_late_s, warmup_requests=settings.warmup_requests,
+            arrivals=(arrivals,), repeats=settings.repeats,
         )  # fmt: skip
-        folder = out / f"{stage}-{rate:g}"
+        return plan, ends_s
+
+    def _run(self, plan: BenchPlan, folder: Path) -> list[ResultRow]:
         with self._watch(plan) as watch:
             rows = run_bench(
                 plan,
@@ -290,21 +345,9 @@ class Suite:
                 about=self._about,
                 policy_files=self._policy_files,
             )
-        total = [row for row in rows if row.slo_class == ALL_CLASSES]
-        if any(row.invalid_reason == INTERRUPTED for row in total):
+        if any(row.invalid_reason == INTERRUPTED for row in rows):
             raise KeyboardInterrupt
-        if len(total) < settings.repeats or not all(row.valid for row in total):
-            return rows, None
-        records = read_rows(folder / REQUESTS, RequestRecord)
-        classes = [each.name for each in self._definition.classes]
-        wall_s = sum(row.wall_s for row in total)
-        recovered = None
-        if stage == "burst":
-            recovered = recovery_s(((r.due_s, r.slo_met is True) for r in records), ends_s)
-        return rows, SuitePoint(
-            stage=stage, rate_rps=rate, duration_s=duration_s, recovery_s=recovered,
-            classes=count_classes(records, classes, wall_s=wall_s),
-        )  # fmt: skip
+        return rows
 
 
 def begin(out: Path, definition: Definition, held: Mapping[str, Any] | None) -> None:

@@ -51,7 +51,7 @@ OTHER_FACTS: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("requests at once, at most", lambda r: _limit(r.max_requests, str(r.max_requests))),
     ("context, at most", lambda r: _limit(r.max_context, f"{r.max_context} tokens")),
     ("deterministic", lambda r: _limit(r.max_requests, "yes" if r.deterministic else "no")),
-    ("prompt tokens of a step, at most", lambda r: _limit(r.num_pages, str(r.max_prefill_tokens or AS_FOUND))),
+    ("prompt tokens of a step, at most", lambda r: _limit(r.max_requests, str(r.max_prefill_tokens or AS_FOUND))),
     ("number of KV pages", lambda r: _noted(r.num_pages)),
     ("number of KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
     ("option elastic", lambda r: _noted(r.elastic)),

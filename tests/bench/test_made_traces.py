@@ -40,14 +40,6 @@ def trace_of(*requests: tuple[float, str, int]) -> Trace:
 FOUR = trace_of((1.0, "code", 10), (2.0, "chat", 20), (4.0, "chat", 30), (8.0, "code", 40))
 
 
-def test_a_part_of_a_recording_begins_with_its_first_request() -> None:
-    items = tuple(
-        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, at_s, lengths=Lengths(10, 9)) for at_s in (5002.5, 5000.0)
-    )
-    made = traces.trace_of(Workload("w", "0" * 64, items))
-    assert [each.due_s for each in made.requests] == [0.0, 2.5]
-
-
 def test_lengths_at_drawn_times_are_a_trace_of_their_own() -> None:
     short, long = (
         WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, None, lengths=Lengths(tokens, 9)) for tokens in (10, 20)

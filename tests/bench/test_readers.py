@@ -185,7 +185,7 @@ def test_mooncakes_blocks_and_burstgpts_logs(tmp_path: Path) -> None:
     ]
     workload = sample(tmp_path, "burstgpt")
     assert told(workload) == [
-        (None, "chat", SLO(), 18, 5.0, Lengths(472, 18)), (None, "api", SLO(), 20, 120.0, Lengths(300, 20)),
+        (None, "chat", SLO(), 18, 0.0, Lengths(472, 18)), (None, "api", SLO(), 20, 115.0, Lengths(300, 20)),
     ]  # fmt: skip
     assert workload.notes == ("left out: 1 requests without a prompt or an answer",)
     later = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -80,7 +80,7 @@ def test_a_measured_profile_is_what_an_engine_starts_from(
         (["--acceptance", "1.0"], "--acceptance must be from 0 to below 1"),
         (["--search", "--check-seconds", "0"], "--search needs a draft, and --check-seconds or --acceptance"),
         (["--search", "--draft", "none"], "--search needs a draft"),
-        (["--trace", "gone.jsonl"], "cannot read workload gone.jsonl"),
+        (["--search", "--trace", "gone.jsonl"], "cannot read workload gone.jsonl"),
         (["--plot", "roofline.gif"], "--plot must end in .png or .svg, got roofline.gif"),
         (["--policy", "fast"], "unknown policy 'fast'"),
     ],

@@ -2,8 +2,9 @@
 
 Sources: Azure's LLM inference traces of 2023 and 2024, github.com/Azure/AzurePublicDataset. Mooncake's,
 github.com/kvcache-ai/Mooncake, FAST25-release/traces. BurstGPT, github.com/HPMLL/BurstGPT, whose later releases have
-more columns, which are not used. Requests without a prompt or an answer (in BurstGPT those that failed) are left out,
-and the workload's notes count them.
+more columns, which are not used. Times count from a file's first request, so that a part of a trace is one too.
+Requests without a prompt or an answer (in BurstGPT those that failed) are left out, and the workload's notes count
+them.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ def _nanoseconds(row: Fields) -> int:
 
 def _read_burstgpt(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
     time, prompt, output, log = BURSTGPT_COLUMNS
-    for row in source.rows():
-        at_s, lengths = row.seconds(time), _lengths(row, prompt, output)
+    rows = [(row.seconds(time), row) for row in source.rows()]
+    first_s = min((at_s for at_s, _ in rows), default=0.0)
+    for at_s, row in rows:
+        lengths = _lengths(row, prompt, output)
         slo_class = BURSTGPT_CLASSES.get(row.string(log))
         if slo_class is None:
             raise row.fail(log, " or ".join(map(repr, BURSTGPT_CLASSES)))
-        yield from _answered(gaps, at_s, lengths, slo_class)
+        yield from _answered(gaps, at_s - first_s, lengths, slo_class)
 
 
 def _lengths(row: Fields, prompt: str, output: str) -> Lengths:
@@ -68,11 +71,13 @@ def _answered(gaps: Gaps, at_s: float, lengths: Lengths, slo_class: str = DEFAUL
 
 
 def _read_mooncake(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
-    for line in source.objects():
+    lines = [(line.seconds("timestamp", per=1e3), line) for line in source.objects()]
+    first_s = min((at_s for at_s, _ in lines), default=0.0)
+    for at_s, line in lines:
         line.only(MOONCAKE_FIELDS)
         prompt = line.integer("input_length")
         lengths = Lengths(prompt, line.integer("output_length"), _blocks(line, prompt))
-        yield gaps.item(arrival_s=line.seconds("timestamp", per=1e3), lengths=lengths)
+        yield gaps.item(arrival_s=at_s - first_s, lengths=lengths)
 
 
 def _blocks(line: Fields, prompt_tokens: int) -> tuple[int, ...]:
