@@ -151,7 +151,10 @@ class EngineConfig(Settings):
         None, "folder of the persistent compilation cache; none: $JAX_COMPILATION_CACHE_DIR, else "
         "adaserve_jax/compile in the user's cache folder", Panel.DEVICES,
     )  # fmt: skip
-    seed: int = setting(0, "seeds the draw of seeds for requests that bring none", Panel.DEVICES, ge=0, lt=2**63)
+    seed: int = setting(
+        0, "seeds the draw of seeds for requests that bring none", Panel.DEVICES,
+        expected="an integer >= 0 of less than 64 bits", ge=0, lt=2**63,
+    )  # fmt: skip
     tp: int = setting(
         1, "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",
         Panel.DEVICES, ge=1,

@@ -27,7 +27,7 @@ from adaserve_jax.scheduler.policies import policy_of
         ("max_context", (7, 1), "0 or an integer >= 8"),
         ("max_waiting", (0, "x"), "an integer >= 1"),
         ("num_pages", (-1, 1.0), "an integer >= 0"),
-        ("seed", (-1, 0.5, None), "an integer >= 0"),
+        ("seed", (-1, 0.5, None), "an integer >= 0 of less than 64 bits"),
         ("page_size", (0, 7, 16.5, "16"), "one of 8, 16, 32, 64, 128"),
         ("max_depth", (0, 17, 2.5, "3"), "an integer from 1 to 16"),
         ("max_width", (0, 17), "an integer from 1 to 16"),

@@ -21,7 +21,6 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import FEATURE_LAYERS, MIXTRAL_NAMES, ExpertConfig, ModelConfig
 from adaserve_jax.models.settings import read_json
-from adaserve_jax.models.tensors import TensorFiles
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress
 
@@ -192,6 +191,8 @@ class _Growth:
 
     def __init__(self, source: Path, old: ModelConfig, new: ModelConfig, rng: np.random.Generator):
         self._old, self._new = old, new
+        from adaserve_jax.models.tensors import TensorFiles  # imports jax
+
         self._files = TensorFiles(source)
         self._rng = rng
         self._noise = (rng.standard_normal(_NOISE_BLOCK) * new.hidden_size**-0.5).astype(np.float32)

@@ -190,7 +190,7 @@ def test_mooncakes_blocks_and_burstgpts_logs(tmp_path: Path) -> None:
     assert workload.notes == ("left out: 1 requests without a prompt or an answer",)
     later = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     (tmp_path / "w.txt").write_text(later + "5.5,s,1.25,GPT-4,7,3,10,API log\n")
-    assert told(load_workload(tmp_path / "w.txt")) == [(None, "api", SLO(), 3, 5.5, Lengths(7, 3))]
+    assert told(load_workload(tmp_path / "w.txt")) == [(None, "api", SLO(), 3, 0.0, Lengths(7, 3))]
 
 
 def test_what_fits_several_formats_or_none_is_refused(tmp_path: Path) -> None:
