@@ -150,7 +150,7 @@ def status(run_folder: Folder = None) -> None:
         seen = by_url.get(member["address"])
         use = ""
         if seen is not None:
-            engine = f", its engine {seen['engine_restarts']}" if seen["engine_restarts"] else ""
+            engine = f" and {seen['engine_restarts']} of its engine" if seen["engine_restarts"] else ""
             use = f"{engine}, {seen['state']} at the router, {seen['in_flight']} in flight"
         detail = f" ({member['detail']})" if member["detail"] else ""
         typer.echo(

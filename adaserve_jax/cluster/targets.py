@@ -359,7 +359,8 @@ class TargetPoller:
         status, body = await get(target, "/health")
         said = (json_object(body) or {}) if status in (200, 503) else {}
         state, restarts = said.get("status"), said.get("restarts")
-        target.engine_restarts = restarts if isinstance(restarts, int) else 0
+        if isinstance(restarts, int):
+            target.engine_restarts = restarts
         return status == 200 and state == "ok", str(state or f"/health answered {status}")[:80]
 
     async def _learn(self, target: RouterTarget, facts: bool) -> bool:

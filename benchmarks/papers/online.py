@@ -112,7 +112,7 @@ LATENCY = Step(
     "learning-latency",
     (
         "python", "-m", "benchmarks.osd.latency", "--drafts",
-        f"start={DRAFTS}/start,offline={DRAFTS}/offline-code-500,online={DRAFTS}/online-code", "--prompts", "12",
+        f"start={DRAFTS}/start,offline={DRAFTS}/offline-start-code-500,online={DRAFTS}/online-code", "--prompts", "12",
         "--out", "{here}/latency.json",
     ),
     5,

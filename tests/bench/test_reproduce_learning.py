@@ -112,6 +112,20 @@ def test_time_per_token_is_of_the_best_chain_and_between_drafts_of_the_longest(m
     assert values["offline: times plain"] is None and values["start over offline"] is None
 
 
+def test_table_3_times_the_drafts_that_learning_from_one_kind_leaves(modules, tmp_path: Path) -> None:
+    from benchmarks.osd.online_learning import offline_of, start_of
+    from benchmarks.osd.prompts import Domain
+
+    count = int(modules["online"].FEW[modules["online"].FEW.index("--requests") + 1])
+    domain = Domain("code", ["prompt"] * count, [])
+    for name in ("start", f"offline-start-code-{count}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")  # it is there already
+    made = start_of(tmp_path), offline_of(tmp_path, start_of(tmp_path), domain)
+    named = dict(each.split("=") for each in modules["online"].LATENCY.argv[4].split(","))
+    assert [Path(named[kind]).name for kind in ("start", "offline")] == [Path(each).name for each in made]
+
+
 def test_learning_from_one_kind_is_judged_by_the_kind_that_gains_least(modules, tmp_path: Path) -> None:
     narrow_result(tmp_path / "c", "code", 0.2, 0.5, 0.4, 0.48, 0.45)
     narrow_result(tmp_path / "m", "maths", 0.3, 0.4, 0.5)
