@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.types import DraftPlan, DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
 
 DEPTH, WIDTH = 4, 2
 SMALL: dict[str, Any] = {
@@ -58,3 +58,18 @@ def prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0)
         chunks = [text[start:stop] for text, start, stop in zip(TEXTS, known, stops, strict=True)]
         executor.verify(plan_step(known, prefill=chunks, first_page=first_page), NO_TREES)
         known = stops
+
+
+def searched(executor: ModelExecutor, ends: list[list[int]], fed: list[list[int]]) -> dict[int, CandidateTrees]:
+    """Prefill both prompts, feed the draft up to these tokens, and return the result that has each row's tree."""
+    prefill(executor, ends)
+    found: dict[int, CandidateTrees] = {}
+    drafted, known = [0, 0], [len(text) - 1 for text in TEXTS]
+    for stops in fed:
+        parts = [text[start:stop] for text, start, stop in zip(TEXTS, drafted, stops, strict=True)]
+        plan = plan_step(known, fed=parts, drafted=drafted)
+        candidates = executor.speculate(plan)
+        assert plan.draft is not None
+        found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
+        drafted = stops
+    return found

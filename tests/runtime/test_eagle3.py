@@ -20,7 +20,7 @@ from adaserve_jax.types import DraftTrees
 from tests.models.checkpoints import write_checkpoint, write_eagle3
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
-from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill
+from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill, searched
 
 LAYERS = [0, 2, 3]
 
@@ -68,15 +68,7 @@ def _root(head: Head, config: EngineConfig, text: np.ndarray) -> np.ndarray:
 def test_trees_are_those_of_the_oracle(
     executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
 ) -> None:
-    prefill(executor, ends)
-    drafted, found, known = [0, 0], {}, [len(text) - 1 for text in TEXTS]
-    for stops in fed:
-        parts = [text[start:stop] for text, start, stop in zip(TEXTS, drafted, stops, strict=True)]
-        plan = plan_step(known, fed=parts, drafted=drafted)
-        candidates = executor.speculate(plan)
-        assert plan.draft is not None
-        found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
-        drafted = stops
+    found = searched(executor, ends, fed)
     for row, text in enumerate(TEXTS):
         _check_tree(found[row], row, *_expected(config, text))
 

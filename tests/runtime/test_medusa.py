@@ -18,7 +18,7 @@ from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from tests.models.checkpoints import write_checkpoint, write_medusa
 from tests.oracles.llama import oracle_logits
 from tests.oracles.medusa import medusa_scores
-from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill
+from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill, searched
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,7 @@ def _check_tree(found: Any, row: int, scores: np.ndarray) -> None:
 def test_trees_are_those_of_the_oracle(
     executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
 ) -> None:
-    prefill(executor, ends)
-    drafted, found, known = [0, 0], {}, [len(text) - 1 for text in TEXTS]
-    for stops in fed:
-        parts = [text[start:stop] for text, start, stop in zip(TEXTS, drafted, stops, strict=True)]
-        plan = plan_step(known, fed=parts, drafted=drafted)
-        candidates = executor.speculate(plan)
-        assert plan.draft is not None
-        found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
-        drafted = stops
+    found = searched(executor, ends, fed)
     for row, text in enumerate(TEXTS):
         _check_tree(found[row], row, _expected(config, text))
 
