@@ -8,6 +8,8 @@ import numpy as np
 
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
+from tests.oracles.eagle3 import Head
+from tests.oracles.mtp import MtpLayer
 
 DEPTH, WIDTH = 4, 2
 SMALL: dict[str, Any] = {
@@ -73,3 +75,24 @@ def searched(executor: ModelExecutor, ends: list[list[int]], fed: list[list[int]
         found |= dict.fromkeys(np.flatnonzero(plan.draft.speculates).tolist(), candidates)
         drafted = stops
     return found
+
+
+def check_tree(found: Any, row: int, head: Head | MtpLayer, root: np.ndarray) -> None:
+    """Compare a tree with the oracle `head`, which was fed its row's text and returned `root` at last: each node's log
+    probability, and that of the best child of every parent on the first level, agree."""
+    assert (found.log_f[row] > -np.inf).sum() == DEPTH * WIDTH
+    logits = {-1: head.logits(root)}
+    fed = len(head.attention.keys)
+    paths: dict[int, list[int]] = {-1: []}
+    for node in range(DEPTH * WIDTH):
+        token, parent = int(found.token[row][node]), int(found.parent[row][node])
+        scores = logits[parent]
+        assert abs(found.log_q[row][node] - (scores - np.logaddexp.reduce(scores))[token]) < 1e-4
+        paths[node] = [*paths[parent], node]
+        head.attention.forget(fed)
+        feature = root
+        for step in paths[node]:
+            feature = head.step(int(found.token[row][step]), feature)
+        logits[node] = head.logits(feature)
+    best = np.argsort(-logits[-1])[:WIDTH]
+    assert found.token[row][:WIDTH].tolist() == best.tolist()

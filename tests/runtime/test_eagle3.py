@@ -20,7 +20,7 @@ from adaserve_jax.types import DraftTrees
 from tests.models.checkpoints import write_checkpoint, write_eagle3
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
-from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill, searched
+from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, check_tree, plan_step, prefill, searched
 
 LAYERS = [0, 2, 3]
 
@@ -70,28 +70,7 @@ def test_trees_are_those_of_the_oracle(
 ) -> None:
     found = searched(executor, ends, fed)
     for row, text in enumerate(TEXTS):
-        _check_tree(found[row], row, *_expected(config, text))
-
-
-def _check_tree(found: Any, row: int, head: Head, root: np.ndarray) -> None:
-    """Each node's log probability, and that of the best child of every parent on the first level, are the oracle's."""
-    assert (found.log_f[row] > -np.inf).sum() == DEPTH * WIDTH
-    logits = {-1: head.logits(root)}
-    features = {-1: root}
-    fed = len(head.attention.keys)
-    paths: dict[int, list[int]] = {-1: []}
-    for node in range(DEPTH * WIDTH):
-        token, parent = int(found.token[row][node]), int(found.parent[row][node])
-        scores = logits[parent]
-        assert abs(found.log_q[row][node] - (scores - np.logaddexp.reduce(scores))[token]) < 1e-4
-        paths[node] = [*paths[parent], node]
-        head.attention.forget(fed)
-        feature = root
-        for step in paths[node]:
-            feature = head.step(int(found.token[row][step]), feature)
-        features[node], logits[node] = feature, head.logits(feature)
-    best = np.argsort(-logits[-1])[:WIDTH]
-    assert found.token[row][:WIDTH].tolist() == best.tolist()
+        check_tree(found[row], row, *_expected(config, text))
 
 
 def test_only_committed_features_are_read(executor: ModelExecutor, config: EngineConfig) -> None:
@@ -116,7 +95,7 @@ def test_only_committed_features_are_read(executor: ModelExecutor, config: Engin
     plan = replace(plan, draft=replace(plan.draft, depth=DEPTH, speculates=np.ones(2, bool)))
     found = executor.speculate(plan)
     for row, text in enumerate(texts):
-        _check_tree(found, row, *_expected(config, text))
+        check_tree(found, row, *_expected(config, text))
 
 
 def test_without_a_head_no_program_has_features(config: EngineConfig, executor: ModelExecutor) -> None:
@@ -186,7 +165,7 @@ def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig
         executor.elastic.wait()
         found = executor.speculate(plan_step([20, 9], fed=TEXTS, drafted=[0, 0]))
         for row, text in enumerate(TEXTS):
-            _check_tree(found, row, *_expected(config, text))
+            check_tree(found, row, *_expected(config, text))
         assert executor.compiles_after_ready == 0
     finally:
         executor.close()
@@ -217,7 +196,7 @@ def test_a_head_without_an_embedding_uses_its_targets(config: EngineConfig, tmp_
         tensors = load_file(Path(config.target) / "model.safetensors")
         for row, text in enumerate(TEXTS):
             oracle = Head(head, tensors["model.embed_tokens.weight"])
-            _check_tree(found, row, oracle, _root(oracle, config, text))
+            check_tree(found, row, oracle, _root(oracle, config, text))
         assert executor.compiles_after_ready == 0
     finally:
         executor.close()

@@ -18,7 +18,7 @@ from tests.models.checkpoints import write_mimo
 from tests.oracles.eagle3 import norm
 from tests.oracles.llama import oracle_logits
 from tests.oracles.mtp import MtpLayer
-from tests.runtime.head_steps import DEPTH, SMALL, TEXTS, WIDTH, searched
+from tests.runtime.head_steps import SMALL, TEXTS, check_tree, searched
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +36,13 @@ def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
 
 
 def _check_tree(found: Any, row: int, config: EngineConfig, text: np.ndarray) -> None:
-    """Each node's log probability is the oracle's, and the first level has the likeliest tokens."""
+    """Compare a tree with the oracle, fed with what the target says of the text."""
     layer = MtpLayer(Path(config.target))
     streams: list[np.ndarray] = []
     oracle_logits(Path(config.target), text[:-1], streams=streams)
     outputs = norm(streams[-1], layer.w["model.norm.weight"], layer.config["rms_norm_eps"])
     root = layer.read_target(text[1:].tolist(), outputs)
-    assert (found.log_f[row] > -np.inf).sum() == DEPTH * WIDTH
-    logits, paths, fed = {-1: layer.logits(root)}, {-1: []}, len(layer.attention.keys)
-    for node in range(DEPTH * WIDTH):
-        token, parent = int(found.token[row][node]), int(found.parent[row][node])
-        scores = logits[parent]
-        assert abs(found.log_q[row][node] - (scores - np.logaddexp.reduce(scores))[token]) < 1e-4
-        paths[node] = [*paths[parent], node]
-        layer.attention.forget(fed)
-        feature = root
-        for step in paths[node]:
-            feature = layer.step(int(found.token[row][step]), feature)
-        logits[node] = layer.logits(feature)
-    assert found.token[row][:WIDTH].tolist() == np.argsort(-logits[-1])[:WIDTH].tolist()
+    check_tree(found, row, layer, root)
 
 
 @pytest.mark.parametrize(
