@@ -53,6 +53,11 @@ class OfflineConfig(Settings):
     rows: int = setting(32, "texts that are written side by side; fewer take less memory", ge=1)
     seed: int = setting(0, "decides what is held out, every draw and every order: same command, same draft", ge=0)
 
+    def __post_init__(self) -> None:
+        changed = self.changed()
+        self._require(self.sampling == "mixed" or "mix" not in changed, "mix", "0.5 unless sampling is mixed")
+        self._require(self.loss == "jsd" or "beta" not in changed, "beta", "0.5 unless loss is jsd")
+
     @property
     def target_share(self) -> float:
         """Chance of each drawn token to come from the target."""

@@ -285,16 +285,6 @@ class TrainPrograms:
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))
 
-    def workspace_bytes(self) -> int:
-        """Return the largest memory of a program beyond its arguments, as the compiler reports it: temporaries, and
-        results that replace no argument. Leaves out "begin", whose results stay; 0 before anything is compiled."""
-        programs = [program for key, program in self.compiled.items() if key != ("begin",)]
-        analyses = [program.memory_analysis() for program in programs]  # type: ignore[attr-defined]
-        return max(
-            (each.temp_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses),
-            default=0,
-        )
-
     def _warm_up(self) -> None:
         state, base, sums = self._begin_with_zeros()
         batch = self._row_per_token()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Figure, Panel, Section, Series, Table, Text, number
-from adaserve_jax.report.estimates import listed
+from adaserve_jax.report.estimates import listed, percent
 from adaserve_jax.results.submission import LEVELS, AtLevel, ClassTarget, Submission, SuitePoint
 
 EVERY = "worst class"
@@ -90,7 +90,7 @@ def _headline(submissions: Sequence[Submission], names: Sequence[str]) -> tuple[
         unknown = "not recovered" if any(point.stage == "burst" for point in each.points) else "-"
         cells.append((
             name, *(_rate(level) for level in verdict.levels), _known(first.sure_rps), _known(first.goodput_tps),
-            _known(first.fairness), _percent(verdict.overload_attainment), _percent(verdict.overload_worst),
+            _known(first.fairness), percent(verdict.overload_attainment), percent(verdict.overload_worst),
             _known(verdict.overload_goodput_tps), _known(verdict.recovery_s, unknown),
         ))  # fmt: skip
     strong = frozenset(
@@ -114,10 +114,6 @@ def _rate(level: AtLevel) -> str:
 
 def _known(value: float | None, unknown: str = "-") -> str:
     return unknown if value is None else number(value)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _steady(submission: Submission) -> list[SuitePoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -22,7 +23,7 @@ from adaserve_jax.bench.http_probe import (
     token_times,
     worst,
 )
-from adaserve_jax.http_client.connection import HttpConnection
+from adaserve_jax.http_client.connection import STALE_S, HttpConnection
 from adaserve_jax.types import SLO
 from tests.bench.fake_server import DONE, event, token
 
@@ -297,3 +298,20 @@ def test_what_is_not_as_expected_says_nothing(body):
 def test_the_least_sure_source_counts():
     assert worst(["usage", "events", "usage_spread"]) == "events"
     assert worst(["usage", "usage_spread"]) == "usage_spread" and worst([]) is None
+
+
+@pytest.mark.parametrize(("after_s", "again"), [(0.0, True), (STALE_S + 1.0, False)])
+def test_a_request_is_sent_again_where_an_idle_connection_is_lost_at_once(after_s: float, again: bool):
+    """Lost later, the server may have worked on it: that is a failure of the server."""
+
+    async def go() -> tuple[int, bool]:
+        asked: list[UrlProbe] = []
+        connection = Connection()
+        connection.was_idle = True
+        probe = UrlProbe(PREPARED, 0.0, lambda: None, asked.append)
+        sent(connection)(probe)
+        probe.on_lost(time.monotonic() + after_s, "disconnected", heard=False)
+        await asyncio.sleep(0)
+        return len(asked), probe.ended
+
+    assert asyncio.run(go()) == (int(again), not again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from contextlib import nullcontext
@@ -28,7 +29,10 @@ from adaserve_jax.bench.multi_slo import (
     searched_levels,
 )
 from adaserve_jax.bench.runner import Watch
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import ConfigError, QueueFullError
+from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.submission import (
     FILE,
     LEVELS,
@@ -42,6 +46,7 @@ from adaserve_jax.results.submission import (
     recovery_s,
     write_submission,
 )
+from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import Workload, load_workload
 from benchmarks.multi_slo import compare, from_aiperf
 from benchmarks.peers import common
@@ -165,6 +170,41 @@ def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, work
     again = make_bench()
     assert run_suite(again, workload, tmp_path / "out")[-1] == submission
     assert again.client.submitted == [], "every load was there"
+
+
+def test_a_doubted_rate_is_measured_again_and_both_measurements_count(make_bench, workload, tmp_path: Path, monkeypatch):
+    """One request in twelve of a class is refused at the first load, none at twice its rate, all at any higher one."""
+    engine = make_bench()
+    loads, asked = itertools.count(), itertools.count(1)
+    load, submit = -1, engine.client.submit
+
+    def refusing(request, sink):
+        if load > 2 or (load == 0 and request.slo_class == "code" and next(asked) % 12 == 0):
+            raise QueueFullError("scripted: full")
+        submit(request, sink)
+
+    def opened(_):
+        nonlocal load
+        load = next(loads)
+        return engine
+
+    monkeypatch.setattr(engine.client, "submit", refusing)
+    settings = replace(SETTINGS, preset="workload", class_requests=30)
+    loose = replace(workload, items=tuple(replace(item, slo=SLO(tpot_ms=5e3, ttft_ms=5e3)) for item in workload.items))
+    definition, targeted = define(settings, loose, engine.about.baseline_s * 1e3)
+    suite = Suite(definition, settings, targeted, opened, lambda plan: nullcontext(Watch()), about={}, policy_files={})
+    first, second, again, *_, submission = suite.run("ar", tmp_path)
+    assert LEVELS[0] < first.worst.attainment < LEVELS[1] <= second.worst.attainment
+    assert (again.rate_rps, second.rate_rps) == (first.rate_rps, 2 * first.rate_rps)
+    folders = (tmp_path / f"rate-{first.rate_rps:g}{name}" for name in ("", "-again"))
+    records = [read_rows(folder / REQUESTS, RequestRecord) for folder in folders]
+    assert [each.due_s for each in records[0]] != [each.due_s for each in records[1]], "other arrivals"
+    assert sum(each.requests for each in again.classes) == len(records[0]) + len(records[1])
+    refused = sum(each.requests - each.met for each in first.classes)
+    assert sum(each.requests - each.met for each in again.classes) == refused > 0
+    assert again.duration_s == 2 * first.duration_s
+    assert first not in submission.points and again in submission.points
+    assert submission.verdict.levels[1].rate_rps == second.rate_rps
 
 
 def test_the_targets_of_a_preset_are_multiples_of_the_baseline_or_limits(workload):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
 from adaserve_jax.cluster.requests import MAX_BUFFERED_BYTES, SloClasses, TargetExchange, TargetLost, parse_request
+from adaserve_jax.http_client.connection import STALE_S
 
 CLASSES = SloClasses({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
 
@@ -119,14 +121,17 @@ def test_a_target_that_is_faster_than_its_client_waits():
     asyncio.run(go())
 
 
-def test_what_may_have_ended_a_target_counts_as_taken_by_it():
+@pytest.mark.parametrize(("after_s", "reason"), [(0.0, "connection_refused"), (STALE_S + 1.0, "disconnected")])
+def test_what_may_have_ended_a_target_counts_as_taken_by_it(after_s: float, reason: str):
+    """Lost at once after an idle time it is sent again, and nobody listens any more; lost later it is not."""
+
     async def go() -> None:
         connection: Any = StandIn()
         connection.was_idle = True
         exchange = TargetExchange(connection, b"")
-        exchange.on_lost(0.0, "disconnected", False)  # sent again at once; nobody listens any more
+        exchange.on_lost(time.monotonic() + after_s, "disconnected", False)
         with pytest.raises(TargetLost) as lost:
             await exchange.head()
-        assert lost.value.may_have_started
+        assert lost.value.may_have_started and lost.value.reason == reason
 
     asyncio.run(go())

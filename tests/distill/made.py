@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, init_params
 
@@ -44,6 +45,14 @@ def made_record(
     log_p = np.take_along_axis(every, ids, axis=1).astype(np.float32)
     tokens = rng.integers(0, vocab, length).astype(np.int32)
     return SimpleNamespace(tokens=tokens, position=position, ids=ids, log_p=log_p)
+
+
+def workspace_of(programs: TrainPrograms) -> int:
+    """The largest memory of a program beyond its arguments, as the compiler reports it: temporaries, and results that
+    replace no argument. Without "begin", whose results stay."""
+    kept = (program for key, program in programs.compiled.items() if key != ("begin",))
+    analyses = [program.memory_analysis() for program in kept]  # type: ignore[attr-defined]
+    return max(each.temp_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses)
 
 
 def as_texts(records: list[Any]) -> list[tuple]:

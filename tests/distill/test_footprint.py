@@ -8,7 +8,7 @@ import pytest
 
 from adaserve_jax.distill.footprint import state_bytes, training_bytes, workspace_bytes
 from adaserve_jax.distill.programs import TrainPrograms
-from tests.distill.made import CONFIG, made_params
+from tests.distill.made import CONFIG, made_params, workspace_of
 
 of_both = pytest.mark.parametrize("fixture", ["programs", pytest.param("low_rank_programs", marks=pytest.mark.slow)])
 
@@ -47,7 +47,7 @@ def test_the_workspace_is_not_less_than_what_the_compiler_says_and_not_many_time
     """Results of programs counted, where they are beside what stays."""
     programs: TrainPrograms = request.getfixturevalue(fixture)
     estimate = workspace_bytes(CONFIG, programs.learn, programs.dtype, programs.num_tokens)
-    assert programs.workspace_bytes() <= estimate <= 4 * programs.workspace_bytes()
+    assert workspace_of(programs) <= estimate <= 4 * workspace_of(programs)
 
 
 def test_drafts_share_the_workspace(programs: TrainPrograms):

@@ -35,7 +35,7 @@ from adaserve_jax.models.decoder import Params, logits
 from adaserve_jax.models.export import new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.rope import LinearScaling, YarnScaling
-from tests.distill.made import assert_same, made_record
+from tests.distill.made import assert_same, made_record, workspace_of
 from tests.models.checkpoints import CONFIG, write_checkpoint, write_eagle3, write_medusa
 from tests.oracles import training
 from tests.oracles.eagle3 import Head
@@ -162,7 +162,7 @@ def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, 
     taken = sum(each.nbytes for each in jax.tree.leaves((state, good, base, sums)) if each.ndim)
     assert state_bytes(pair.config, learn, jnp.float32) == taken
     estimate = workspace_bytes(pair.config, learn, jnp.float32, SIZE, pair.source.config)
-    assert programs.workspace_bytes() <= estimate <= 4 * programs.workspace_bytes()
+    assert workspace_of(programs) <= estimate <= 4 * workspace_of(programs)
 
 
 def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ def test_the_rate_rises_and_falls() -> None:
         ({"epochs": 0}, "epochs must be an integer >= 1, got 0"),
         ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
         ({"warmup": 2.0}, "warmup must be a number from 0 to 1, got 2.0"),
+        ({"mix": 0.3, "sampling": "student"}, "mix must be 0.5 unless sampling is mixed, got 0.3"),
+        ({"beta": 0.3}, "beta must be 0.5 unless loss is jsd, got 0.3"),
     ],
 )
 def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:

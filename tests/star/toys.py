@@ -123,7 +123,7 @@ class ToyDevice:
     def run(self, batch: DraftBatch) -> CandidateTrees | None:
         """Feed, then search; checks that the batch keeps to the limits."""
         assert 0 < len(batch.rows) <= self._bounds.max_rows
-        assert 0 < batch.num_tokens <= self._bounds.max_feed
+        assert 0 < sum(len(row.tokens) for row in batch.rows) <= self._bounds.max_feed
         assert len({row.key for row in batch.rows}) == len(batch.rows)
         assert batch.depth == max(row.depth for row in batch.rows)
         assert all((row.depth > 0) == (batch.depth > 0) for row in batch.rows)

@@ -47,11 +47,6 @@ class DraftBatch:
     calibrated: bool
     started_s: float
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens fed, over all rows."""
-        return sum(len(row.tokens) for row in self.rows)
-
 
 class Dispatcher:
     """Chooses batches.
