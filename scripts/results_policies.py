@@ -63,9 +63,9 @@ def _rounds(points: list[dict[str, Any]]) -> str:
             if name == "attainment":
                 among += min(each) - CLOSE <= point["simulated"][name] <= max(each) + CLOSE
     return (
-        f"The engine's own rounds, of the same requests under one policy, differ by up to {100 * apart['attainment']:.1f} "
-        f"points of attainment and {apart['goodput_tps']:.1%} of goodput. The simulated attainment lies between the "
-        f"rounds, or within {100 * CLOSE:.0f} points of one, at {among} of {len(points)} points."
+        "The engine's own rounds, of the same requests under one policy, differ by up to "
+        f"{100 * apart['attainment']:.1f} points of attainment and {apart['goodput_tps']:.1%} of goodput. The "
+        f"simulated attainment lies between the rounds, or within {100 * CLOSE:.0f} points of one, at {among} of {len(points)} points."
     )
 
 

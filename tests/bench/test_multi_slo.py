@@ -172,7 +172,9 @@ def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, work
     assert again.client.submitted == [], "every load was there"
 
 
-def test_a_doubted_rate_is_measured_again_and_both_measurements_count(make_bench, workload, tmp_path: Path, monkeypatch):
+def test_a_doubted_rate_is_measured_again_and_both_measurements_count(
+    make_bench, workload, tmp_path: Path, monkeypatch
+):
     """One request in twelve of a class is refused at the first load, none at twice its rate, all at any higher one."""
     engine = make_bench()
     loads, asked = itertools.count(), itertools.count(1)
