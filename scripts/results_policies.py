@@ -65,7 +65,8 @@ def _rounds(points: list[dict[str, Any]]) -> str:
     return (
         "The engine's own rounds, of the same requests under one policy, differ by up to "
         f"{100 * apart['attainment']:.1f} points of attainment and {apart['goodput_tps']:.1%} of goodput. The "
-        f"simulated attainment lies between the rounds, or within {100 * CLOSE:.0f} points of one, at {among} of {len(points)} points."
+        f"simulated attainment lies between the rounds, or within {100 * CLOSE:.0f} points of one, at {among} of "
+        f"{len(points)} points."
     )
 
 
