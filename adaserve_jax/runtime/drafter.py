@@ -64,12 +64,16 @@ class LocalDrafter:
         return declared
 
     def _features(self) -> tuple[jax.Array, ...]:
-        """Return what a head's catch-up reads of the target."""
+        """Return what a head's catch-up reads of the target; of one that is divided, the first device's copy."""
         if self._target is None:
             return ()
         features = self._target.pools.features
         assert features is not None
-        return (features,)
+        if self._target.placement.mesh is None:
+            return (features,)
+        if isinstance(features, jax.Array):
+            return (features.addressable_data(0),)
+        return (self.model.placement.abstract(features.shape, features.dtype),)
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         """Implement `types.Drafter.propose`."""

@@ -221,7 +221,7 @@ def load_drafter(
     is_head = pair.draft.is_head
     beside: dict[str, Any] = {"target": pair.target_folder} if is_head else {}
     shared: Params = {}
-    if names := shared_weights(pair.draft, resolved.config.quantize):
+    if names := shared_weights(pair.draft, resolved.config.quantize, resolved.config.tp):
         assert target is not None
         shared = {name: target.params[name] for name in names}
         beside["without"] = names

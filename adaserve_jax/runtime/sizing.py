@@ -161,8 +161,10 @@ def resolve(
 def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
     """Raise AdaServeError unless the target and this configuration can serve this head."""
     draft.check_target(target)
-    if config.tp > 1:
-        raise ConfigError(f"{draft.head_name} needs tp 1, got {config.tp}; use a draft model, or one device")
+    if config.tp > 1 and config.learning is not None:  # it is trained through the target, which would be divided
+        raise ConfigError(
+            f"{draft.head_name} that learns needs tp 1, got {config.tp}; leave the learning out, or use a draft model"
+        )
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:
@@ -423,7 +425,7 @@ def sizes_of(
             verifying += here * 4 * tokens * target.num_layers * outputs
         own = 0
         if draft is not None:
-            shared = shared_weights(draft, quantize)
+            shared = shared_weights(draft, quantize, config.tp)
             own = sum(size for name, size in _weight_sizes(draft, dtype, "none", WHOLE).items() if name not in shared)
         return Sizes(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
@@ -459,9 +461,10 @@ def _int4_obstacle(config: ModelConfig, partition: Partition) -> str:
     return ""
 
 
-def shared_weights(draft: ModelConfig, quantize: str) -> tuple[str, ...]:
-    """Return the weights that a draft uses of its target's. quantize: of the target; a head cannot compute in int8."""
-    if quantize != "none":
+def shared_weights(draft: ModelConfig, quantize: str, tp: int) -> tuple[str, ...]:
+    """Return the weights that a draft uses of its target's. quantize, tp: of the target; a head cannot compute in int8,
+    and lies whole on its device."""
+    if quantize != "none" or tp > 1:
         return ()
     if draft.is_mtp:
         return ("embed",) if draft.tie_embeddings else ("embed", "head")

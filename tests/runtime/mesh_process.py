@@ -1,7 +1,7 @@
 """Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on some of them.
 
-Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with numbers of
-devices behind it, texts.json only.
+Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with "heads" behind
+it heads.npz and heads.json, with a number of devices and a draft texts.json.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ import jax
 import numpy as np
 
 from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models import loading as converted
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.grow import GrownShape, grow
+from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.pools import pool_parts
 from adaserve_jax.runtime.sizing import adapter_bytes, page_bytes, weight_bytes
 from tests.conftest import optimised
 from tests.engines import NARROW
 from tests.models.adapters import write_adapter
-from tests.models.checkpoints import MIXTRAL, write_checkpoint
+from tests.models.checkpoints import MIXTRAL, write_checkpoint, write_eagle3, write_medusa, write_mimo
 from tests.models.quantized_checkpoints import write_quantized
 from tests.models.torch_checkpoints import VOCABULARY, write_family
+from tests.runtime.head_steps import DEPTH, SMALL, searched
 from tests.runtime.packed_model import RANK, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 CASES = {
@@ -114,9 +118,9 @@ def texts_of(llm: LLM) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def texts(ways: int) -> list[list[int]]:
+def texts(ways: int, draft: str = "demo") -> list[list[int]]:
     with optimised():
-        made = LLM(tp=ways, **NARROW)
+        made = LLM(tp=ways, draft=draft, **NARROW)
     with made as llm:
         found = texts_of(llm)
         assert llm.stats().compiles_after_ready == 0
@@ -132,8 +136,33 @@ def refusal(target: object = "demo", **options: object) -> str:
     return ""
 
 
-def write_texts(folder: Path, ways: list[int]) -> None:
-    (folder / "texts.json").write_text(json.dumps({each: texts(each) for each in ways}))
+def write_heads(folder: Path) -> None:
+    """Trees of every kind of head, on one device and on two that share the target; and what the ledger says of each."""
+    target, mimo = write_checkpoint(folder / "target", num_hidden_layers=4), write_mimo(folder / "mimo")
+    read = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    drafts = {
+        "eagle3": (target, write_eagle3(folder / "eagle3", eagle_config=read, own_embedding=False)),
+        "medusa": (target, write_medusa(folder / "medusa", heads=DEPTH)), "mtp": (mimo, "mtp"),
+    }  # fmt: skip
+    trees, sizes = {}, {}
+    for kind, (of, draft) in drafts.items():
+        for ways in (1, 2):
+            executor = load_executor(EngineConfig(target=str(of), draft=str(draft), tp=ways, **SMALL))
+            executor.compile()
+            found = searched(executor, [[7, 1], [8, 8], [20, 9]], [[6, 8], [21, 10]])
+            assert executor.local_drafter is not None and executor.compiles_after_ready == 0
+            for row, candidates in found.items():
+                for name in ("token", "parent", "log_f", "log_q"):
+                    trees[f"{kind}-{ways}-{row}-{name}"] = getattr(candidates, name)[row]
+            pools, own = executor.target.pools, executor.local_drafter.model.weights[0]
+            ledger, limits = executor.resolved.sizes, executor.limits
+            sizes[f"{kind}-{ways}"] = {
+                "pages": (ledger.target_page * limits.num_pages, sum(bytes_by_device(tuple(pool_parts(pools))))),
+                "weights": (ledger.draft_weights, sum(weight.nbytes for weight in own.values())),
+            }
+            executor.close()
+    np.savez(folder / "heads.npz", **trees)
+    (folder / "heads.json").write_text(json.dumps(sizes))
 
 
 def main(folder: Path, *, quick: bool) -> None:
@@ -192,8 +221,10 @@ def main(folder: Path, *, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    place, what = sys.argv[1:]
+    folder, what, *draft = Path(sys.argv[1]), *sys.argv[2:]
     if what.isdigit():
-        write_texts(Path(place), [int(what)])
+        (folder / "texts.json").write_text(json.dumps(texts(int(what), *draft)))
+    elif what == "heads":
+        write_heads(folder)
     else:
-        main(Path(place), quick=what == "quick")
+        main(folder, quick=what == "quick")

@@ -32,10 +32,10 @@ class Mesh:
     report: dict[str, Any]
 
 
-def on_devices(folder: Path, what: str) -> None:
+def on_devices(folder: Path, *what: str) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.mesh_process", folder, what],
+        [sys.executable, "-m", "tests.runtime.mesh_process", folder, *what],
         cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -136,10 +136,34 @@ def test_texts_do_not_depend_on_the_number_of_devices(whole: Mesh, deterministic
 
 
 @pytest.mark.slow
-def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LLM) -> None:
+@pytest.mark.parametrize("draft", ["demo", "demo-head"])
+def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LLM, draft: str) -> None:
     """In one process; test_multihost.py has one device in each of two."""
-    on_devices(tmp_path, "2")
-    assert json.loads((tmp_path / "texts.json").read_text()) == {"2": texts_of(deterministic)}
+    on_devices(tmp_path, "2", draft)
+    assert json.loads((tmp_path / "texts.json").read_text()) == texts_of(deterministic)
+
+
+def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path) -> None:
+    """It searches as beside a target on one device; embedding and logits that it has from the target are copies."""
+    on_devices(tmp_path, "heads")
+    with np.load(tmp_path / "heads.npz") as found:
+        trees = dict(found)
+    for kind in ("eagle3", "medusa", "mtp"):
+        for row in (0, 1):
+            one, two = ({name: trees[f"{kind}-{ways}-{row}-{name}"] for name in ("token", "parent", "log_f", "log_q")}
+                        for ways in (1, 2))  # fmt: skip
+            assert (one["log_f"] > -np.inf).all()
+            np.testing.assert_array_equal(one["token"], two["token"])
+            np.testing.assert_array_equal(one["parent"], two["parent"])
+            for name in ("log_f", "log_q"):
+                np.testing.assert_allclose(two[name], one[name], atol=1e-4)
+    sizes = json.loads((tmp_path / "heads.json").read_text())
+    assert len(sizes) == 6
+    for kind, parts in sizes.items():
+        for name, (planned, held) in parts.items():
+            assert planned == held, (kind, name)
+    for kind in ("eagle3", "mtp"):
+        assert sizes[f"{kind}-2"]["weights"] > sizes[f"{kind}-1"]["weights"]
 
 
 def test_every_device_holds_its_share(mesh: Mesh) -> None:
