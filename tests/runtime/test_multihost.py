@@ -175,7 +175,17 @@ def test_each_process_has_its_command() -> None:
 @pytest.mark.parametrize("draft", ["demo", "demo-head"])
 def test_two_processes_give_the_text_of_one(deterministic: LLM, draft: str) -> None:
     options = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in NARROW.items()]
-    together = [*options, "--draft", draft, "--tp", "2", "--num-processes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
+    together = [
+        *options,
+        "--draft",
+        draft,
+        "--tp",
+        "2",
+        "--num-processes",
+        "2",
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+    ]
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
