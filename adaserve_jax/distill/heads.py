@@ -37,6 +37,7 @@ from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.rope import LongRopeScaling
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.text_model import text_settings
 
 HEAD_STEPS = 5
 """Steps of training-time test: the levels of a tree that a head is trained for."""
@@ -115,7 +116,8 @@ def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
     target = ModelConfig.from_folder(target_folder)
     scores = _logits_of(target)
     params = load_params(target_folder, target, without=param_specs(target).keys() - {scores, "norm"})
-    config = new_head_folder(out, head_settings(target, read_json(target_folder / "config.json")))
+    path = target_folder / "config.json"
+    config = new_head_folder(out, head_settings(target, text_settings(read_json(path), path)))
     head = init_params(config, seed)
     d = config.hidden_size
     head |= {name: jnp.zeros_like(head[name]) for name in ("layers.0.out", "layers.0.down")}

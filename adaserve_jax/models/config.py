@@ -16,6 +16,7 @@ from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
 from adaserve_jax.models.settings import Settings, read_json
+from adaserve_jax.models.text_model import WITH_IMAGES, text_settings
 from adaserve_jax.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from adaserve_jax.types import SamplingParams
 
@@ -212,9 +213,8 @@ _FAMILIES = {
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration",
-    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM",
-    "mimo": "MiMoForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -225,7 +225,6 @@ _NEEDED = {
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
     "OlmoeForCausalLM": "norms over all query and key heads together",
     "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
-    "Gemma3ForConditionalGeneration": "an image encoder; a checkpoint of its text model, Gemma3ForCausalLM, is served",
     "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
 """What the decoder lacks for architectures that are asked for."""
@@ -481,7 +480,7 @@ class ModelConfig:
         implement a setting.
         """
         path = Path(folder) / "config.json"
-        given = read_json(path)
+        given = text_settings(read_json(path), path)
         if "medusa_num_heads" in given:
             return _medusa(Settings(given, path), may_be_head=may_be_head)
         is_head = _is_head(given)
@@ -625,7 +624,7 @@ def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> _Fam
         return _FAMILIES[name]
     needs = f", which needs {_NEEDED[name]}" if name in _NEEDED else ""
     raise UnsupportedModelError(
-        f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join(_FAMILIES)}"
+        f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join((*_FAMILIES, *WITH_IMAGES))}"
     )
 
 

@@ -14,6 +14,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import LORA_A, LORA_B, adapter_specs
 from adaserve_jax.models.loading import hf_tensors
 from adaserve_jax.models.settings import Settings, read_json
+from adaserve_jax.models.text_model import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -96,7 +97,8 @@ def _check_tensors(
     """Return the tensors of A and B of each adapted module. Raises as `read_adapter` does."""
     found: dict[str, dict[str, str]] = {}
     for name, shape in shapes.items():
-        module, _, part = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        own, _, part = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        module = text_name(own) or own
         if part not in ("lora_A", "lora_B") or not name.startswith(PREFIX) or not name.endswith(".weight"):
             raise UnsupportedModelError(
                 f"{path}: tensor {name} is not supported; expected {PREFIX}MODULE.lora_A.weight and lora_B.weight"

@@ -22,6 +22,7 @@ from adaserve_jax.models.checkpoint_formats.packed import Packed
 from adaserve_jax.models.checkpoint_formats.scaled import Scaled
 from adaserve_jax.models.quantize import Int4Groups, Int8Rows
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.text_model import text_name
 
 BLOCK_BYTES = 8 << 20
 _SINGLE_FILE = "model.safetensors"
@@ -82,7 +83,8 @@ class _Stack(_Stored):
 
 
 class TensorFiles:
-    """The tensors of a checkpoint folder, in one file or many. weight_format: of a quantised one."""
+    """The tensors of a checkpoint folder, in one file or many, by their names in one of text alone (`text_name`).
+    weight_format: of a quantised one."""
 
     def __init__(self, folder: Path, weight_format: WeightFormat | None = None):
         """Read the headers of all files. Raises CheckpointError: a file is missing or unreadable."""
@@ -233,8 +235,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, _Tensor]]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     for name, found in header.items():
-        if name != "__metadata__":
-            yield name, _Tensor(name, path, tuple(found["shape"]), found["dtype"], 8 + size + found["data_offsets"][0])
+        if name != "__metadata__" and (known := text_name(name)) is not None:
+            yield known, _Tensor(name, path, tuple(found["shape"]), found["dtype"], 8 + size + found["data_offsets"][0])
 
 
 def _weight_files(folder: Path) -> list[Path]:

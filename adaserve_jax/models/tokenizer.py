@@ -16,6 +16,7 @@ from typing import Any
 
 from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt, TemplateProcesses
+from adaserve_jax.models.settings import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -63,6 +64,8 @@ class Tokenizer:
             loaded = _loader(folder).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
+        if loaded.chat_template is None:
+            loaded.chat_template = _template_of_processor(folder)
         return cls(loaded, str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -234,6 +237,12 @@ def _without_tokens_from(backend_json: str, rows: int) -> str:
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
     model["merges"] = [[left, right] for left, right in pairs if {left, right, left + right} <= kept.keys()]
     return json.dumps(whole)
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    """Return the chat template of a model of images and text, whose older folders have it in a file of its own."""
+    path = folder / "chat_template.json"
+    return read_json(path).get("chat_template") if path.is_file() else None
 
 
 def _loader(folder: Path) -> Any:

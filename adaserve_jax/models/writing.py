@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.checkpoint_formats.api import FORMAT_KEY
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.text_model import text_settings
 from adaserve_jax.types import Progress
 
 SHARD_BYTES = 1 << 30
@@ -33,14 +34,18 @@ def check_new(folder: Path) -> None:
 def copy_all_but_weights(source: Path, out: Path) -> None:
     """Copy configuration, tokenizer and all other files of a checkpoint folder, but none of its folders.
 
-    The copy's config.json names no quantised format, since weights are written in full precision.
+    The copy's config.json is that of the text model alone, and names no quantised format, since weights are written in
+    full precision.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, out / path.name)
     config = out / "config.json"
-    if config.is_file() and (given := read_json(config)).pop(FORMAT_KEY, None):
-        config.write_text(json.dumps(given, indent=2) + "\n")
+    if config.is_file():
+        given = read_json(config)
+        written = {name: value for name, value in text_settings(given, config).items() if name != FORMAT_KEY}
+        if written != given:
+            config.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def write_shards(

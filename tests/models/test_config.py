@@ -265,10 +265,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
         "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
     ),
-    (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-        "Gemma3ForConditionalGeneration.* is not supported, which needs an image encoder; a checkpoint of its text",
-    ),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
     ({"architectures": ["OlmoeForCausalLM"]}, "OlmoeForCausalLM.* is not supported, which needs norms over all"),
 ]

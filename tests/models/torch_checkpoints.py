@@ -105,17 +105,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
 
 
+_ENCODER: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_QWEN_ENCODER: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 14,
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}, _ENCODER),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, _ENCODER | {"head_dim": 8}),
+    "qwen2_vl": ("Qwen2VL", {"head_dim": None, "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}}, {
+        "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1,
+    }),
+    "qwen2_5_vl": ("Qwen2_5_VL", {"hidden_size": 64, "head_dim": None, "rope_parameters": _MROPE},
+                   _QWEN_ENCODER | {"out_hidden_size": 64}),
+    "qwen3_vl": ("Qwen3VL", {"rope_parameters": _MROPE | {"mrope_interleaved": True}},
+                 _QWEN_ENCODER | {"deepstack_visual_indexes": [0]}),
+}  # fmt: skip
+"""Models of images and text: class, and configuration of the text model and of the encoder, by name."""
+
+
 def write_family(folder: Path, name: str, *, seed: int = 0, shards: bool = False) -> Path:
     """Let transformers write the checkpoint, with a tokenizer beside it; return the folder."""
-    import torch
     import transformers
 
     family, overrides = FAMILIES[name]
     of_family = getattr(transformers, f"{family}ForCausalLM")
-    config = of_family.config_class(**(_SIZES | overrides))
+    return _write(folder, of_family, of_family.config_class(**(_SIZES | overrides)), family, seed, shards=shards)
+
+
+def write_with_images(folder: Path, name: str, *, seed: int = 0) -> Path:
+    """Let transformers write a checkpoint of images and text, with a tokenizer beside it; return the folder."""
+    import transformers
+
+    family, text, vision = WITH_IMAGES[name]
+    whole = getattr(transformers, f"{family}ForConditionalGeneration")
+    text = {key: value for key, value in (_SIZES | text).items() if value is not None or key == "sliding_window"}
+    config = whole.config_class(text_config=text, vision_config=vision)
+    return _write(folder, whole, config, family, seed)
+
+
+def _write(folder: Path, model_class: Any, config: Any, family: str, seed: int, *, shards: bool = False) -> Path:
+    import torch
+
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = of_family(config).to(torch.float32)
+        model = model_class(config).to(torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("norm.weight"):
@@ -130,11 +167,12 @@ def write_family(folder: Path, name: str, *, seed: int = 0, shards: bool = False
     return folder
 
 
-def torch_model(folder: Path) -> Any:
+def torch_model(folder: Path, *, with_images: bool = False) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    whole = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    return whole.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def torch_logits(model: Any, tokens: list[int] | np.ndarray) -> np.ndarray:

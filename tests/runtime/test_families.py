@@ -7,23 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.torch_checkpoints import FAMILIES, torch_model, write_family
+from tests.models.torch_checkpoints import FAMILIES, WITH_IMAGES, torch_model, write_family, write_with_images
 from tests.runtime.against_transformers import largest_error
 from tests.runtime.packed_model import build
 
 TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
-    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical", "granite-blocks",
+    "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical", "granite-blocks", "qwen3_vl-images",
 }  # fmt: skip
-CASES = [f"{name}-blocks" for name in FAMILIES] + [
-    "mistral-canonical",
-    "qwen3_window-canonical",
-    "qwen3_moe-canonical",
-    "gemma2-canonical",
-    "gemma3-canonical",
-    "gpt_oss-canonical",
-]
+CASES = (
+    [f"{name}-blocks" for name in FAMILIES]
+    + [f"{name}-images" for name in WITH_IMAGES]
+    + [
+        "mistral-canonical",
+        "qwen3_window-canonical",
+        "qwen3_moe-canonical",
+        "gemma2-canonical",
+        "gemma3-canonical",
+        "gpt_oss-canonical",
+    ]
+)
 assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
@@ -31,10 +35,11 @@ PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) fo
 @pytest.mark.torch
 @pytest.mark.parametrize("case", PARAMS)
 def test_prefill_chunks_and_trees_equal_transformers(case: str, tmp_path: Path) -> None:
-    name, attention = case.split("-")
-    folder = write_family(tmp_path, name)
-    model = build(folder, attention == "canonical")
-    error = largest_error(model, torch_model(folder))
+    name, kind = case.split("-")
+    with_images = kind == "images"  # beside the text model
+    folder = (write_with_images if with_images else write_family)(tmp_path, name)
+    model = build(folder, kind == "canonical")
+    error = largest_error(model, torch_model(folder, with_images=with_images))
     print(f"max abs logit difference, {case}: {error:.1e}")
     model.close()
     assert error < TOLERANCE

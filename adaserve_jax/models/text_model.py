@@ -1,0 +1,92 @@
+"""The text model inside a checkpoint of images and text, which is served alone.
+
+Its settings lie in `text_config`, in older files beside the rest. Its tensors have a prefix, and lie beside those of
+the image encoder, which are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """One architecture of images and text. own, nested: `model_type` of config.json and of its text_config.
+    architecture, model_type: of a checkpoint of the text model alone. left_out: settings that published files leave
+    out, as transformers assumes them."""
+
+    own: str
+    nested: str
+    architecture: str
+    model_type: str
+    left_out: dict[str, Any] = field(default_factory=dict)
+
+
+_GEMMA3 = _Whole(
+    "gemma3", "gemma3_text", "Gemma3ForCausalLM", "gemma3_text", {"vocab_size": 262208, "num_attention_heads": 8}
+)
+_WHOLE = {
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Mistral3ForConditionalGeneration": _Whole("mistral3", "mistral", "MistralForCausalLM", "mistral"),
+    "Qwen2VLForConditionalGeneration": _Whole("qwen2_vl", "qwen2_vl_text", "Qwen2ForCausalLM", "qwen2"),
+    "Qwen2_5_VLForConditionalGeneration": _Whole("qwen2_5_vl", "qwen2_5_vl_text", "Qwen2ForCausalLM", "qwen2"),
+    "Qwen3VLForConditionalGeneration": _Whole("qwen3_vl", "qwen3_vl_text", "Qwen3ForCausalLM", "qwen3"),
+}
+WITH_IMAGES = tuple(_WHOLE)
+"""Architectures of images and text whose text model is served."""
+_SHARED = ("eos_token_id", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
+"""Settings that stand at the top of a nested config.json, for its text model too."""
+_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Beginning of the names of the text model's tensors, in older and newer files, and what stands there in a checkpoint
+of it alone."""
+_ENCODERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+
+
+def text_settings(given: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a config.json as a checkpoint of its text model alone would have it; as it is if it has no images.
+
+    Rotary positions of several axes become plain ones, which they are where there is text alone.
+    Raises CheckpointError: text_config is no object; UnsupportedModelError: it is of another model than is known.
+    """
+    whole = _whole_of(given)
+    if whole is None:
+        return given
+    own = given.get("text_config")
+    if own is None:
+        own = {name: value for name, value in given.items() if name != "vision_config"}
+    elif not isinstance(own, dict):
+        raise CheckpointError(f"{path}: text_config must be an object, got {own!r}")
+    elif own.get("model_type", whole.nested) != whole.nested:
+        raise UnsupportedModelError(
+            f"{path}: text_config.model_type = {own['model_type']!r} is not supported; only {whole.nested!r} is"
+        )
+    shared = {name: given[name] for name in _SHARED if given.get(name) is not None}
+    found = whole.left_out | own | shared
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(name), dict):
+            found[name] = _plain_rope(found[name])
+    return found | {"architectures": [whole.architecture], "model_type": whole.model_type}
+
+
+def _whole_of(given: dict[str, Any]) -> _Whole | None:
+    names = given.get("architectures")
+    if isinstance(names, list) and len(names) == 1:
+        return _WHOLE.get(names[0])
+    return None if names else next((each for each in _WHOLE.values() if each.own == given.get("model_type")), None)
+
+
+def _plain_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    return {name: "default" if value == "mrope" else value for name, value in kept.items()}
+
+
+def text_name(name: str) -> str | None:
+    """Return a tensor's name in a checkpoint of the text model alone; None for one of the image encoder."""
+    for prefix, plain in _PREFIXES.items():
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return None if name.removeprefix("model.").startswith(_ENCODERS) else name
