@@ -14,7 +14,14 @@ from typing import Any, Literal
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
-from adaserve_jax.models.rope import LongRopeScaling, RopeScaling, read_rope, read_rotary_share, read_window_rope
+from adaserve_jax.models.rope import (
+    LongRopeScaling,
+    RopeScaling,
+    read_query_growth,
+    read_rope,
+    read_rotary_share,
+    read_window_rope,
+)
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.models.text_model import WITH_IMAGES, text_settings
 from adaserve_jax.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
@@ -134,22 +141,30 @@ _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, and what attention gives does not.
-    experts: names of experts, in a family that has them. activation: the setting that names the activation, and the
-    only value that the family has. mtp: checkpoints may have MTP layers behind those of the model. gemma: norms by 1 +
-    weight, also behind attention and MLP, and a scaled embedding. window_rope: layers with a window have a rotary base
-    of their own. phi: queries, keys and values are one tensor, gate and up another; rotary embedding of a share of each
-    head, scaled by lists. sinks: each head has a score without a key.
+    bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
+    none. experts: names of experts, in a family that has them. activation: the setting that names the activation, and
+    the only value that the family has. mtp: checkpoints may have MTP layers behind those of the model. gemma: norms by
+    1 + weight, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
+    partial_rotary: a share of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries
+    may grow with their position. sinks: each head has a score without a key. post_norms, interleaved_rotary,
+    fused_tensors: as in `ModelConfig`.
     """
 
     defaults: dict[str, Any]
     knows: frozenset[str] = field(default_factory=frozenset)
     qkv_bias: bool = False
+    bias_settings: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: bool = False
+    post_norms: tuple[str, ...] = ()
     experts: ExpertNames | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
     gemma: bool = False
     window_rope: bool = False
+    partial_rotary: bool = False
+    interleaved_rotary: bool = False
     phi: bool = False
+    query_growth: bool = False
+    fused_tensors: tuple[str, ...] = ()
     sinks: bool = False
     mtp: bool = False
 
@@ -162,6 +177,17 @@ _GEMMA = {
     "final_logit_softcapping",
 }
 _GELU = ("hidden_activation", "gelu_pytorch_tanh")
+_GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+_GLM4_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+_GLM = _Family(
+    _LLAMA_DEFAULTS
+    | {
+        "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "eos_token_id": [151329, 151336, 151338], "attention_bias": True, "partial_rotary_factor": 0.5,
+    },
+    frozenset({"attention_bias"}),
+    bias_settings=("attention_bias", "", ""), partial_rotary=True, interleaved_rotary=True, fused_tensors=("gate_up",),
+)  # fmt: skip
 _FAMILIES = {
     "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
     "MistralForCausalLM": _Family(
@@ -196,10 +222,12 @@ _FAMILIES = {
         experts=_QWEN_NAMES,
     ),
     "Gemma2ForCausalLM": _Family(
-        _GEMMA2_DEFAULTS, frozenset(_GEMMA | {"attn_logit_softcapping"}), activation=_GELU, gemma=True
+        _GEMMA2_DEFAULTS, frozenset(_GEMMA | {"attn_logit_softcapping"}), post_norms=_GEMMA_NORMS, activation=_GELU,
+        gemma=True,
     ),
     "Gemma3ForCausalLM": _Family(
-        _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, activation=_GELU, gemma=True, window_rope=True
+        _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, post_norms=_GEMMA_NORMS, activation=_GELU, gemma=True,
+        window_rope=True,
     ),
     "GptOssForCausalLM": _Family(
         _GPT_OSS_DEFAULTS,
@@ -207,14 +235,57 @@ _FAMILIES = {
         experts=_GPT_OSS_NAMES,
         sinks=True,
     ),
-    "Phi3ForCausalLM": _Family(_PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), phi=True),
+    "Phi3ForCausalLM": _Family(
+        _PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), partial_rotary=True, phi=True,
+        fused_tensors=("qkv", "gate_up"),
+    ),
     "GraniteForCausalLM": _Family(_GRANITE_DEFAULTS, frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS})),
+    "SmolLM3ForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
+            "eos_token_id": 128001, "no_rope_layer_interval": 4,
+        },
+        frozenset({"attention_bias", "mlp_bias", "no_rope_layers"}),
+    ),
+    "SeedOssForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
+            "attention_out_bias": False,
+        },
+        frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+        bias_settings=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),
+    "Ernie4_5ForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+            "rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False,
+        },
+        frozenset({"use_bias"}),
+        bias_settings=("use_bias", "use_bias", "use_bias"),
+        interleaved_rotary=True,
+    ),
+    "Ministral3ForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+            "rope_theta": 1e6, "sliding_window": None,
+        },
+        frozenset({"sliding_window"}),
+        query_growth=True,
+    ),
 }  # fmt: skip
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip
 _NEEDED = {
     "Qwen2MoeForCausalLM": "an expert that all tokens share",
@@ -230,7 +301,7 @@ _NEEDED = {
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
-    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "use_mrope",
+    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window", "use_mrope",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
     "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
@@ -320,12 +391,15 @@ class ModelConfig:
     embedding. windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no
     windows. window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None:
     as elsewhere. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 +
-    weight. post_norms: attention and MLP have a norm behind them too. scaled_embedding: embeddings are multiplied
+    weight. post_norms: attention and MLP have a norm behind them too: names in the checkpoint of the norm before the
+    MLP, and of the norms behind attention and MLP; empty: they have none. scaled_embedding: embeddings are multiplied
     by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what attention and MLP add to the
     stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar: scores are divided by its
     root; None: by that of head_dim. attention_cap, logit_cap: scores, and logits, s become cap * tanh(s / cap); None:
-    they stay. rotary_dim: features of each head, the first ones, that are rotated; None: all. sinks: each head has a
-    score without a key. fused_tensors: checkpoints hold queries, keys and values as one tensor, and gate and up.
+    they stay. rotary_dim: features of each head, the first ones, that are rotated; None: all. interleaved_rotary: pairs
+    that are rotated lie side by side. nope_layers: layers without rotary embedding. query_growth: how queries grow with
+    their position (`layers.query_scale`); None: they do not. sinks: each head has a score without a key. fused_tensors:
+    weights that checkpoints hold as one tensor: "qkv" of queries, keys and values, "gate_up" of gate and up.
     eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
     Medusa heads, likewise; they have no layers. mtp_layers: MTP layers in the checkpoint, which are no part of the
     model. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
@@ -353,7 +427,7 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     activation: Activation = "silu"
     offset_norms: bool = False
-    post_norms: bool = False
+    post_norms: tuple[str, ...] = ()
     scaled_embedding: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -363,7 +437,10 @@ class ModelConfig:
     logit_cap: float | None = None
     window_rope_theta: float | None = None
     rotary_dim: int | None = None
-    fused_tensors: bool = False
+    interleaved_rotary: bool = False
+    nope_layers: tuple[int, ...] = ()
+    query_growth: tuple[float, int] | None = None
+    fused_tensors: tuple[str, ...] = ()
     sinks: bool = False
     eagle3: Eagle3Config | None = None
     medusa: MedusaConfig | None = None
@@ -492,14 +569,17 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
-        theta, scaling = read_rope(values, by_layer=family.window_rope, of_phi=family.phi)
+        theta, scaling = read_rope(
+            values, by_layer=family.window_rope, of_phi=family.phi, partial=family.partial_rotary,
+            growing=family.query_growth,
+        )  # fmt: skip
         trained = values.integer("max_position_embeddings")
         # The length that a family with two bases states is that after scaling.
         longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
         scalar = values.optional("query_pre_attn_scalar")
         if "attention_multiplier" in family.knows:  # scores times m are scores divided by the root of m^-2
             scalar = values.positive("attention_multiplier") ** -2
-        biased = bool(values.get("attention_bias"))
+        of_qkv, of_out, of_mlp = (bool(values.get(name)) for name in family.bias_settings)
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
         if heads % num_kv_heads:
             raise CheckpointError(
@@ -530,15 +610,15 @@ class ModelConfig:
             max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
-            qkv_bias=family.qkv_bias or biased,
-            out_bias=biased and not family.qkv_bias,
-            mlp_bias=bool(values.get("mlp_bias")),
+            qkv_bias=family.qkv_bias or of_qkv,
+            out_bias=of_out and not family.qkv_bias,
+            mlp_bias=of_mlp,
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
             experts=None if family.experts is None else _experts(values, family.experts, layers),
             activation="gelu_tanh" if family.activation == _GELU else "silu",
             offset_norms=family.gemma,
-            post_norms=family.gemma,
+            post_norms=family.post_norms,
             scaled_embedding=family.gemma,
             embedding_multiplier=values.optional("embedding_multiplier") or 1.0,
             residual_multiplier=values.optional("residual_multiplier") or 1.0,
@@ -548,7 +628,10 @@ class ModelConfig:
             logit_cap=values.optional("final_logit_softcapping"),
             window_rope_theta=read_window_rope(values) if family.window_rope else None,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-            fused_tensors=family.phi,
+            interleaved_rotary=family.interleaved_rotary,
+            nope_layers=_nope_layers(values, layers) if "no_rope_layers" in family.knows else (),
+            query_growth=read_query_growth(values) if family.query_growth else None,
+            fused_tensors=family.fused_tensors,
             sinks=family.sinks,
             eagle3=_eagle3(values) if is_head else None,
             mtp_layers=_mtp_layers(values) if family.mtp else 0,
@@ -690,6 +773,17 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
         return ()
     window = values.integer("sliding_window")
     return tuple(window if kind == sliding else None for kind in types)
+
+
+def _nope_layers(values: Settings, layers: int) -> tuple[int, ...]:
+    """Return the layers without rotary embedding: those with a 0 in no_rope_layers, or every so-many-th."""
+    given = values.get("no_rope_layers")
+    if given is None:
+        interval = values.integer("no_rope_layer_interval")
+        return tuple(range(interval - 1, layers, interval))
+    if not isinstance(given, list) or len(given) != layers or any(each not in (0, 1) for each in given):
+        raise values.wrong("no_rope_layers", given, f"a list of {layers} numbers, 0 or 1")
+    return tuple(layer for layer, rotated in enumerate(given) if not rotated)
 
 
 def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from adaserve_jax.models.layers import (
     capped,
     gated,
     keep_layout,
+    query_scale,
     rotary_angles,
     rotate,
 )
@@ -187,21 +188,26 @@ class Layer(nnx.Module):
         self.down = Linear(d, inner, ("residual", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
     def __call__(
-        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend, used: jax.Array | None,
-        adapters: TokenAdapters | None, embedded: jax.Array | None = None,
+        self, x: jax.Array, rotary: tuple[jax.Array, jax.Array] | None, layer: int, attend: Attend,
+        used: jax.Array | None, adapters: TokenAdapters | None, embedded: jax.Array | None = None,
+        scale: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
-        """Return the stream behind the layer, f32[d, T]. embedded: of the tokens of an EAGLE-3 head, whose stream is
-        features."""
+        """Return the stream behind the layer, f32[d, T]. rotary: None for a layer without. embedded: of the tokens of
+        an EAGLE-3 head, whose stream is features. scale: of the queries, f32[T]; None: 1."""
         dtype = self.qkv.dtype
         if self.feature_norm is None or embedded is None:
             normed = self.attn_norm(x)
         else:
             normed = jnp.concatenate([self.attn_norm(embedded), self.feature_norm(x)])
         qkv = self.qkv(normed, adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
-        rotated = rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary)
+        rotated = self._normed(qkv[: self.heads + self.kv_heads])
+        if rotary is not None:
+            rotated = rotate(rotated, rotary, interleaved=self.config.interleaved_rotary)
         queries, keys = rotated[: self.heads], rotated[self.heads :]
         if self.config.query_scalar is not None:  # attention divides by sqrt(D)
             queries = queries * (self.head_dim / self.config.query_scalar) ** 0.5
+        if scale is not None:
+            queries = queries * scale
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
         queries, keys, values = keep_layout((queries.astype(dtype), keys.astype(dtype), values))
         sinks = None if self.sinks is None else self.sinks[...]
@@ -266,9 +272,13 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, self.embed.dtype).astype(x.dtype)
         if self.config.embedding_multiplier != 1:
             x = x * self.config.embedding_multiplier
+        growth = self.config.query_growth
+        scale = None if growth is None else query_scale(positions, growth)
         for index, layer in enumerate(self.layers):
-            angles = rotary if self.config.window_of(index) is None else of_windows
-            x = layer(x, angles, index, attend, used, adapters)
+            angles = None if index in self.config.nope_layers else rotary
+            if self.config.window_of(index) is not None:
+                angles = of_windows
+            x = layer(x, angles, index, attend, used, adapters, scale=scale)
             if watch is not None:
                 watch(index, x)
         return self.norm(x).astype(self.embed.dtype)

@@ -163,6 +163,8 @@ def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> Non
     scaled = (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) != (1, 1, 1)
     if scaled or config.query_scalar is not None:
         raise ConfigError("a checkpoint with multipliers cannot grow; use a plain Llama or Mistral")
+    if config.interleaved_rotary or config.nope_layers or config.query_growth is not None:
+        raise ConfigError("a checkpoint with another rotary embedding cannot grow; use a plain Llama or Mistral")
     if config.weight_format is not None:
         raise ConfigError("a quantised checkpoint cannot grow; grow the one that it was made from")
     if config.experts is not None:

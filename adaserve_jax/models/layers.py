@@ -193,14 +193,25 @@ def rotary_angles(positions: jax.Array, config: ModelConfig, *, windowed: bool =
     return jnp.cos(angle) * scaling.magnitude, jnp.sin(angle) * scaling.magnitude
 
 
-def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turn each pair (i, i + D/2) of x, f32[heads, D, T], by its angle: Hugging Face's half-split layout. Features
-    beyond those that have an angle stay."""
+def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array], *, interleaved: bool = False) -> jax.Array:
+    """Turn each pair of x, f32[heads, D, T], by its angle: (i, i + D/2), Hugging Face's half-split layout, or
+    interleaved (2 i, 2 i + 1). Features beyond those that have an angle stay."""
     cos, sin = rotary
     turned = 2 * len(cos)
-    first, second = jnp.split(x[:, :turned], 2, axis=1)
     rest = [x[:, turned:]] if turned < x.shape[1] else []
+    if interleaved:
+        pairs = x[:, :turned].reshape(len(x), len(cos), 2, -1)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=2)
+        return jnp.concatenate([rotated.reshape(len(x), turned, -1), *rest], axis=1)
+    first, second = jnp.split(x[:, :turned], 2, axis=1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, *rest], axis=1)
+
+
+def query_scale(positions: jax.Array, growth: tuple[float, int]) -> jax.Array:
+    """Return what queries are multiplied by, f32[T]: 1 + beta ln(1 + floor(position / original)), as in Llama 4."""
+    beta, original = growth
+    return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / original))
 
 
 def keep_layout(x: Any) -> Any:

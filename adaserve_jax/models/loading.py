@@ -296,6 +296,7 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if name in top:
         return top[name]
     inputs = d if head is None else 2 * d
+    before_mlp, behind_attention, behind_mlp = config.post_norms or ("post_attention_layernorm", "", "")
     modules: dict[str, dict[str, tuple[int, ...]]] = {
         "attn_norm": {"input_layernorm": (d,)},
         "feature_norm": {"hidden_norm": (d,)},
@@ -303,14 +304,14 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": {"self_attn.q_norm": (config.head_dim,)},
         "k_norm": {"self_attn.k_norm": (config.head_dim,)},
         "out": {"self_attn.o_proj": (d, q)},
-        "mlp_norm": {"pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm": (d,)},
-        "attn_post_norm": {"post_attention_layernorm": (d,)},
-        "mlp_post_norm": {"post_feedforward_layernorm": (d,)},
+        "mlp_norm": {before_mlp: (d,)},
+        "attn_post_norm": {behind_attention: (d,)},
+        "mlp_post_norm": {behind_mlp: (d,)},
         "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
         "down": {"mlp.down_proj": (d, inner)},
     }
-    if config.fused_tensors:
-        modules |= {"qkv": {"self_attn.qkv_proj": (q + 2 * kv, d)}, "gate_up": {"mlp.gate_up_proj": (2 * inner, d)}}
+    fused = {"qkv": {"self_attn.qkv_proj": (q + 2 * kv, d)}, "gate_up": {"mlp.gate_up_proj": (2 * inner, d)}}
+    modules |= {name: fused[name] for name in config.fused_tensors}
     _, index, part, *rest = name.split(".")
     if part == "experts":
         return _expert_tensors(f"model.layers.{index}.", rest, config)

@@ -25,6 +25,7 @@ _KEYS = (
     "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "truncate", "finetuned", "short_factor", "long_factor",
 )  # fmt: skip
+_GROWTH_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,15 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
     return np.power(theta, exponents, dtype=np.float64).astype(np.float32)
 
 
-def read_rope(top: Settings, *, by_layer: bool = False, of_phi: bool = False) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    top: Settings, *, by_layer: bool = False, of_phi: bool = False, partial: bool = False, growing: bool = False
+) -> tuple[float, RopeScaling | None]:
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
     ones (rope_theta, rope_scaling).
 
     by_layer: rope_parameters may have parts of their own for each kind of layer; those of full attention are returned.
-    of_phi: a share of each head may be rotated, and any scaling is longrope, whatever it is called.
+    of_phi: any scaling is longrope, whatever it is called. partial: a share of each head may be rotated. growing: as
+    for `read_query_growth`.
     Raises CheckpointError, UnsupportedModelError.
     """
     name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
@@ -147,15 +151,24 @@ def read_rope(top: Settings, *, by_layer: bool = False, of_phi: bool = False) ->
         raise top.unsupported(name, "one for all layers is")
     rope = Settings(given, top.path, name)
     for key in given:
-        if key not in _KEYS:
+        if key not in _KEYS and not (growing and key in _GROWTH_KEYS):
             raise rope.unsupported(key)
     for settings in (rope, top):
-        if settings.get("partial_rotary_factor") not in (None, 1.0) and not of_phi:
+        if settings.get("partial_rotary_factor") not in (None, 1.0) and not partial:
             raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
     theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
     if of_phi and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su", "yarn"):
         return theta, _longrope(rope, top)
     return theta, _scaling(rope, name, top)
+
+
+def read_query_growth(top: Settings) -> tuple[float, int] | None:
+    """Return by how much queries grow with their position, and the context, in tokens, behind which they do
+    (`layers.query_scale`); None if they do not. Raises CheckpointError."""
+    given = top.get("rope_parameters")
+    rope = Settings(given if isinstance(given, dict) else {}, top.path, "rope_parameters")
+    beta = rope.optional("llama_4_scaling_beta")
+    return None if beta is None else (beta, rope.integer("original_max_position_embeddings"))
 
 
 def read_rotary_share(top: Settings) -> float:

@@ -15,27 +15,30 @@ from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class _Whole:
-    """One architecture of images and text. own, nested: `model_type` of config.json and of its text_config.
-    architecture, model_type: of a checkpoint of the text model alone. left_out: settings that published files leave
-    out, as transformers assumes them."""
+    """One architecture of images and text. own: `model_type` of its config.json. texts: architecture and `model_type`
+    of a checkpoint of the text model alone, by the `model_type` of text_config; the first holds without one. left_out:
+    settings of the text model that published files leave out, as transformers assumes them."""
 
     own: str
-    nested: str
-    architecture: str
-    model_type: str
+    texts: dict[str, tuple[str, str]]
     left_out: dict[str, Any] = field(default_factory=dict)
 
 
-_GEMMA3 = _Whole(
-    "gemma3", "gemma3_text", "Gemma3ForCausalLM", "gemma3_text", {"vocab_size": 262208, "num_attention_heads": 8}
-)
+_QWEN2, _QWEN3 = ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 _WHOLE = {
-    "Gemma3ForConditionalGeneration": _GEMMA3,
-    "Mistral3ForConditionalGeneration": _Whole("mistral3", "mistral", "MistralForCausalLM", "mistral"),
-    "Qwen2VLForConditionalGeneration": _Whole("qwen2_vl", "qwen2_vl_text", "Qwen2ForCausalLM", "qwen2"),
-    "Qwen2_5_VLForConditionalGeneration": _Whole("qwen2_5_vl", "qwen2_5_vl_text", "Qwen2ForCausalLM", "qwen2"),
-    "Qwen3VLForConditionalGeneration": _Whole("qwen3_vl", "qwen3_vl_text", "Qwen3ForCausalLM", "qwen3"),
-}
+    "Gemma3ForConditionalGeneration": _Whole(
+        "gemma3", {"gemma3_text": ("Gemma3ForCausalLM", "gemma3_text")},
+        {"vocab_size": 262208, "num_attention_heads": 8},
+    ),
+    "Mistral3ForConditionalGeneration": _Whole(
+        "mistral3", {
+            "mistral": ("MistralForCausalLM", "mistral"), "ministral3": ("Ministral3ForCausalLM", "ministral3"),
+        },
+    ),
+    "Qwen2VLForConditionalGeneration": _Whole("qwen2_vl", {"qwen2_vl_text": _QWEN2}),
+    "Qwen2_5_VLForConditionalGeneration": _Whole("qwen2_5_vl", {"qwen2_5_vl_text": _QWEN2}),
+    "Qwen3VLForConditionalGeneration": _Whole("qwen3_vl", {"qwen3_vl_text": _QWEN3}),
+}  # fmt: skip
 WITH_IMAGES = tuple(_WHOLE)
 """Architectures of images and text whose text model is served."""
 _SHARED = ("eos_token_id", "quantization_config", "tie_word_embeddings", "dtype", "torch_dtype")
@@ -55,21 +58,23 @@ def text_settings(given: dict[str, Any], path: Path) -> dict[str, Any]:
     whole = _whole_of(given)
     if whole is None:
         return given
-    own = given.get("text_config")
+    own, first = given.get("text_config"), next(iter(whole.texts))
     if own is None:
-        own = {name: value for name, value in given.items() if name != "vision_config"}
+        own = {name: value for name, value in given.items() if name not in ("vision_config", "model_type")}
     elif not isinstance(own, dict):
         raise CheckpointError(f"{path}: text_config must be an object, got {own!r}")
-    elif own.get("model_type", whole.nested) != whole.nested:
+    kind = own.get("model_type", first)
+    if kind not in whole.texts:
         raise UnsupportedModelError(
-            f"{path}: text_config.model_type = {own['model_type']!r} is not supported; only {whole.nested!r} is"
+            f"{path}: text_config.model_type = {kind!r} is not supported; use one of {', '.join(whole.texts)}"
         )
     shared = {name: given[name] for name in _SHARED if given.get(name) is not None}
     found = whole.left_out | own | shared
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(name), dict):
             found[name] = _plain_rope(found[name])
-    return found | {"architectures": [whole.architecture], "model_type": whole.model_type}
+    architecture, model_type = whole.texts[kind]
+    return found | {"architectures": [architecture], "model_type": model_type}
 
 
 def _whole_of(given: dict[str, Any]) -> _Whole | None:

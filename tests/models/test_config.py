@@ -73,6 +73,7 @@ GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidde
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -164,7 +165,7 @@ def test_phi_rotates_a_share_of_each_head_by_lists(tmp_path: Path) -> None:
     rope = {"rope_scaling": lists | {"type": "su"}, "partial_rotary_factor": 0.375}
     remote = {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
     phi = ModelConfig.from_folder(_write(tmp_path, **PHI3, **rope, **remote, original_max_position_embeddings=64))
-    assert (phi.rotary_dim, phi.fused_tensors, phi.max_position, phi.usual_context) == (6, True, 256, 64)
+    assert (phi.rotary_dim, phi.fused_tensors, phi.max_position, phi.usual_context) == (6, ("qkv", "gate_up"), 256, 64)
     magnitude = math.sqrt(1 + math.log(4) / math.log(64))
     scaling = LongRopeScaling((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), 64, magnitude)
     assert phi.rope_scaling == scaling
@@ -302,6 +303,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (MIXTRAL | {"num_experts_per_tok": 7}, r"num_experts_per_tok must be at most num_local_experts \(6\), got 7"),
     (GRANITE | {"attention_multiplier": 0}, "attention_multiplier must be a number above 0, got 0"),
     (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+    (SMOLLM3 | {"no_rope_layers": [1]}, r"no_rope_layers must be a list of 2 numbers, 0 or 1, got \[1\]"),
 ]
 
 

@@ -113,6 +113,10 @@ def test_what_would_grow_into_something_else_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "granite", **granite)
     with pytest.raises(ConfigError, match="a checkpoint with multipliers cannot grow"):
         grow(source, tmp_path / "other", shape)
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
+    source = write_checkpoint(tmp_path / "smollm3", **smollm3)
+    with pytest.raises(ConfigError, match="a checkpoint with another rotary embedding cannot grow"):
+        grow(source, tmp_path / "other", shape)
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     source = write_checkpoint(tmp_path / "fp8", quantization_config=fp8)
     with pytest.raises(ConfigError, match="a quantised checkpoint cannot grow; grow the one that it was made from"):

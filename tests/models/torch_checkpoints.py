@@ -101,6 +101,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
+    "smollm3": (
+        "SmolLM3", {
+            "num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_bias": True, "mlp_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "smollm3_listed": (
+        "SmolLM3", {
+            "num_hidden_layers": 3, "no_rope_layers": [0, 1, 1], "pad_token_id": 0, "tie_word_embeddings": False,
+        },
+    ),
+    "seed_oss": ("SeedOss", {"pad_token_id": 0}),
+    "seed_oss_biases": (
+        "SeedOss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "pad_token_id": 0}
+    ),
+    "glm": ("Glm", {"pad_token_id": 0}),
+    "glm4": ("Glm4", {"attention_bias": False, "pad_token_id": 0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+    }}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True, "pad_token_id": 0}),
+    "ministral3": (
+        "Ministral3", {"pad_token_id": 0, "rope_parameters": _YARN | {
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+        }},
+    ),
 }  # fmt: skip
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
 
@@ -116,6 +141,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}, _ENCODER),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, _ENCODER | {"head_dim": 8}),
+    "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, _ENCODER | {"head_dim": 8}),
     "qwen2_vl": ("Qwen2VL", {"head_dim": None, "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}}, {
         "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1,
     }),

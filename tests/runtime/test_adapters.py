@@ -27,14 +27,23 @@ PROMPT, CHUNK = 150, 90
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+OF_GLM = [*ATTENTION, "gate_up_proj", "down_proj"]
 CASES = {
     "llama_biases-blocks": DENSE, "qwen2-blocks": DENSE, "qwen3_window-canonical": ["q_proj", "down_proj"],
     "mistral-blocks": DENSE, "gemma2-blocks": DENSE, "gemma3-canonical": DENSE, "phi4_mini-blocks": FUSED,
     "phi3-canonical": FUSED, "mixtral-blocks": ATTENTION, "qwen3_moe-blocks": ATTENTION,
-    "gpt_oss-canonical": ATTENTION, "granite-blocks": DENSE,
+    "gpt_oss-canonical": ATTENTION, "granite-blocks": DENSE, "smollm3-blocks": DENSE, "seed_oss-blocks": DENSE,
+    "glm-canonical": OF_GLM, "glm4-blocks": OF_GLM, "ernie4_5-blocks": DENSE, "ministral3-blocks": DENSE,
 }  # fmt: skip
 """Family and order of attention's sums, and modules that the adapter changes: all that can be."""
-QUICK = {"llama_biases-blocks", "qwen3_window-canonical", "phi4_mini-blocks", "gemma3-canonical", "gpt_oss-canonical"}
+QUICK = {
+    "llama_biases-blocks",
+    "qwen3_window-canonical",
+    "phi4_mini-blocks",
+    "gemma3-canonical",
+    "gpt_oss-canonical",
+    "glm4-blocks",
+}
 assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 

@@ -15,6 +15,7 @@ TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
     "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical", "granite-blocks", "qwen3_vl-images",
+    "smollm3-blocks", "glm4-blocks", "ministral3-blocks",
 }  # fmt: skip
 CASES = (
     [f"{name}-blocks" for name in FAMILIES]
