@@ -140,7 +140,7 @@ _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 @dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, and what attention gives does not.
+    `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
     bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
     none. experts: names of experts, in a family that has them. activation: the setting that names the activation, and
     the only value that the family has. mtp: checkpoints may have MTP layers behind those of the model. gemma: norms by
@@ -179,6 +179,7 @@ _GEMMA = {
 _GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 _GLM4_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+_OF_QKV = ("attention_bias", "", "")
 _GLM = _Family(
     _LLAMA_DEFAULTS
     | {
@@ -186,7 +187,7 @@ _GLM = _Family(
         "eos_token_id": [151329, 151336, 151338], "attention_bias": True, "partial_rotary_factor": 0.5,
     },
     frozenset({"attention_bias"}),
-    bias_settings=("attention_bias", "", ""), partial_rotary=True, interleaved_rotary=True, fused_tensors=("gate_up",),
+    bias_settings=_OF_QKV, partial_rotary=True, interleaved_rotary=True, fused_tensors=("gate_up",),
 )  # fmt: skip
 _FAMILIES = {
     "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
@@ -194,11 +195,14 @@ _FAMILIES = {
         _LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
         frozenset({"sliding_window"}),
     ),
-    "Qwen2ForCausalLM": _Family(_QWEN_DEFAULTS, frozenset({"sliding_window", "use_sliding_window"}), qkv_bias=True),
+    "Qwen2ForCausalLM": _Family(
+        _QWEN_DEFAULTS, frozenset({"sliding_window", "use_sliding_window"}), qkv_bias=True, bias_settings=_OF_QKV
+    ),
     "MiMoForCausalLM": _Family(  # Qwen 2 with MTP layers; transformers lacks it
         _QWEN_DEFAULTS,
         frozenset({"attention_bias", "sliding_window", "use_sliding_window", "auto_map"}),
         qkv_bias=True,
+        bias_settings=_OF_QKV,
         mtp=True,
     ),
     "Qwen3ForCausalLM": _Family(
@@ -611,7 +615,7 @@ class ModelConfig:
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or of_qkv,
-            out_bias=of_out and not family.qkv_bias,
+            out_bias=of_out,
             mlp_bias=of_mlp,
             qk_norm=family.qk_norm,
             windows=_windows(values, family, layers),
