@@ -94,7 +94,8 @@ def roofline_of(engine: AbsentEngine, config: ModelConfig, *, ways: int, assumed
     layer = (local.q_size + 2 * local.kv_size) * config.hidden_size + local.q_size * config.hidden_size
     inner = config.num_layers * [local.intermediate_size]
     if config.experts is not None:
-        each = config.experts.per_token * config.experts.intermediate_size // partition.ways
+        each = config.experts.per_token * config.experts.intermediate_size + config.experts.shared
+        each //= partition.ways
         inner = [each if config.experts_of(layer) else local.intermediate_size for layer in range(config.num_layers)]
     products = config.num_layers * layer + 3 * sum(inner) * config.hidden_size
     page = page_bytes(local, resolved.limits.page_size, resolved.dtype, engine.device.platform)

@@ -116,7 +116,8 @@ class ExpertNames:
     """Hugging Face's names of a layer's experts: of their block, of the three matrices of each, and of the router.
 
     stacked: all experts of a matrix are one tensor, [E, in, out], with columns of gate and up in turns, and all
-    have biases.
+    have biases. shared, shared_gate: the expert that all tokens go through, and the vector by which it is weighed; "":
+    there is none. correction: the bias by which experts are chosen; "": there is none.
     """
 
     block: str
@@ -125,6 +126,9 @@ class ExpertNames:
     down: str
     router: str = "gate"
     stacked: bool = False
+    shared: str = ""
+    shared_gate: str = ""
+    correction: str = ""
 
     @property
     def matrices(self) -> tuple[str, str, str]:
@@ -135,6 +139,8 @@ class ExpertNames:
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+_QWEN2_NAMES = replace(_QWEN_NAMES, shared="shared_expert", shared_gate="shared_expert_gate")
+_GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,29 @@ _FAMILIES = {
         frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
         bias_settings=("attention_bias", "attention_out_bias", "mlp_bias"),
     ),
+    "Qwen2MoeForCausalLM": _Family(
+        _QWEN_MOE_DEFAULTS
+        | {
+            "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "qkv_bias": True,
+        },
+        frozenset({"sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
+        bias_settings=("qkv_bias", "", ""),
+        experts=_QWEN2_NAMES,
+    ),
+    "Glm4MoeForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072, "eos_token_id": None,
+            "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+        },
+        frozenset({"attention_bias", "use_qk_norm", "n_routed_experts", "num_local_experts"}),
+        bias_settings=_OF_QKV,
+        experts=_GLM_NAMES,
+        partial_rotary=True,
+    ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),
     "Ernie4_5ForCausalLM": _Family(
@@ -287,12 +316,12 @@ _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
     "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip
 _NEEDED = {
-    "Qwen2MoeForCausalLM": "an expert that all tokens share",
     "Qwen3NextForCausalLM": "linear attention with a recurrent state, and an expert that all tokens share",
     "DeepseekV2ForCausalLM": "latent attention, and experts that all tokens share",
     "DeepseekV3ForCausalLM": "latent attention, experts that all tokens share, and routing by groups",
@@ -306,6 +335,7 @@ _NEEDED = {
 # Settings that change the model. If set, they are refused unless the family knows them.
 _SETTINGS = (
     "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window", "use_mrope",
+    "use_qk_norm", "n_routed_experts",
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
     "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
@@ -373,7 +403,8 @@ class ExpertConfig:
     intermediate_size: inner features of one expert. normalised: the weights of a token's experts add up to 1; else they
     are the router's probabilities over all experts. dense_layers: layers that have an MLP instead. biased: router and
     products add a bias. clamp: of a gate's input from above and of the other half on both sides, with the factor of the
-    gate's sigmoid; None: SwiGLU.
+    gate's sigmoid; None: SwiGLU. shared: inner features of an MLP that all tokens go through beside their experts; 0:
+    there is none. scaling: factor of the weights of a token's experts.
     """
 
     count: int
@@ -384,6 +415,8 @@ class ExpertConfig:
     dense_layers: tuple[int, ...] = ()
     biased: bool = False
     clamp: tuple[float, float] | None = None
+    shared: int = 0
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -406,7 +439,8 @@ class ModelConfig:
     weights that checkpoints hold as one tensor: "qkv" of queries, keys and values, "gate_up" of gate and up.
     eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
     Medusa heads, likewise; they have no layers. mtp_layers: MTP layers in the checkpoint, which are no part of the
-    model. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
+    model. is_mtp: this is the first of them, which drafts for the model (`mtp_head`). unread_layers: MTP layers that
+    are numbered behind the model's own, and are not read.
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -449,6 +483,7 @@ class ModelConfig:
     eagle3: Eagle3Config | None = None
     medusa: MedusaConfig | None = None
     mtp_layers: int = 0
+    unread_layers: int = 0
     is_mtp: bool = False
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
@@ -469,6 +504,11 @@ class ModelConfig:
 
         Raises UnsupportedModelError: the checkpoint has none.
         """
+        if self.unread_layers:
+            raise UnsupportedModelError(
+                f"draft {MTP!r} is for MTP layers as MiMo has them; those of this architecture are not read. Give a "
+                "draft's folder, or none"
+            )
         if not self.mtp_layers:
             raise UnsupportedModelError(
                 f"draft {MTP!r} is the MTP layer of the target's own checkpoint, whose config.json names none "
@@ -617,7 +657,7 @@ class ModelConfig:
             qkv_bias=family.qkv_bias or of_qkv,
             out_bias=of_out,
             mlp_bias=of_mlp,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm or bool(values.get("use_qk_norm")),
             windows=_windows(values, family, layers),
             experts=None if family.experts is None else _experts(values, family.experts, layers),
             activation="gelu_tanh" if family.activation == _GELU else "silu",
@@ -639,6 +679,7 @@ class ModelConfig:
             sinks=family.sinks,
             eagle3=_eagle3(values) if is_head else None,
             mtp_layers=_mtp_layers(values) if family.mtp else 0,
+            unread_layers=_mtp_layers(values) if family.experts is _GLM_NAMES else 0,
             weight_format=read_format(values),
         )
 
@@ -728,7 +769,16 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
 
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
-    if names is not _QWEN_NAMES:
+    shared = 0
+    if names is _GLM_NAMES:
+        count = "num_local_experts" if values.get("n_routed_experts") is None else "n_routed_experts"
+        inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
+        for name in ("n_group", "topk_group"):
+            if values.get(name) != 1:
+                raise values.unsupported(name, "only 1 is")
+        dense = tuple(range(min(values.whole("first_k_dense_replace"), layers)))
+        shared = values.whole("n_shared_experts") * values.integer(inner)
+    elif names in (MIXTRAL_NAMES, _GPT_OSS_NAMES):
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.
@@ -739,13 +789,17 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
             raise values.wrong("mlp_only_layers", given, "a list of layers")
         none = values.get(count) == 0
         dense = tuple(layer for layer in range(layers) if none or layer in given or (layer + 1) % step)
+        shared = values.integer("shared_expert_intermediate_size") if names.shared else 0
     if len(dense) == layers:
         return None
     experts, per_token = values.integer(count), values.integer("num_experts_per_tok")
     if per_token > experts:
         raise values.wrong("num_experts_per_tok", per_token, f"at most {count} ({experts})")
     clamp = (values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None
-    return ExpertConfig(experts, per_token, values.integer(inner), normalised, names, dense, names.stacked, clamp)
+    scaling = values.positive("routed_scaling_factor", 1.0)
+    return ExpertConfig(
+        experts, per_token, values.integer(inner), normalised, names, dense, names.stacked, clamp, shared, scaling
+    )
 
 
 def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:

@@ -1,8 +1,9 @@
 """Mixture of experts: a router chooses the MLPs that each token goes through, and one grouped product computes them.
 
 A token goes to the `per_token` experts that the router finds likeliest. Its result is the sum of theirs, weighted by
-the router's probabilities. Tokens are sorted by expert, so that each expert's weight is read once, and not at all if no
-token chose it: the more tokens a step has, the more experts it reads.
+the router's probabilities, and in some families that of an MLP which all tokens share. Tokens are sorted by expert, so
+that each expert's weight is read once, and not at all if no token chose it: the more tokens a step has, the more
+experts it reads.
 
 Axes: T tokens, d features, E experts of the model, G experts of this device, P = per_token * T pairs of token and
 expert.
@@ -22,6 +23,9 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.layers import Linear, gated, grouped_product, weight_product
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.quantize import widen_int4
+
+CORRECTION = ".correction"
+"""End of the name of the bias by which experts are chosen, which stays in f32."""
 
 
 class Experts(nnx.Module):
@@ -43,6 +47,13 @@ class Experts(nnx.Module):
             self.router_bias = nnx.Param(jnp.zeros(experts.count, dtype), logical_axes=("router",))
         self.gate_up = GroupedLinear(experts.count * 2 * inner, d, ("expert_gate_up", "embed"), rngs, dtype, bias=bias)
         self.down = GroupedLinear(experts.count * d, inner, ("expert_down", "expert_mlp"), rngs, dtype, bias=bias)
+        if experts.names.correction:
+            self.correction = nnx.Param(jnp.zeros(experts.count, jnp.float32), logical_axes=("router",))
+        if experts.shared:
+            self.shared_gate_up = Linear(2 * experts.shared, d, ("gate_up", "embed"), rngs, dtype)
+            self.shared_down = Linear(d, experts.shared, ("residual", "mlp"), rngs, dtype)
+            if experts.names.shared_gate:
+                self.shared_weight = nnx.Param(jnp.zeros((1, d), dtype), logical_axes=("router", "embed"))
 
     def __call__(self, x: jax.Array, used: jax.Array | None = None) -> jax.Array:
         """Run each token through its experts. used: bool[T], false for padding, for which no expert is read."""
@@ -68,7 +79,16 @@ class Experts(nnx.Module):
         total = weight[0] * found[:, 0]
         for each in range(1, count):
             total += weight[each] * found[:, each]
-        return self.partition.join_experts(total)
+        total = self.partition.join_experts(total)
+        return total + self._shared(x) if self.experts.shared else total
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """Return what the MLP that all tokens share gives, f32[d, T]."""
+        found = self.partition.to_stream(self.shared_down, gated(self.shared_gate_up(x), self.config))
+        if not self.experts.names.shared_gate:
+            return found
+        weight = self.shared_weight[...]
+        return found * jax.nn.sigmoid(weight_product(weight, x.astype(weight.dtype)))
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return each token's weights f32[per_token, T] and experts i32[per_token, T], the likeliest first."""
@@ -76,9 +96,16 @@ class Experts(nnx.Module):
         scores = weight_product(router, x.astype(router.dtype))
         if self.experts.biased:
             scores += self.router_bias[...].astype(jnp.float32)[:, None]
-        weight, chosen = lax.top_k(jax.nn.softmax(scores, axis=0).T, self.experts.per_token)
+        if self.experts.names.correction:  # it changes who is chosen, not the weights
+            each = jax.nn.sigmoid(scores).T
+            _, chosen = lax.top_k(each + self.correction[...], self.experts.per_token)
+            weight = jnp.take_along_axis(each, chosen, axis=1)
+        else:
+            weight, chosen = lax.top_k(jax.nn.softmax(scores, axis=0).T, self.experts.per_token)
         if self.experts.normalised:
             weight /= weight.sum(axis=1, keepdims=True)
+        if self.experts.scaling != 1:
+            weight *= self.experts.scaling
         return weight.T, chosen.T
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import MTP_LAYERS, MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
+from adaserve_jax.models.experts import CORRECTION
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, ZERO, Int4Groups, Int8Rows
@@ -71,6 +72,8 @@ def weight_dtype(name: str, specs: Mapping[str, Any], dtype: np.dtype) -> np.dty
         return np.dtype(np.float16 if name.removesuffix(SCALE) + ZERO in specs else np.float32)
     if name == HEAD_ROW:
         return np.dtype(np.int32)
+    if name.endswith(CORRECTION):
+        return np.dtype(np.float32)
     return np.dtype(np.int8) if name + SCALE in specs or name.endswith(ZERO) else dtype
 
 
@@ -95,6 +98,9 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
             del sources["embed"]
     if config.mtp_layers:
         optional += tuple(name for name in files.names if name.startswith(MTP_LAYERS))
+    if config.unread_layers:
+        behind = tuple(f"model.layers.{config.num_layers + layer}." for layer in range(config.unread_layers))
+        optional += tuple(name for name in files.names if name.startswith(behind))
     if config.is_mtp or config.medusa is not None:  # a head may lie in one checkpoint with its target
         optional = tuple(files.names)
     files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
@@ -334,6 +340,14 @@ def _expert_tensors(layer: str, path: list[str], config: ModelConfig) -> dict[st
         return {f"{layer}{names.block}.{names.router}.weight": (experts.count, d)}
     if part == "router_bias":
         return {f"{layer}{names.block}.{names.router}.bias": (experts.count,)}
+    if part == "correction":
+        return {f"{layer}{names.block}.{names.correction}": (experts.count,)}
+    if part == "shared_weight":
+        return {f"{layer}{names.block}.{names.shared_gate}.weight": (1, d)}
+    if part.startswith("shared_"):
+        shapes = {"gate_proj": (experts.shared, d), "up_proj": (experts.shared, d), "down_proj": (d, experts.shared)}
+        modules = ("gate_proj", "up_proj") if part == "shared_gate_up" else ("down_proj",)
+        return {f"{layer}{names.block}.{names.shared}.{each}.weight": shapes[each] for each in modules}
     if names.stacked:
         name, inputs, outputs = (names.gate, d, 2 * inner) if part == "gate_up" else (names.down, inner, d)
         tensor = f"{layer}{names.block}.experts.{name}"

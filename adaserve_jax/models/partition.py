@@ -55,6 +55,8 @@ class Partition:
         divided = {"num_attention_heads": config.num_heads}
         if config.experts is None or config.experts.dense_layers:
             divided["intermediate_size"] = config.intermediate_size
+        if config.experts is not None and config.experts.shared:
+            divided["inner features of the expert that all tokens share"] = config.experts.shared
         if exact:
             divided["hidden_size"] = config.hidden_size
         for name, size in divided.items():
@@ -101,7 +103,7 @@ class Partition:
             starts = (shard * q_rows, config.q_size + first, config.q_size + config.kv_size + first)
             return tuple((start, start + rows) for start, rows in zip(starts, (q_rows, kv_rows, kv_rows), strict=True))
         if logical_axis == "gate_up":
-            inner = config.intermediate_size
+            inner = size // 2  # of an MLP, or of the one that all tokens share beside their experts
             rows = inner // self.ways
             return tuple((start + shard * rows, start + (shard + 1) * rows) for start in (0, inner))
         if logical_axis.startswith("expert_") and not self.by_expert:

@@ -48,6 +48,13 @@ class Settings:
             raise self.wrong(name, value, "an integer >= 1")
         return value
 
+    def whole(self, name: str) -> int:
+        """Return an integer >= 0. Raises CheckpointError."""
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(name, value, "an integer >= 0")
+        return value
+
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a number above 0; the default is for an absent key only. Raises CheckpointError."""
         value = self.get(name, default)

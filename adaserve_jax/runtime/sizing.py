@@ -547,7 +547,8 @@ def _workspace(config: ModelConfig, tokens: int, sampled: int, dtype: jnp.dtype)
     """Estimate the bytes of a packed forward. config: one device's part of the model."""
     widest = max(2 * config.intermediate_size, config.q_size + 2 * config.kv_size, config.hidden_size)
     if config.experts is not None:  # each token once for each of its experts
-        widest = max(widest, config.experts.per_token * max(2 * config.experts.intermediate_size, config.hidden_size))
+        chosen = config.experts.per_token * max(2 * config.experts.intermediate_size, config.hidden_size)
+        widest = max(widest, chosen, 2 * config.experts.shared)
     scores, activation = 4 * sampled * config.vocab_size, 4 * tokens * widest
     in_flight = 2 * config.num_layers * tokens * config.kv_size * dtype.itemsize
     return SCORES * scores + ACTIVATIONS * activation + IN_FLIGHT * in_flight

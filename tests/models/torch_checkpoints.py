@@ -37,6 +37,10 @@ _LONGROPE = {
     "short_factor": [1 + pair / 9 for pair in range(8)], "long_factor": [2 + pair**1.5 for pair in range(8)],
 }  # fmt: skip
 _QWEN_MOE = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_GLM_MOE = {
+    "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "num_key_value_heads": 4}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -120,6 +124,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"attention_bias": False, "pad_token_id": 0, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
+    "qwen2_moe": (
+        "Qwen2Moe", _QWEN_MOE | {
+            "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "num_key_value_heads": 4,
+        },
+    ),
+    "glm4_moe": ("Glm4Moe", _GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe_air": ("Glm4Moe", _GLM_MOE | {"attention_bias": True, "n_shared_experts": 2, "norm_topk_prob": False}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True, "pad_token_id": 0}),
     "ministral3": (
         "Ministral3", {"pad_token_id": 0, "rope_parameters": _YARN | {
@@ -188,6 +199,9 @@ def _write(folder: Path, model_class: Any, config: Any, family: str, seed: int, 
                     parameter.normal_(0, 0.5)
                 else:
                     parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.3)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
     write_tokenizer(folder, byte_tokenizer())
     return folder

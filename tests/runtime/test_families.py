@@ -15,20 +15,13 @@ TOLERANCE = 1e-4
 QUICK = {
     "llama_yarn-blocks", "mistral-blocks", "qwen3_window-canonical", "mixtral-blocks", "qwen3_moe_mixed-blocks",
     "gemma2-blocks", "phi4_mini-blocks", "gpt_oss-blocks", "gemma3-canonical", "granite-blocks", "qwen3_vl-images",
-    "smollm3-blocks", "glm4-blocks", "ministral3-blocks",
+    "smollm3-blocks", "glm4-blocks", "ministral3-blocks", "qwen2_moe-blocks", "glm4_moe-blocks",
 }  # fmt: skip
-CASES = (
-    [f"{name}-blocks" for name in FAMILIES]
-    + [f"{name}-images" for name in WITH_IMAGES]
-    + [
-        "mistral-canonical",
-        "qwen3_window-canonical",
-        "qwen3_moe-canonical",
-        "gemma2-canonical",
-        "gemma3-canonical",
-        "gpt_oss-canonical",
-    ]
-)
+CASES = [
+    *(f"{name}-blocks" for name in FAMILIES), *(f"{name}-images" for name in WITH_IMAGES), "mistral-canonical",
+    "qwen3_window-canonical", "qwen3_moe-canonical", "gemma2-canonical", "gemma3-canonical", "gpt_oss-canonical",
+    "glm4_moe-canonical",
+]  # fmt: skip
 assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
