@@ -53,12 +53,14 @@ CASES = {
     "adapted_int8": ("norms", False, "int8", (1, 4)), "adapted_int4": ("norms", False, "int4", (1, 4)),
     "adapted_phi": ("phi", False, "none", (1, 2)),
     "adapted_phi_exact": ("phi", True, "none", (2,)), "adapted_oss": ("oss", False, "none", (1, 4)),
+    "shared": ("shared", False, "none", (1, 2, 4)), "shared_exact": ("shared", True, "none", (4,)),
+    "shared_int8": ("shared", False, "int8", (1, 4)), "glm": ("glm", False, "none", (1, 2)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
 WRITTEN = {
     "norms": "qwen3_window", "experts": "mixtral", "biases": "llama_biases", "narrow": "qwen3_moe_mixed",
-    "oss": "gpt_oss", "gemma": "gemma3", "phi": "phi4_mini",
+    "oss": "gpt_oss", "gemma": "gemma3", "phi": "phi4_mini", "shared": "glm4_moe", "glm": "glm4",
 }  # fmt: skip
 """Families of checkpoints that transformers writes."""
 QUANTIZED = {
