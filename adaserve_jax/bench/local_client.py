@@ -10,7 +10,7 @@ from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult, OnFligh
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.models.config import MTP, MTP_LAYERS, resolve_folder
+from adaserve_jax.models.config import MTP, ModelConfig, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.results.schema import OWN_SYSTEM
@@ -101,7 +101,8 @@ class LocalBenchEngine(ClientEngine):
         draft_params = None
         if config.draft is not None:
             folder = resolve_folder(config.draft, "draft", config.target)
-            draft_params = count_parameters(folder, MTP_LAYERS if config.draft == MTP else "")
+            mtp = ModelConfig.from_folder(folder).mtp if config.draft == MTP else None
+            draft_params = count_parameters(folder, "" if mtp is None else mtp.layers[:1])
         target_params = count_parameters(resolve_folder(config.target, "target"))
         super().__init__(
             engine, self.encode, engine.set_policy, parameters=(target_params, draft_params),

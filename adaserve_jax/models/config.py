@@ -30,8 +30,6 @@ from adaserve_jax.types import SamplingParams
 DEMO_FOLDER = Path(__file__).parent / "demo"
 MTP = "mtp"
 """Name of a draft that is the first MTP layer of its target's own checkpoint."""
-MTP_LAYERS = "model.mtp_layers."
-"""Beginning of the names of MTP layers' tensors."""
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 2048,
@@ -144,12 +142,34 @@ _GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_sc
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """Hugging Face's names of a checkpoint's MTP layers. layers: their beginnings, layer by layer. token_norm,
+    hidden_norm, projection, norm: of what an MTP layer has beside the tensors of a layer. token_first: the projection
+    reads the token's embedding before the target's output.
+    """
+
+    layers: tuple[str, ...]
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    token_first: bool = False
+
+
+_MIMO_MTP = MtpNames(
+    ("model.mtp_layers.{mtp}.",), "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+)
+_GLM_MTP = MtpNames(("model.layers.{layer}.",), "enorm", "hnorm", "eh_proj", "shared_head.norm", token_first=True)
+
+
+@dataclass(frozen=True)
 class _Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
     bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
     none. experts: names of experts, in a family that has them. activation: the setting that names the activation, and
-    the only value that the family has. mtp: checkpoints may have MTP layers behind those of the model. gemma: norms by
+    the only value that the family has. mtp: names of MTP layers that checkpoints may have behind those of the model,
+    layers as a pattern of their numbers among MTP layers ("mtp") and all ("layer"). gemma: norms by
     1 + weight, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
     partial_rotary: a share of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries
     may grow with their position. sinks: each head has a score without a key. post_norms, interleaved_rotary,
@@ -172,7 +192,7 @@ class _Family:
     query_growth: bool = False
     fused_tensors: tuple[str, ...] = ()
     sinks: bool = False
-    mtp: bool = False
+    mtp: MtpNames | None = None
 
 
 _GEMMA = {
@@ -209,7 +229,7 @@ _FAMILIES = {
         frozenset({"attention_bias", "sliding_window", "use_sliding_window", "auto_map"}),
         qkv_bias=True,
         bias_settings=_OF_QKV,
-        mtp=True,
+        mtp=_MIMO_MTP,
     ),
     "Qwen3ForCausalLM": _Family(
         _QWEN_DEFAULTS | {"head_dim": 128},
@@ -289,6 +309,7 @@ _FAMILIES = {
         bias_settings=_OF_QKV,
         experts=_GLM_NAMES,
         partial_rotary=True,
+        mtp=_GLM_MTP,
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),
@@ -438,9 +459,8 @@ class ModelConfig:
     their position (`layers.query_scale`); None: they do not. sinks: each head has a score without a key. fused_tensors:
     weights that checkpoints hold as one tensor: "qkv" of queries, keys and values, "gate_up" of gate and up.
     eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
-    Medusa heads, likewise; they have no layers. mtp_layers: MTP layers in the checkpoint, which are no part of the
-    model. is_mtp: this is the first of them, which drafts for the model (`mtp_head`). unread_layers: MTP layers that
-    are numbered behind the model's own, and are not read.
+    Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint, which are no part of the model;
+    None: it has none. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -482,8 +502,7 @@ class ModelConfig:
     sinks: bool = False
     eagle3: Eagle3Config | None = None
     medusa: MedusaConfig | None = None
-    mtp_layers: int = 0
-    unread_layers: int = 0
+    mtp: MtpNames | None = None
     is_mtp: bool = False
     weight_format: WeightFormat | None = field(default=None, compare=False)
 
@@ -504,17 +523,13 @@ class ModelConfig:
 
         Raises UnsupportedModelError: the checkpoint has none.
         """
-        if self.unread_layers:
-            raise UnsupportedModelError(
-                f"draft {MTP!r} is for MTP layers as MiMo has them; those of this architecture are not read. Give a "
-                "draft's folder, or none"
-            )
-        if not self.mtp_layers:
+        if self.mtp is None:
             raise UnsupportedModelError(
                 f"draft {MTP!r} is the MTP layer of the target's own checkpoint, whose config.json names none "
                 "(num_nextn_predict_layers); give a draft's folder, or none"
             )
-        return replace(self, num_layers=1, windows=(), mtp_layers=0, is_mtp=True)
+        experts = None if self.experts is None else replace(self.experts, dense_layers=())
+        return replace(self, num_layers=1, windows=(), experts=experts, is_mtp=True)
 
     @property
     def target_hidden_size(self) -> int:
@@ -678,8 +693,7 @@ class ModelConfig:
             fused_tensors=family.fused_tensors,
             sinks=family.sinks,
             eagle3=_eagle3(values) if is_head else None,
-            mtp_layers=_mtp_layers(values) if family.mtp else 0,
-            unread_layers=_mtp_layers(values) if family.experts is _GLM_NAMES else 0,
+            mtp=_mtp(values, family, layers),
             weight_format=read_format(values),
         )
 
@@ -717,9 +731,13 @@ def _eagle3(values: Settings) -> Eagle3Config:
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
 
 
-def _mtp_layers(values: Settings) -> int:
-    given = values.get("num_nextn_predict_layers")
-    return values.integer("num_nextn_predict_layers") if given else 0
+def _mtp(values: Settings, family: _Family, layers: int) -> MtpNames | None:
+    """Return the names of the checkpoint's MTP layers; None if it has none."""
+    if family.mtp is None or not values.get("num_nextn_predict_layers"):
+        return None
+    numbers = range(values.integer("num_nextn_predict_layers"))
+    (pattern,) = family.mtp.layers
+    return replace(family.mtp, layers=tuple(pattern.format(mtp=each, layer=layers + each) for each in numbers))
 
 
 def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:

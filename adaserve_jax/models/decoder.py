@@ -291,7 +291,10 @@ class Decoder(nnx.Module):
         x = features.astype(jnp.float32)
         if not self.config.is_mtp:
             return self.layers[0](x, rotary, 0, attend, None, None, embedded)
-        x = self.fc(jnp.concatenate([self.hidden_norm(x), self.token_norm(embedded)]))
+        parts = [self.hidden_norm(x), self.token_norm(embedded)]
+        x = self.fc(
+            jnp.concatenate(parts[::-1] if self.config.mtp is not None and self.config.mtp.token_first else parts)
+        )
         return self.norm(self.layers[0](x, rotary, 0, attend, None, None))
 
     def logits(self, hidden: jax.Array) -> jax.Array:

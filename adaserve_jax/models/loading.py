@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.config import MTP_LAYERS, MedusaConfig, ModelConfig
+from adaserve_jax.models.config import MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
 from adaserve_jax.models.experts import CORRECTION
 from adaserve_jax.models.partition import Partition
@@ -96,11 +96,8 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
         if not set(sources["embed"]) <= files.names:
             elsewhere["embed"] = _target_embedding(folder, config, target)
             del sources["embed"]
-    if config.mtp_layers:
-        optional += tuple(name for name in files.names if name.startswith(MTP_LAYERS))
-    if config.unread_layers:
-        behind = tuple(f"model.layers.{config.num_layers + layer}." for layer in range(config.unread_layers))
-        optional += tuple(name for name in files.names if name.startswith(behind))
+    if config.mtp is not None:
+        optional += tuple(name for name in files.names if name.startswith(config.mtp.layers))
     if config.is_mtp or config.medusa is not None:  # a head may lie in one checkpoint with its target
         optional = tuple(files.names)
     files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
@@ -292,12 +289,13 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "head": {"lm_head.weight": (config.vocab_size if head is None else head.draft_vocab_size, d)},
         "fc": {"fc.weight": (d, 0 if head is None else head.feature_size)},
     }
-    if config.is_mtp:
+    mtp = config.mtp if config.is_mtp else None
+    if mtp is not None:
         top |= {
-            "norm": {f"{MTP_LAYERS}0.final_layernorm.weight": (d,)},
-            "fc": {f"{MTP_LAYERS}0.input_proj.weight": (d, 2 * d)},
-            "hidden_norm": {f"{MTP_LAYERS}0.hidden_layernorm.weight": (d,)},
-            "token_norm": {f"{MTP_LAYERS}0.token_layernorm.weight": (d,)},
+            "norm": {f"{mtp.layers[0]}{mtp.norm}.weight": (d,)},
+            "fc": {f"{mtp.layers[0]}{mtp.projection}.weight": (d, 2 * d)},
+            "hidden_norm": {f"{mtp.layers[0]}{mtp.hidden_norm}.weight": (d,)},
+            "token_norm": {f"{mtp.layers[0]}{mtp.token_norm}.weight": (d,)},
         }
     if name in top:
         return top[name]
@@ -319,16 +317,16 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     fused = {"qkv": {"self_attn.qkv_proj": (q + 2 * kv, d)}, "gate_up": {"mlp.gate_up_proj": (2 * inner, d)}}
     modules |= {name: fused[name] for name in config.fused_tensors}
     _, index, part, *rest = name.split(".")
+    layer = f"model.layers.{index}." if head is None else "midlayer."
+    if mtp is not None:
+        layer = mtp.layers[0]
     if part == "experts":
-        return _expert_tensors(f"model.layers.{index}.", rest, config)
+        return _expert_tensors(layer, rest, config)
     if part == "sinks":
-        return {f"model.layers.{index}.self_attn.sinks": (config.num_heads,)}
+        return {f"{layer}self_attn.sinks": (config.num_heads,)}
     shapes = {module: shape[:1] if rest else shape for module, shape in modules[part].items()}
     suffix = "bias" if rest else "weight"
-    layer = f"model.layers.{index}" if head is None else "midlayer"
-    if config.is_mtp:
-        layer = f"{MTP_LAYERS}{index}"
-    return {f"{layer}.{module}.{suffix}": shape for module, shape in shapes.items()}
+    return {f"{layer}{module}.{suffix}": shape for module, shape in shapes.items()}
 
 
 def _expert_tensors(layer: str, path: list[str], config: ModelConfig) -> dict[str, tuple[int, ...]]:

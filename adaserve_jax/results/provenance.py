@@ -53,7 +53,7 @@ def code_and_machine(package_version: str) -> dict[str, Any]:
     return {"commit": source_commit(), "package_version": package_version, "machine": machine_name()}
 
 
-def count_parameters(folder: Path, begins: str = "") -> int | None:
+def count_parameters(folder: Path, begins: str | tuple[str, ...] = "") -> int | None:
     """Return the number of parameters of a checkpoint, from the headers of its safetensors or of the arrays that
     `adaserve convert` wrote; None if there are none to read. begins: how the names of the tensors to count begin."""
     files = sorted(folder.glob("*.safetensors"))

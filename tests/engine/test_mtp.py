@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from tests.engines import EXACT
 from tests.models.checkpoints import write_mimo
+from tests.models.torch_checkpoints import write_glm_mtp
 
 PROMPTS = ["the cat", "a the a the a the", "in", "thing in the ring"]
 
@@ -20,8 +24,11 @@ def _texts(llm: LLM, policy: str) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
 
 
-def test_the_text_is_the_targets(tmp_path: Path) -> None:
-    with LLM(target=str(write_mimo(tmp_path)), draft="mtp", **EXACT | {"max_context": 64}) as llm:
+@pytest.mark.parametrize(
+    "write", [write_mimo, pytest.param(write_glm_mtp, marks=[pytest.mark.torch, pytest.mark.slow])]
+)
+def test_the_text_is_the_targets(tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    with LLM(target=str(write(tmp_path)), draft="mtp", **EXACT | {"max_context": 64}) as llm:
         expected = _texts(llm, "ar")
         for policy in ("spec:2", "adaserve", "adaserve@model", "adaserve@suffix+model"):
             assert _texts(llm, policy) == expected, policy

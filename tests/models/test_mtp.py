@@ -18,6 +18,7 @@ from adaserve_jax.models.decoder import attend_dense, decode_head, init_params, 
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint, write_mimo, write_tensors
+from tests.models.torch_checkpoints import torch_mtp_logits, write_glm_mtp
 from tests.oracles.mtp import LAYER, MtpLayer
 
 FED, DRAFTED = 9, 4
@@ -63,6 +64,30 @@ def test_logits_equal_torch(tmp_path: Path) -> None:
     np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
 
 
+@pytest.mark.torch
+def test_the_layer_of_glm_computes_what_transformers_does(tmp_path: Path) -> None:
+    folder = write_glm_mtp(tmp_path / "glm")
+    config = ModelConfig.of_draft("mtp", folder)
+    assert config.experts is not None and config.experts_of(0) is not None
+    tokens, features = _inputs(3)
+    theirs = torch_mtp_logits(folder, tokens[:FED], features)
+    np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
+
+
+@pytest.mark.torch
+def test_the_model_beside_the_layer_of_glm_is_as_without_it(tmp_path: Path) -> None:
+    folder, plain = write_glm_mtp(tmp_path / "glm"), tmp_path / "plain"
+    plain.mkdir()
+    config = ModelConfig.from_folder(folder)
+    assert config.mtp is not None and config.mtp.layers == ("model.layers.2.",)
+    tensors = load_file(folder / "model.safetensors")
+    write_tensors(plain, {name: tensor for name, tensor in tensors.items() if "layers.2." not in name})
+    ours, theirs = load_params(folder, config), load_params(plain, config)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        np.testing.assert_array_equal(weight, theirs[name])
+
+
 def _torch_logits(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
     """Logits f[V] after the last token, of a layer put together from transformers' parts of a Qwen 2 layer."""
     import torch
@@ -104,8 +129,8 @@ def test_the_model_is_read_as_qwen2(tmp_path: Path) -> None:
     (plain / "config.json").write_text(json.dumps(given | qwen2))
     tensors = load_file(folder / "model.safetensors")
     write_tensors(plain, {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)})
-    assert config.mtp_layers == 1
-    assert replace(config, mtp_layers=0) == ModelConfig.from_folder(plain)
+    assert config.mtp is not None and config.mtp.layers == (LAYER,)
+    assert replace(config, mtp=None) == ModelConfig.from_folder(plain)
     ours, theirs = load_params(folder, config), load_params(plain, ModelConfig.from_folder(plain))
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():

@@ -6,10 +6,12 @@ every difference would be hidden.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from tests.models.checkpoints import byte_tokenizer, write_tokenizer
 
@@ -182,6 +184,61 @@ def write_with_images(folder: Path, name: str, *, seed: int = 0) -> Path:
     text = {key: value for key, value in (_SIZES | text).items() if value is not None or key == "sliding_window"}
     config = whole.config_class(text_config=text, vision_config=vision)
     return _write(folder, whole, config, family, seed)
+
+
+def write_glm_mtp(folder: Path, *, seed: int = 0) -> Path:
+    """Write a GLM-4.5 checkpoint with an MTP layer, which is a layer of the model with three norms and a projection."""
+    write_family(folder, "glm4_moe", seed=seed)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    last, d = config["num_hidden_layers"] - 1, config["hidden_size"]
+    path.write_text(json.dumps(config | {"num_hidden_layers": last, "num_nextn_predict_layers": 1}))
+    rng = np.random.default_rng(seed)
+    tensors = load_file(folder / "model.safetensors")
+    own = {name: rng.uniform(0.5, 1.5, d) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own["eh_proj"] = rng.standard_normal((d, 2 * d)) * 1.5 / np.sqrt(2 * d)
+    tensors |= {f"model.layers.{last}.{name}.weight": tensor.astype(np.float32) for name, tensor in own.items()}
+    for copied in ("model.embed_tokens.weight", "lm_head.weight"):  # published ones are the model's, once more
+        tensors[f"model.layers.{last}.{'shared_head.head' if 'head' in copied else 'embed_tokens'}.weight"] = tensors[
+            copied
+        ]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def torch_mtp_logits(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
+    """Logits f[V] of the MTP layer of `write_glm_mtp` after the last token, by transformers' own module."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.glm4_moe import modeling_glm4_moe as glm
+
+    given = json.loads((folder / "config.json").read_text())
+    layers = given["num_hidden_layers"] + 1
+    whole = folder / "as_a_layer"
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(given | {"num_hidden_layers": layers}))
+    tensors = load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{layers - 1}."
+    own = {name.removeprefix(prefix): torch.as_tensor(tensors[name]) for name in tensors if name.startswith(prefix)}
+    extra = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens")
+    kept = {name: each for name, each in tensors.items()
+            if not name.startswith(tuple(f"{prefix}{each}." for each in extra))}  # fmt: skip
+    save_file(kept, whole / "model.safetensors", {"format": "pt"})
+    model = Glm4MoeForCausalLM.from_pretrained(whole, dtype=torch.float32, attn_implementation="eager").eval()
+    config = Glm4MoeConfig.from_pretrained(whole, attn_implementation="eager")
+    layer = MtpLayer(config, glm.Glm4MoeDecoderLayer, glm.Glm4MoeRMSNorm, 1)
+    layer.mtp_block = model.model.layers[-1]
+    names = {"enorm": "enorm", "hnorm": "hnorm", "post_norm": "shared_head.norm", "eh_proj": "eh_proj"}
+    for name, tensor in names.items():
+        getattr(layer, name).weight.data = own[f"{tensor}.weight"]
+    with torch.no_grad():
+        embedded = model.model.embed_tokens(torch.as_tensor(tokens)[None])
+        places = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        rotary = model.model.rotary_emb(embedded, position_ids=places)
+        out = layer(embedded, torch.as_tensor(features)[None], rotary, mask, places, None)
+        return model.lm_head(out)[0, -1].numpy()
 
 
 def _write(folder: Path, model_class: Any, config: Any, family: str, seed: int, *, shards: bool = False) -> Path:
