@@ -15,6 +15,7 @@ from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
 from adaserve_jax.models.rope import (
+    DEFAULT_THETA,
     LongRopeScaling,
     RopeScaling,
     read_query_growth,
@@ -172,8 +173,9 @@ class _Family:
     layers as a pattern of their numbers among MTP layers ("mtp") and all ("layer"). gemma: norms by
     1 + weight, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
     partial_rotary: a share of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries
-    may grow with their position. sinks: each head has a score without a key. post_norms, interleaved_rotary,
-    fused_tensors: as in `ModelConfig`.
+    may grow with their position. sinks: each head has a score without a key. nope_in_full: where some layers have a
+    window, the others have no rotary embedding. joint_qk_norm, post_norms, interleaved_rotary, fused_tensors: as in
+    `ModelConfig`.
     """
 
     defaults: dict[str, Any]
@@ -181,7 +183,9 @@ class _Family:
     qkv_bias: bool = False
     bias_settings: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     post_norms: tuple[str, ...] = ()
+    nope_in_full: bool = False
     experts: ExpertNames | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
     gemma: bool = False
@@ -204,6 +208,12 @@ _GEMMA = {
 }
 _GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+_OLMO_NORMS = ("", "post_attention_layernorm", "post_feedforward_layernorm")
+_OLMO2 = _Family(
+    _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 50279},
+    frozenset({"attention_bias"}),
+    qk_norm=True, joint_qk_norm=True, post_norms=_OLMO_NORMS,
+)  # fmt: skip
 _GLM4_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
 _OF_QKV = ("attention_bias", "", "")
 _GLM = _Family(
@@ -270,6 +280,19 @@ _FAMILIES = {
         fused_tensors=("qkv", "gate_up"),
     ),
     "GraniteForCausalLM": _Family(_GRANITE_DEFAULTS, frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS})),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        defaults=_OLMO2.defaults | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        knows=_OLMO2.knows | {"sliding_window", "sliding_window_pattern"},
+        window_rope=True,
+    ),
+    "Exaone4ForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        frozenset({"sliding_window", "sliding_window_pattern"}),
+        qk_norm=True, post_norms=_OLMO_NORMS, nope_in_full=True,
+    ),
     "SmolLM3ForCausalLM": _Family(
         _LLAMA_DEFAULTS
         | {
@@ -339,6 +362,7 @@ _ARCHITECTURE_OF_TYPE = {
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip
@@ -445,22 +469,24 @@ class ModelConfig:
     """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
     max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias,
-    out_bias, mlp_bias: products that add a bias. qk_norm: normalise queries and keys of each head before the rotary
-    embedding. windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no
-    windows. window_rope_theta: base of the rotary embedding in layers with a window, there without scaling; None:
-    as elsewhere. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by 1 +
-    weight. post_norms: attention and MLP have a norm behind them too: names in the checkpoint of the norm before the
-    MLP, and of the norms behind attention and MLP; empty: they have none. scaled_embedding: embeddings are multiplied
-    by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what attention and MLP add to the
-    stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar: scores are divided by its
-    root; None: by that of head_dim. attention_cap, logit_cap: scores, and logits, s become cap * tanh(s / cap); None:
-    they stay. rotary_dim: features of each head, the first ones, that are rotated; None: all. interleaved_rotary: pairs
-    that are rotated lie side by side. nope_layers: layers without rotary embedding. query_growth: how queries grow with
-    their position (`layers.query_scale`); None: they do not. sinks: each head has a score without a key. fused_tensors:
-    weights that checkpoints hold as one tensor: "qkv" of queries, keys and values, "gate_up" of gate and up.
-    eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of its own. medusa: of
-    Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint, which are no part of the model;
-    None: it has none. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
+    out_bias, mlp_bias: products that add a bias. qk_norm: normalise queries and keys before the rotary embedding,
+    those of each head alone, or with joint_qk_norm those of all heads together. windows: sliding window of each
+    layer in tokens, the current one included; None: no window; empty: no windows. window_rope_theta: base of the
+    rotary embedding in layers with a window, there without scaling; None: as elsewhere. experts: None in a dense
+    model. activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms: attention and MLP have a
+    norm behind them too: names in the checkpoint of the norm before the MLP, and of the norms behind attention and
+    MLP; empty: they have none. The first is "" where attention and MLP have no norm before them. scaled_embedding:
+    embeddings are multiplied by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what
+    attention and MLP add to the stream, are multiplied by them. logits_scaling: logits are divided by it.
+    query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and
+    logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that
+    are rotated; None: all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without
+    rotary embedding. query_growth: how queries grow with their position (`layers.query_scale`); None: they do not.
+    sinks: each head has a score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of
+    queries, keys and values, "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its
+    vocabulary; None: a model of its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers
+    in the checkpoint, which are no part of the model; None: it has none. is_mtp: this is the first of them, which
+    drafts for the model (`mtp_head`).
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -481,6 +507,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     experts: ExpertConfig | None = None
     activation: Activation = "silu"
@@ -632,6 +659,7 @@ class ModelConfig:
             values, by_layer=family.window_rope, of_phi=family.phi, partial=family.partial_rotary,
             growing=family.query_growth,
         )  # fmt: skip
+        windows = _windows(values, family, layers)
         trained = values.integer("max_position_embeddings")
         # The length that a family with two bases states is that after scaling.
         longest = trained if scaling is None or family.window_rope else scaling.max_position(trained)
@@ -673,7 +701,8 @@ class ModelConfig:
             out_bias=of_out,
             mlp_bias=of_mlp,
             qk_norm=family.qk_norm or bool(values.get("use_qk_norm")),
-            windows=_windows(values, family, layers),
+            joint_qk_norm=family.joint_qk_norm,
+            windows=windows,
             experts=None if family.experts is None else _experts(values, family.experts, layers),
             activation="gelu_tanh" if family.activation == _GELU else "silu",
             offset_norms=family.gemma,
@@ -685,10 +714,12 @@ class ModelConfig:
             query_scalar=None if scalar == head_dim else scalar,
             attention_cap=values.optional("attn_logit_softcapping"),
             logit_cap=values.optional("final_logit_softcapping"),
-            window_rope_theta=read_window_rope(values) if family.window_rope else None,
+            window_rope_theta=read_window_rope(values, DEFAULT_THETA if family.gemma else theta)
+            if family.window_rope and windows
+            else None,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             interleaved_rotary=family.interleaved_rotary,
-            nope_layers=_nope_layers(values, layers) if "no_rope_layers" in family.knows else (),
+            nope_layers=_nope_layers(values, family, windows, layers),
             query_growth=read_query_growth(values) if family.query_growth else None,
             fused_tensors=family.fused_tensors,
             sinks=family.sinks,
@@ -837,8 +868,7 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
             raise values.wrong("max_window_layers", first, "an integer")
         types = given or [full if layer < first else sliding for layer in range(layers)]
     elif "sliding_window_pattern" in family.knows and windowed:
-        period = values.integer("sliding_window_pattern")
-        types = given or [sliding if (layer + 1) % period else full for layer in range(layers)]
+        types = given or _pattern(values, layers, full, sliding)
     else:
         types = [sliding if windowed else full] * layers
         if given and given != types:
@@ -851,8 +881,13 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
     return tuple(window if kind == sliding else None for kind in types)
 
 
-def _nope_layers(values: Settings, layers: int) -> tuple[int, ...]:
-    """Return the layers without rotary embedding: those with a 0 in no_rope_layers, or every so-many-th."""
+def _nope_layers(values: Settings, family: _Family, windows: tuple[int | None, ...], layers: int) -> tuple[int, ...]:
+    """Return the layers without rotary embedding: those without a window in some families, in others those with a 0 in
+    no_rope_layers, or every so-many-th."""
+    if family.nope_in_full:
+        return tuple(layer for layer, window in enumerate(windows) if window is None)
+    if "no_rope_layers" not in family.knows:
+        return ()
     given = values.get("no_rope_layers")
     if given is None:
         interval = values.integer("no_rope_layer_interval")
@@ -860,6 +895,12 @@ def _nope_layers(values: Settings, layers: int) -> tuple[int, ...]:
     if not isinstance(given, list) or len(given) != layers or any(each not in (0, 1) for each in given):
         raise values.wrong("no_rope_layers", given, f"a list of {layers} numbers, 0 or 1")
     return tuple(layer for layer, rotated in enumerate(given) if not rotated)
+
+
+def _pattern(values: Settings, layers: int, full: str, sliding: str) -> list[str]:
+    """Return the kind of each layer by sliding_window_pattern: every so-many-th is full."""
+    period = values.integer("sliding_window_pattern")
+    return [sliding if (layer + 1) % period else full for layer in range(layers)]
 
 
 def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:

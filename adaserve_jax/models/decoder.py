@@ -167,18 +167,21 @@ class Layer(nnx.Module):
         self.partition = partition
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.config = config
-        self.attn_norm = RMSNorm(d, config, dtype)
+        has_pre_norms = not config.post_norms or config.post_norms[0] != ""
+        self.attn_norm = RMSNorm(d, config, dtype) if has_pre_norms else None
         self.feature_norm = None if config.eagle3 is None else RMSNorm(d, config, dtype)
         inputs = d if config.eagle3 is None else 2 * d
         self.qkv = Linear(
             config.q_size + 2 * config.kv_size, inputs, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
         )  # fmt: skip
-        self.q_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, config, dtype, "head_dim") if config.qk_norm else None
+        normed = (config.q_size, config.kv_size) if config.joint_qk_norm else (self.head_dim, self.head_dim)
+        self.q_norm, self.k_norm = (
+            RMSNorm(features, config, dtype, "head_dim") if config.qk_norm else None for features in normed
+        )
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(self.heads, dtype), logical_axes=("sinks",))
         self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
-        self.mlp_norm = RMSNorm(d, config, dtype)
+        self.mlp_norm = RMSNorm(d, config, dtype) if has_pre_norms else None
         self.attn_post_norm = RMSNorm(d, config, dtype) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(d, config, dtype) if config.post_norms else None
         if config.experts_of(layer) is not None:
@@ -196,9 +199,9 @@ class Layer(nnx.Module):
         an EAGLE-3 head, whose stream is features. scale: of the queries, f32[T]; None: 1."""
         dtype = self.qkv.dtype
         if self.feature_norm is None or embedded is None:
-            normed = self.attn_norm(x)
+            normed = _behind(self.attn_norm, x)
         else:
-            normed = jnp.concatenate([self.attn_norm(embedded), self.feature_norm(x)])
+            normed = jnp.concatenate([_behind(self.attn_norm, embedded), self.feature_norm(x)])
         qkv = self.qkv(normed, adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
         rotated = self._normed(qkv[: self.heads + self.kv_heads])
         if rotary is not None:
@@ -213,12 +216,12 @@ class Layer(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         mixed = keep_layout(attend(layer, queries, keys, values, sinks))
         found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1), adapters)
-        x = self._added(x, found if self.attn_post_norm is None else self.attn_post_norm(found))
+        x = self._added(x, _behind(self.attn_post_norm, found))
         if self.experts is not None:
-            return self._added(x, self.experts(self.mlp_norm(x), used))
-        inner = gated(self.gate_up(self.mlp_norm(x), adapters), self.config)
+            return self._added(x, self.experts(_behind(self.mlp_norm, x), used))
+        inner = gated(self.gate_up(_behind(self.mlp_norm, x), adapters), self.config)
         found = self.partition.to_stream(self.down, inner, adapters)
-        return self._added(x, found if self.mlp_post_norm is None else self.mlp_post_norm(found))
+        return self._added(x, _behind(self.mlp_post_norm, found))
 
     def _added(self, x: jax.Array, found: jax.Array) -> jax.Array:
         """Add what attention, MLP or experts give to the stream."""
@@ -226,11 +229,20 @@ class Layer(nnx.Module):
         return x + (found if multiplier == 1 else found * multiplier)
 
     def _normed(self, queries_keys: jax.Array) -> jax.Array:
-        """Normalise each head of f32[H + K, D, T], if the model does."""
+        """Normalise queries and keys, f32[H + K, D, T], if the model does: each head, or all of them together."""
         if self.q_norm is None or self.k_norm is None:
             return queries_keys
-        queries, keys = queries_keys[: self.heads], queries_keys[self.heads :]
-        return jnp.concatenate([self.q_norm(queries), self.k_norm(keys)])
+        parts = queries_keys[: self.heads], queries_keys[self.heads :]
+        if not self.config.joint_qk_norm:
+            return jnp.concatenate([self.q_norm(parts[0]), self.k_norm(parts[1])])
+        joined = (part.reshape(len(part) * self.head_dim, -1) for part in parts)
+        normed = [norm(part) for norm, part in zip((self.q_norm, self.k_norm), joined, strict=True)]
+        return jnp.concatenate(normed).reshape(queries_keys.shape)
+
+
+def _behind(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    """Return x behind a norm, or as it is where the model has none there."""
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):

@@ -52,6 +52,10 @@ class Partition:
         """Divide a model over `ways` devices. Raises ConfigError: a dimension does not divide."""
         if ways == 1:
             return cls()
+        if config.joint_qk_norm:
+            raise ConfigError(
+                f"tp must be 1 for a target that normalises the queries of all heads together, got {ways}"
+            )
         divided = {"num_attention_heads": config.num_heads}
         if config.experts is None or config.experts.dense_layers:
             divided["intermediate_size"] = config.intermediate_size

@@ -199,16 +199,17 @@ def _longrope(rope: Settings, top: Settings) -> LongRopeScaling:
     return LongRopeScaling(factors("short_factor"), factors("long_factor"), original, magnitude)
 
 
-def read_window_rope(top: Settings) -> float:
+def read_window_rope(top: Settings, default: float) -> float:
     """Return the base of layers with a sliding window, of a config.json that gives them one of their own, in new keys
-    (rope_parameters.sliding_attention) or older ones (rope_local_base_freq). Raises as `read_rope` does."""
+    (rope_parameters.sliding_attention) or older ones (rope_local_base_freq). default: if the file does not say. Raises
+    as `read_rope` does."""
     given = top.get("rope_parameters") or {}
     if not _is_by_layer(given):
-        return top.positive("rope_local_base_freq", DEFAULT_THETA)
+        return top.positive("rope_local_base_freq", default)
     rope = Settings(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
     if rope.get("rope_type", "default") != "default":
         raise rope.unsupported("rope_type", "only 'default' is in layers with a window")
-    return rope.positive("rope_theta", DEFAULT_THETA)
+    return rope.positive("rope_theta", default)
 
 
 def _is_by_layer(given: object) -> bool:

@@ -107,6 +107,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
+    "olmo2": ("Olmo2", {"attention_bias": True, "pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3", {
+            "num_hidden_layers": 3, "sliding_window": WINDOW, "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": {
+                "rope_type": "default", "rope_theta": 500.0,
+            }},
+        },
+    ),
+    "exaone4": (
+        "Exaone4", {"num_hidden_layers": 3, "sliding_window": WINDOW, "sliding_window_pattern": 3, "pad_token_id": 0}
+    ),
+    "exaone4_full": ("Exaone4", {"sliding_window": None, "rope_parameters": _LLAMA3, "pad_token_id": 0}),
     "smollm3": (
         "SmolLM3", {
             "num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_bias": True, "mlp_bias": True,

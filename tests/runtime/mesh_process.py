@@ -216,6 +216,7 @@ def main(folder: Path, *, quick: bool) -> None:
         "held": held, "ledger": ledger, "hlo": hlo, "texts": [] if quick else texts(4),
         "refusals": {
             "more": refusal(tp=8), "uneven": refusal(tp=3),
+            "joint": refusal(str(write_family(folder / "olmo", "olmo2")), tp=2, draft=None),
             "groups": refusal(str(odd), tp=2, draft=None, deterministic=False, quantize="int4"),
         },
     }  # fmt: skip
