@@ -281,6 +281,15 @@ _FAMILIES = {
     ),
     "GraniteForCausalLM": _Family(_GRANITE_DEFAULTS, frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS})),
     "Olmo2ForCausalLM": _OLMO2,
+    "OlmoeForCausalLM": _Family(
+        _LLAMA_DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "eos_token_id": 50279, "num_experts": 64,
+            "num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1,
+        },
+        frozenset({"attention_bias", "num_experts", "num_local_experts"}),
+        qk_norm=True, joint_qk_norm=True, experts=_QWEN_NAMES,
+    ),
     "Olmo3ForCausalLM": replace(
         _OLMO2,
         defaults=_OLMO2.defaults | {"sliding_window": 4096, "sliding_window_pattern": 4},
@@ -362,17 +371,16 @@ _ARCHITECTURE_OF_TYPE = {
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
-    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
+    "olmoe": "OlmoeForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip
 _NEEDED = {
-    "Qwen3NextForCausalLM": "linear attention with a recurrent state, and an expert that all tokens share",
-    "DeepseekV2ForCausalLM": "latent attention, and experts that all tokens share",
-    "DeepseekV3ForCausalLM": "latent attention, experts that all tokens share, and routing by groups",
-    "Llama4ForCausalLM": "layers without rotary embedding, and an expert that all tokens share",
+    "Qwen3NextForCausalLM": "linear attention with a recurrent state",
+    "DeepseekV2ForCausalLM": "latent attention",
+    "DeepseekV3ForCausalLM": "latent attention, and routing by groups",
+    "Llama4ForCausalLM": "attention in chunks, and experts weighed before they compute",
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
-    "OlmoeForCausalLM": "norms over all query and key heads together",
     "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
     "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
@@ -832,7 +840,8 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.
         count = "num_experts" if values.get("num_local_experts") is None else "num_local_experts"
-        inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
+        inner = "intermediate_size" if values.get("moe_intermediate_size") is None else "moe_intermediate_size"
+        normalised = bool(values.get("norm_topk_prob"))
         given, step = values.get("mlp_only_layers") or (), values.integer("decoder_sparse_step")
         if not isinstance(given, list | tuple) or any(not isinstance(layer, int) for layer in given):
             raise values.wrong("mlp_only_layers", given, "a list of layers")

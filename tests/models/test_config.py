@@ -267,7 +267,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
     ),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
-    ({"architectures": ["OlmoeForCausalLM"]}, "OlmoeForCausalLM.* is not supported, which needs norms over all"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.* is not supported, which needs latent"),
 ]
 
 
