@@ -14,6 +14,19 @@ from typing import Any, Literal
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
+from adaserve_jax.models.families import (
+    ARCHITECTURE_OF_TYPE,
+    FAMILIES,
+    GELU,
+    GLM_NAMES,
+    GPT_OSS_NAMES,
+    MIXTRAL_NAMES,
+    NEEDED,
+    SETTINGS,
+    ExpertNames,
+    Family,
+    MtpNames,
+)
 from adaserve_jax.models.rope import (
     DEFAULT_THETA,
     LongRopeScaling,
@@ -31,370 +44,6 @@ from adaserve_jax.types import SamplingParams
 DEMO_FOLDER = Path(__file__).parent / "demo"
 MTP = "mtp"
 """Name of a draft that is the first MTP layer of its target's own checkpoint."""
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "eos_token_id": 2,
-}
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-
-
-_QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-}
-_GEMMA2_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "eos_token_id": 1,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 2,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-_GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | {
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
-
-
-_GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
-    "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "eos_token_id": None,
-    "attention_bias": True,
-    "rope_theta": 150000.0,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "sliding_window": 128,
-    "sliding_window_pattern": 2,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_limit": 7.0,
-    "swiglu_alpha": 1.702,
-}
-_PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096,
-    "eos_token_id": 32000,
-}
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-_GRANITE_DEFAULTS = _LLAMA_DEFAULTS | dict.fromkeys(_MULTIPLIERS, 1.0)
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Hugging Face's names of a layer's experts: of their block, of the three matrices of each, and of the router.
-
-    stacked: all experts of a matrix are one tensor, [E, in, out], with columns of gate and up in turns, and all
-    have biases. shared, shared_gate: the expert that all tokens go through, and the vector by which it is weighed; "":
-    there is none. correction: the bias by which experts are chosen; "": there is none.
-    """
-
-    block: str
-    gate: str
-    up: str
-    down: str
-    router: str = "gate"
-    stacked: bool = False
-    shared: str = ""
-    shared_gate: str = ""
-    correction: str = ""
-
-    @property
-    def matrices(self) -> tuple[str, str, str]:
-        """Names of gate, up and down."""
-        return self.gate, self.up, self.down
-
-
-MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-_GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
-_QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-_QWEN2_NAMES = replace(_QWEN_NAMES, shared="shared_expert", shared_gate="shared_expert_gate")
-_GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_score_correction_bias")
-
-
-@dataclass(frozen=True)
-class MtpNames:
-    """Hugging Face's names of a checkpoint's MTP layers. layers: their beginnings, layer by layer. token_norm,
-    hidden_norm, projection, norm: of what an MTP layer has beside the tensors of a layer. token_first: the projection
-    reads the token's embedding before the target's output.
-    """
-
-    layers: tuple[str, ...]
-    token_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    token_first: bool = False
-
-
-_MIMO_MTP = MtpNames(
-    ("model.mtp_layers.{mtp}.",), "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
-)
-_GLM_MTP = MtpNames(("model.layers.{layer}.",), "enorm", "hnorm", "eh_proj", "shared_head.norm", token_first=True)
-
-
-@dataclass(frozen=True)
-class _Family:
-    """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `_SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
-    bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
-    none. experts: names of experts, in a family that has them. activation: the setting that names the activation, and
-    the only value that the family has. mtp: names of MTP layers that checkpoints may have behind those of the model,
-    layers as a pattern of their numbers among MTP layers ("mtp") and all ("layer"). gemma: norms by
-    1 + weight, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
-    partial_rotary: a share of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries
-    may grow with their position. sinks: each head has a score without a key. nope_in_full: where some layers have a
-    window, the others have no rotary embedding. joint_qk_norm, post_norms, interleaved_rotary, fused_tensors: as in
-    `ModelConfig`.
-    """
-
-    defaults: dict[str, Any]
-    knows: frozenset[str] = field(default_factory=frozenset)
-    qkv_bias: bool = False
-    bias_settings: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
-    qk_norm: bool = False
-    joint_qk_norm: bool = False
-    post_norms: tuple[str, ...] = ()
-    nope_in_full: bool = False
-    experts: ExpertNames | None = None
-    activation: tuple[str, str] = ("hidden_act", "silu")
-    gemma: bool = False
-    window_rope: bool = False
-    partial_rotary: bool = False
-    interleaved_rotary: bool = False
-    phi: bool = False
-    query_growth: bool = False
-    fused_tensors: tuple[str, ...] = ()
-    sinks: bool = False
-    mtp: MtpNames | None = None
-
-
-_GEMMA = {
-    "attention_bias",
-    "sliding_window",
-    "sliding_window_pattern",
-    "query_pre_attn_scalar",
-    "final_logit_softcapping",
-}
-_GELU = ("hidden_activation", "gelu_pytorch_tanh")
-_GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-_OLMO_NORMS = ("", "post_attention_layernorm", "post_feedforward_layernorm")
-_OLMO2 = _Family(
-    _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 50279},
-    frozenset({"attention_bias"}),
-    qk_norm=True, joint_qk_norm=True, post_norms=_OLMO_NORMS,
-)  # fmt: skip
-_GLM4_NORMS = ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
-_OF_QKV = ("attention_bias", "", "")
-_GLM = _Family(
-    _LLAMA_DEFAULTS
-    | {
-        "rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-        "eos_token_id": [151329, 151336, 151338], "attention_bias": True, "partial_rotary_factor": 0.5,
-    },
-    frozenset({"attention_bias"}),
-    bias_settings=_OF_QKV, partial_rotary=True, interleaved_rotary=True, fused_tensors=("gate_up",),
-)  # fmt: skip
-_FAMILIES = {
-    "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
-    "MistralForCausalLM": _Family(
-        _LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
-        frozenset({"sliding_window"}),
-    ),
-    "Qwen2ForCausalLM": _Family(
-        _QWEN_DEFAULTS, frozenset({"sliding_window", "use_sliding_window"}), qkv_bias=True, bias_settings=_OF_QKV
-    ),
-    "MiMoForCausalLM": _Family(  # Qwen 2 with MTP layers; transformers lacks it
-        _QWEN_DEFAULTS,
-        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "auto_map"}),
-        qkv_bias=True,
-        bias_settings=_OF_QKV,
-        mtp=_MIMO_MTP,
-    ),
-    "Qwen3ForCausalLM": _Family(
-        _QWEN_DEFAULTS | {"head_dim": 128},
-        frozenset({"attention_bias", "sliding_window", "use_sliding_window"}),
-        qk_norm=True,
-    ),
-    "MixtralForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
-        },
-        frozenset({"sliding_window", "num_local_experts"}),
-        experts=MIXTRAL_NAMES,
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        _QWEN_MOE_DEFAULTS,
-        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
-        qk_norm=True,
-        experts=_QWEN_NAMES,
-    ),
-    "Gemma2ForCausalLM": _Family(
-        _GEMMA2_DEFAULTS, frozenset(_GEMMA | {"attn_logit_softcapping"}), post_norms=_GEMMA_NORMS, activation=_GELU,
-        gemma=True,
-    ),
-    "Gemma3ForCausalLM": _Family(
-        _GEMMA3_DEFAULTS, frozenset(_GEMMA), qk_norm=True, post_norms=_GEMMA_NORMS, activation=_GELU, gemma=True,
-        window_rope=True,
-    ),
-    "GptOssForCausalLM": _Family(
-        _GPT_OSS_DEFAULTS,
-        frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "num_local_experts"}),
-        experts=_GPT_OSS_NAMES,
-        sinks=True,
-    ),
-    "Phi3ForCausalLM": _Family(
-        _PHI3_DEFAULTS, frozenset({"sliding_window", "auto_map"}), partial_rotary=True, phi=True,
-        fused_tensors=("qkv", "gate_up"),
-    ),
-    "GraniteForCausalLM": _Family(_GRANITE_DEFAULTS, frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS})),
-    "Olmo2ForCausalLM": _OLMO2,
-    "OlmoeForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "eos_token_id": 50279, "num_experts": 64,
-            "num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1,
-        },
-        frozenset({"attention_bias", "num_experts", "num_local_experts"}),
-        qk_norm=True, joint_qk_norm=True, experts=_QWEN_NAMES,
-    ),
-    "Olmo3ForCausalLM": replace(
-        _OLMO2,
-        defaults=_OLMO2.defaults | {"sliding_window": 4096, "sliding_window_pattern": 4},
-        knows=_OLMO2.knows | {"sliding_window", "sliding_window_pattern"},
-        window_rope=True,
-    ),
-    "Exaone4ForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
-        frozenset({"sliding_window", "sliding_window_pattern"}),
-        qk_norm=True, post_norms=_OLMO_NORMS, nope_in_full=True,
-    ),
-    "SmolLM3ForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
-            "eos_token_id": 128001, "no_rope_layer_interval": 4,
-        },
-        frozenset({"attention_bias", "mlp_bias", "no_rope_layers"}),
-    ),
-    "SeedOssForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
-            "attention_out_bias": False,
-        },
-        frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
-        bias_settings=("attention_bias", "attention_out_bias", "mlp_bias"),
-    ),
-    "Qwen2MoeForCausalLM": _Family(
-        _QWEN_MOE_DEFAULTS
-        | {
-            "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632, "qkv_bias": True,
-        },
-        frozenset({"sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
-        bias_settings=("qkv_bias", "", ""),
-        experts=_QWEN2_NAMES,
-    ),
-    "Glm4MoeForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072, "eos_token_id": None,
-            "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
-        },
-        frozenset({"attention_bias", "use_qk_norm", "n_routed_experts", "num_local_experts"}),
-        bias_settings=_OF_QKV,
-        experts=_GLM_NAMES,
-        partial_rotary=True,
-        mtp=_GLM_MTP,
-    ),
-    "GlmForCausalLM": _GLM,
-    "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),
-    "Ernie4_5ForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
-            "rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False,
-        },
-        frozenset({"use_bias"}),
-        bias_settings=("use_bias", "use_bias", "use_bias"),
-        interleaved_rotary=True,
-    ),
-    "Ministral3ForCausalLM": _Family(
-        _LLAMA_DEFAULTS
-        | {
-            "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-            "rope_theta": 1e6, "sliding_window": None,
-        },
-        frozenset({"sliding_window"}),
-        query_growth=True,
-    ),
-}  # fmt: skip
-_ARCHITECTURE_OF_TYPE = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
-    "olmoe": "OlmoeForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "ministral3": "Ministral3ForCausalLM",
-}  # fmt: skip
-_NEEDED = {
-    "Qwen3NextForCausalLM": "linear attention with a recurrent state",
-    "DeepseekV2ForCausalLM": "latent attention",
-    "DeepseekV3ForCausalLM": "latent attention, and routing by groups",
-    "Llama4ForCausalLM": "attention in chunks, and experts weighed before they compute",
-    "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
-    "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
-    "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
-}
-"""What the decoder lacks for architectures that are asked for."""
-# Settings that change the model. If set, they are refused unless the family knows them.
-_SETTINGS = (
-    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window", "use_mrope",
-    "use_qk_norm", "n_routed_experts",
-    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
-    "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
-    "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
-)  # fmt: skip
-
-
 Activation = Literal["silu", "gelu_tanh"]
 _HEAD_SUFFIX = "Eagle3"
 _HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -712,7 +361,7 @@ class ModelConfig:
             joint_qk_norm=family.joint_qk_norm,
             windows=windows,
             experts=None if family.experts is None else _experts(values, family.experts, layers),
-            activation="gelu_tanh" if family.activation == _GELU else "silu",
+            activation="gelu_tanh" if family.activation == GELU else "silu",
             offset_norms=family.gemma,
             post_norms=family.post_norms,
             scaled_embedding=family.gemma,
@@ -739,7 +388,7 @@ class ModelConfig:
 
 def _architecture(given: dict[str, Any]) -> Any:
     asked = given.get("architectures") or given.get("model_type")
-    return asked[0] if isinstance(asked, list) and len(asked) == 1 else _ARCHITECTURE_OF_TYPE.get(str(asked))
+    return asked[0] if isinstance(asked, list) and len(asked) == 1 else ARCHITECTURE_OF_TYPE.get(str(asked))
 
 
 def _is_head(given: dict[str, Any]) -> bool:
@@ -770,7 +419,7 @@ def _eagle3(values: Settings) -> Eagle3Config:
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
 
 
-def _mtp(values: Settings, family: _Family, layers: int) -> MtpNames | None:
+def _mtp(values: Settings, family: Family, layers: int) -> MtpNames | None:
     """Return the names of the checkpoint's MTP layers; None if it has none."""
     if family.mtp is None or not values.get("num_nextn_predict_layers"):
         return None
@@ -795,7 +444,7 @@ def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:
     )  # fmt: skip
 
 
-def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> _Family:
+def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> Family:
     asked = given.get("architectures") or given.get("model_type")
     name = _architecture(given)
     if is_head:
@@ -805,16 +454,16 @@ def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> _Fam
                 f"{path}: an EAGLE-3 head of architectures {asked!r} is not supported; use one whose layer is that of "
                 f"{' or '.join(_HEAD_FAMILIES)}"
             )
-    if name in _FAMILIES:
-        return _FAMILIES[name]
-    needs = f", which needs {_NEEDED[name]}" if name in _NEEDED else ""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    needs = f", which needs {NEEDED[name]}" if name in NEEDED else ""
     raise UnsupportedModelError(
-        f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join((*_FAMILIES, *WITH_IMAGES))}"
+        f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join((*FAMILIES, *WITH_IMAGES))}"
     )
 
 
-def _refuse_unsupported(values: Settings, family: _Family) -> None:
-    for name in _SETTINGS:
+def _refuse_unsupported(values: Settings, family: Family) -> None:
+    for name in SETTINGS:
         if values.get(name) and name not in family.knows:
             raise values.unsupported(name)
     setting, activation = family.activation
@@ -827,7 +476,7 @@ def _refuse_unsupported(values: Settings, family: _Family) -> None:
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
     shared = 0
-    if names is _GLM_NAMES:
+    if names is GLM_NAMES:
         count = "num_local_experts" if values.get("n_routed_experts") is None else "n_routed_experts"
         inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
         for name in ("n_group", "topk_group"):
@@ -835,7 +484,7 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
                 raise values.unsupported(name, "only 1 is")
         dense = tuple(range(min(values.whole("first_k_dense_replace"), layers)))
         shared = values.whole("n_shared_experts") * values.integer(inner)
-    elif names in (MIXTRAL_NAMES, _GPT_OSS_NAMES):
+    elif names in (MIXTRAL_NAMES, GPT_OSS_NAMES):
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.
@@ -860,7 +509,7 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     )
 
 
-def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
     Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts), those
@@ -890,7 +539,7 @@ def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None
     return tuple(window if kind == sliding else None for kind in types)
 
 
-def _nope_layers(values: Settings, family: _Family, windows: tuple[int | None, ...], layers: int) -> tuple[int, ...]:
+def _nope_layers(values: Settings, family: Family, windows: tuple[int | None, ...], layers: int) -> tuple[int, ...]:
     """Return the layers without rotary embedding: those without a window in some families, in others those with a 0 in
     no_rope_layers, or every so-many-th."""
     if family.nope_in_full:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.config import FEATURE_LAYERS, MIXTRAL_NAMES, ExpertConfig, ModelConfig
+from adaserve_jax.models.config import FEATURE_LAYERS, ExpertConfig, ModelConfig
+from adaserve_jax.models.families import MIXTRAL_NAMES
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
 from adaserve_jax.types import Progress

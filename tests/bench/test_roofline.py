@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.bench.roofline import Assumptions, Roofline
-from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
+from adaserve_jax.models.config import ExpertConfig, ModelConfig
+from adaserve_jax.models.families import MIXTRAL_NAMES
 from adaserve_jax.runtime.absent_device import DEVICES
 
 MODEL = ModelConfig(

@@ -19,7 +19,8 @@ from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
 from adaserve_jax.models.checkpoint_formats.encoding import Rule, WeightFormat
 from adaserve_jax.models.checkpoint_formats.packed import InputsFirst
-from adaserve_jax.models.config import MIXTRAL_NAMES, ExpertConfig, ModelConfig
+from adaserve_jax.models.config import ExpertConfig, ModelConfig
+from adaserve_jax.models.families import MIXTRAL_NAMES
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.rope import LongRopeScaling
 from adaserve_jax.runtime import executor as executor_module
