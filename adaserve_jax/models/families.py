@@ -188,7 +188,7 @@ GELU = ("hidden_activation", "gelu_pytorch_tanh")
 _GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 _OLMO_NORMS = ("", "post_attention_layernorm", "post_feedforward_layernorm")
 _OLMO2 = Family(
-    _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 50279},
+    _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
     frozenset({"attention_bias"}),
     qk_norm=True, joint_qk_norm=True, post_norms=_OLMO_NORMS,
 )  # fmt: skip
@@ -270,7 +270,7 @@ FAMILIES = {
     ),
     "Olmo3ForCausalLM": replace(
         _OLMO2,
-        defaults=_OLMO2.defaults | {"sliding_window": 4096, "sliding_window_pattern": 4},
+        defaults=_OLMO2.defaults | {"rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
         knows=_OLMO2.knows | {"sliding_window", "sliding_window_pattern"},
         window_rope=True,
     ),

@@ -123,7 +123,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": (
         "Exaone4", {"num_hidden_layers": 3, "sliding_window": WINDOW, "sliding_window_pattern": 3, "pad_token_id": 0}
     ),
-    "exaone4_full": ("Exaone4", {"sliding_window": None, "rope_parameters": _LLAMA3, "pad_token_id": 0}),
+    "exaone4_full": (
+        "Exaone4", {
+            "sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": _LLAMA3,
+            "pad_token_id": 0,
+        },
+    ),
     "smollm3": (
         "SmolLM3", {
             "num_hidden_layers": 4, "no_rope_layer_interval": 3, "attention_bias": True, "mlp_bias": True,
