@@ -19,7 +19,7 @@ from adaserve_jax.models.lora import read_adapter
 from adaserve_jax.models.text_model import text_name
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.models.adapters import write_adapter
-from tests.models.checkpoints import CONFIG, write_checkpoint
+from tests.models.checkpoints import CONFIG, write_checkpoint, write_tensors
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -59,8 +59,12 @@ def wrap(plain: Path, folder: Path, layout: str) -> Path:
 @pytest.fixture(params=LAYOUTS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A text model's checkpoint and the same inside another."""
-    biases = {} if request.param != "flat" else QWEN2 | {"attention_bias": True}
-    plain = write_checkpoint(tmp_path / "plain", **MISTRAL | biases)
+    plain = write_checkpoint(tmp_path / "plain", **MISTRAL | (QWEN2 if request.param == "flat" else {}))
+    if request.param == "flat":  # Qwen 2 has biases
+        tensors = load_file(plain / "model.safetensors")
+        names = [name for name in tensors if name.rpartition("self_attn.")[2][:6] in ("q_proj", "k_proj", "v_proj")]
+        biases = {name.replace("weight", "bias"): tensors[name][:, 0].copy() for name in names}
+        write_tensors(plain, tensors | biases)
     return plain, wrap(plain, tmp_path / "whole", request.param)
 
 
