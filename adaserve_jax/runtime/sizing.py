@@ -490,7 +490,7 @@ def adapter_bytes(config: ModelConfig, count: int, rank: int, dtype: jnp.dtype, 
 def expert_bytes(config: ModelConfig, dtype: jnp.dtype, quantize: str = "none", partition: Partition = WHOLE) -> int:
     """Return the part of `weight_bytes` that only tokens which chose an expert need."""
     sizes = _weight_sizes(config, dtype, quantize, partition)
-    return sum(size for name, size in sizes.items() if ".experts." in name and ".experts.router" not in name)
+    return sum(size for name, size in sizes.items() if ".experts.gate_up" in name or ".experts.down" in name)
 
 
 def _weight_sizes(config: ModelConfig, dtype: jnp.dtype, quantize: str, partition: Partition) -> dict[str, int]:
