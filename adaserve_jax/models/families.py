@@ -146,14 +146,13 @@ class Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
     bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
-    none. experts: names of experts, in a family that has them. activation: the setting that names the activation, and
-    the only value that the family has. mtp: names of MTP layers that checkpoints may have behind those of the model,
-    layers as a pattern of their numbers among MTP layers ("mtp") and all ("layer"). gemma: norms by
-    1 + weight, and a scaled embedding. window_rope: layers with a window have a rotary base of their own.
-    partial_rotary: a share of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries
-    may grow with their position. sinks: each head has a score without a key. nope_in_full: where some layers have a
-    window, the others have no rotary embedding. joint_qk_norm, post_norms, interleaved_rotary, fused_tensors: as in
-    `ModelConfig`.
+    none. experts: names of experts, in a family that has them. activation: the setting that names the activation,
+    and the only value that the family has. mtp: names of MTP layers that checkpoints may have; its layers is a
+    pattern of an MTP layer's number among them (mtp) and among all layers (layer). gemma: norms by 1 + weight, and
+    a scaled embedding. window_rope: layers with a window have a rotary base of their own. partial_rotary: a share
+    of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries may grow with their
+    position. sinks: each head has a score without a key. nope_in_full: where some layers have a window, the others
+    have no rotary embedding. joint_qk_norm, post_norms, interleaved_rotary, fused_tensors: as in `ModelConfig`.
     """
 
     defaults: dict[str, Any]
@@ -348,9 +347,9 @@ ARCHITECTURE_OF_TYPE = {
     "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM",
-    "olmoe": "OlmoeForCausalLM", "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM", "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM",
     "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip
@@ -366,9 +365,9 @@ NEEDED = {
 """What the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 SETTINGS = (
-    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window", "use_mrope",
-    "use_qk_norm", "n_routed_experts",
-    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
-    "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
-    "num_local_experts", "query_pre_attn_scalar", "sliding_window_pattern", "use_bidirectional_attention",
+    "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window",
+    "use_mrope", "use_qk_norm", "n_routed_experts", "attn_logit_softcapping", "final_logit_softcapping",
+    "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+    "clip_qkv", "alibi", "no_rope_layers", "num_experts", "num_local_experts", "query_pre_attn_scalar",
+    "sliding_window_pattern", "use_bidirectional_attention",
 )  # fmt: skip
