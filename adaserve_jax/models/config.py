@@ -19,7 +19,6 @@ from adaserve_jax.models.families import (
     FAMILIES,
     GELU,
     GLM_NAMES,
-    GPT_OSS_NAMES,
     MIXTRAL_NAMES,
     NEEDED,
     SETTINGS,
@@ -333,6 +332,8 @@ class ModelConfig:
         if head_dim % 2:
             raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
         rotary_dim = int(head_dim * read_rotary_share(values))
+        if family.partial_rotary:
+            rotary_dim = values.integer("rotary_dim", default=rotary_dim)
         if rotary_dim % 2:
             raise CheckpointError(f"{path}: partial_rotary_factor must give an even dimension, got {rotary_dim}")
         if isinstance(scaling, LongRopeScaling) and {len(scaling.short), len(scaling.long)} != {rotary_dim // 2}:
@@ -484,7 +485,7 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
                 raise values.unsupported(name, "only 1 is")
         dense = tuple(range(min(values.whole("first_k_dense_replace"), layers)))
         shared = values.whole("n_shared_experts") * values.integer(inner)
-    elif names in (MIXTRAL_NAMES, GPT_OSS_NAMES):
+    elif names.block == MIXTRAL_NAMES.block or names.stacked:
         count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
     else:
         # Transformers 5 writes Mixtral's name for the number of experts.

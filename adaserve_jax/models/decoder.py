@@ -174,10 +174,13 @@ class Layer(nnx.Module):
         self.qkv = Linear(
             config.q_size + 2 * config.kv_size, inputs, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
         )  # fmt: skip
-        normed = (config.q_size, config.kv_size) if config.joint_qk_norm else (self.head_dim, self.head_dim)
+        normed = {"all_queries": config.q_size, "all_keys": config.kv_size}
         self.q_norm, self.k_norm = (
-            RMSNorm(features, config, dtype, "head_dim") if config.qk_norm else None for features in normed
-        )
+            None if not config.qk_norm
+            else RMSNorm(features, config, dtype, axis) if config.joint_qk_norm
+            else RMSNorm(self.head_dim, config, dtype, "head_dim")
+            for axis, features in normed.items()
+        )  # fmt: skip
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros(self.heads, dtype), logical_axes=("sinks",))
         self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
@@ -235,9 +238,10 @@ class Layer(nnx.Module):
         parts = queries_keys[: self.heads], queries_keys[self.heads :]
         if not self.config.joint_qk_norm:
             return jnp.concatenate([self.q_norm(parts[0]), self.k_norm(parts[1])])
-        joined = (part.reshape(len(part) * self.head_dim, -1) for part in parts)
-        normed = [norm(part) for norm, part in zip((self.q_norm, self.k_norm), joined, strict=True)]
-        return jnp.concatenate(normed).reshape(queries_keys.shape)
+        queries, keys = (part.reshape(len(part) * self.head_dim, -1) for part in parts)
+        queries = self.q_norm(queries, self.partition.joint_mean_square(queries, of_keys=False))
+        keys = self.k_norm(keys, self.partition.joint_mean_square(keys, of_keys=True))
+        return jnp.concatenate([queries, keys]).reshape(queries_keys.shape)
 
 
 def _behind(norm: RMSNorm | None, x: jax.Array) -> jax.Array:

@@ -117,6 +117,7 @@ MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _QWEN2_NAMES = replace(_QWEN_NAMES, shared="shared_expert", shared_gate="shared_expert_gate")
+_MINIMAX_NAMES = replace(MIXTRAL_NAMES, correction="e_score_correction_bias")
 GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
@@ -320,6 +321,15 @@ FAMILIES = {
         partial_rotary=True,
         mtp=_GLM_MTP,
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        _LLAMA_DEFAULTS
+        | {
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
+            "eos_token_id": 200020, "num_local_experts": 256, "num_experts_per_tok": 8,
+        },
+        frozenset({"num_local_experts", "use_qk_norm", "auto_map"}),  # transformers has the family too
+        qk_norm=True, joint_qk_norm=True, experts=_MINIMAX_NAMES, partial_rotary=True,
+    ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),
     "Ernie4_5ForCausalLM": Family(
@@ -349,7 +359,7 @@ ARCHITECTURE_OF_TYPE = {
     "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM", "mimo": "MiMoForCausalLM", "olmoe": "OlmoeForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM",
     "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
 }  # fmt: skip

@@ -155,8 +155,11 @@ class RMSNorm(nnx.Module):
         self.eps = config.rms_norm_eps
         self.offset = config.offset_norms
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-2, keepdims=True) + self.eps)
+    def __call__(self, x: jax.Array, mean_square: jax.Array | None = None) -> jax.Array:
+        """Return x normalised. mean_square: f32[..., 1, T], where others have a part of the features; None: of x."""
+        if mean_square is None:
+            mean_square = jnp.mean(x * x, axis=-2, keepdims=True)
+        scale = jax.lax.rsqrt(mean_square + self.eps)
         weight = self.weight[...].astype(jnp.float32)
         return x * scale * (1 + weight if self.offset else weight)[:, None]
 

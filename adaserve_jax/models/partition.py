@@ -52,10 +52,6 @@ class Partition:
         """Divide a model over `ways` devices. Raises ConfigError: a dimension does not divide."""
         if ways == 1:
             return cls()
-        if config.joint_qk_norm:
-            raise ConfigError(
-                f"tp must be 1 for a target that normalises the queries of all heads together, got {ways}"
-            )
         divided = {"num_attention_heads": config.num_heads}
         if config.experts is None or config.experts.dense_layers:
             divided["intermediate_size"] = config.intermediate_size
@@ -93,7 +89,9 @@ class Partition:
         """Return the axis of a weight that is divided; None: every device holds all of it."""
         if self.ways == 1:
             return None
-        divided = {"qkv", "sinks", "gate_up", "expert_gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided = {"qkv", "all_queries", "all_keys", "sinks", "gate_up", "expert_gate_up"} | (
+            {"residual"} if self.exact else {"heads", "mlp"}
+        )
         divided |= {"expert_down"} if self.exact or self.by_expert else {"expert_mlp"}
         divided |= {"vocab"} if self.splits_vocab else set()
         return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
@@ -106,6 +104,10 @@ class Partition:
             first = shard * config.num_kv_heads // self.ways * config.head_dim
             starts = (shard * q_rows, config.q_size + first, config.q_size + config.kv_size + first)
             return tuple((start, start + rows) for start, rows in zip(starts, (q_rows, kv_rows, kv_rows), strict=True))
+        if logical_axis == "all_keys":
+            rows = max(config.kv_size // self.ways, config.head_dim)
+            first = shard * config.num_kv_heads // self.ways * config.head_dim
+            return ((first, first + rows),)
         if logical_axis == "gate_up":
             inner = size // 2  # of an MLP, or of the one that all tokens share beside their experts
             rows = inner // self.ways
@@ -126,6 +128,17 @@ class Partition:
         if self.exact:
             return _gather(linear(_gather(x, axis=0), adapters), axis=0)
         return linear.biased(jax.lax.psum(linear.product(x, adapters), AXIS))
+
+    def joint_mean_square(self, x: jax.Array, *, of_keys: bool) -> jax.Array:
+        """Return the mean of the squares of all heads' features, f32[1, T], from this device's, f32[heads * D, T].
+
+        of_keys: of key heads, which several devices may hold.
+        """
+        if self.exact and self.ways > 1:
+            x = _gather(x, axis=0).reshape(self.ways, *x.shape)[:: self.query_copies if of_keys else 1]
+            x = x.reshape(-1, x.shape[-1])
+        mean = jnp.mean(x * x, axis=0, keepdims=True)
+        return mean if self.exact or self.ways == 1 else jax.lax.pmean(mean, AXIS)
 
     def experts_held(self, count: int) -> int:
         """Return how many of a layer's experts one device holds, whole or in part."""

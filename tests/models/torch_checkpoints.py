@@ -148,6 +148,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"attention_bias": False, "pad_token_id": 0, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
+    "minimax_m2": (
+        "MiniMaxM2", {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "qwen2_moe": (
         "Qwen2Moe", _QWEN_MOE | {
             "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "num_key_value_heads": 4,

@@ -54,6 +54,7 @@ CASES = {
     "adapted_phi": ("phi", False, "none", (1, 2)),
     "adapted_phi_exact": ("phi", True, "none", (2,)), "adapted_oss": ("oss", False, "none", (1, 4)),
     "shared": ("shared", False, "none", (1, 2, 4)), "shared_exact": ("shared", True, "none", (4,)),
+    "joint": ("joint", False, "none", (1, 2, 4)), "joint_exact": ("joint", True, "none", (2, 4)),
     "shared_int8": ("shared", False, "int8", (1, 4)), "glm": ("glm", False, "none", (1, 2)),
     "three": ("three", False, "none", (1, 2)), "grown_exact": ("grown", True, "none", (1, 4)),
 }  # fmt: skip
@@ -61,6 +62,7 @@ CASES = {
 WRITTEN = {
     "norms": "qwen3_window", "experts": "mixtral", "biases": "llama_biases", "narrow": "qwen3_moe_mixed",
     "oss": "gpt_oss", "gemma": "gemma3", "phi": "phi4_mini", "shared": "glm4_moe", "glm": "glm4",
+    "joint": "minimax_m2",
 }  # fmt: skip
 """Families of checkpoints that transformers writes."""
 QUANTIZED = {
@@ -216,7 +218,6 @@ def main(folder: Path, *, quick: bool) -> None:
         "held": held, "ledger": ledger, "hlo": hlo, "texts": [] if quick else texts(4),
         "refusals": {
             "more": refusal(tp=8), "uneven": refusal(tp=3),
-            "joint": refusal(str(write_family(folder / "olmo", "olmo2")), tp=2, draft=None),
             "groups": refusal(str(odd), tp=2, draft=None, deterministic=False, quantize="int4"),
         },
     }  # fmt: skip

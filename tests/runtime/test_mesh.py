@@ -81,6 +81,10 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("gemma_int8", 2),
         ("phi", 2),
         ("glm", 2),
+        ("joint", 2),
+        ("joint", 4),
+        ("joint_exact", 2),
+        ("joint_exact", 4),
         ("shared", 2),
         ("shared", 4),
         ("shared_exact", 4),
@@ -216,5 +220,4 @@ def test_sizes_that_do_not_divide_are_named(mesh: Mesh) -> None:
     assert refusals["more"].startswith("tp must be at most 4, the cpu devices that jax sees, got 8; a CPU shows more")
     groups = "2 devices (tp) cannot divide the 3 groups of inputs of layers.0.down"
     assert refusals["groups"] == f"quantize must be none or int8 here, got 'int4': {groups}"
-    assert refusals["joint"] == "tp must be 1 for a target that normalises the queries of all heads together, got 2"
     assert refusals["uneven"] == "tp must divide the target's num_attention_heads (4), got 3"
