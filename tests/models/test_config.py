@@ -224,6 +224,77 @@ def test_scalings_are_read_in_both_spellings(tmp_path: Path) -> None:
     assert dynamic == ModelConfig.from_folder(_write(tmp_path))
 
 
+PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0], "use_sliding_window": False}, {"nope_layers": (1,)}),
+    ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 1}, {"nope_layers": (0, 1)}),
+    ("SeedOssForCausalLM", {}, {"qkv_bias": True, "out_bias": False, "mlp_bias": False}),
+    (
+        "GlmForCausalLM", {"attention_bias": False},
+        {"rotary_dim": 8, "interleaved_rotary": True, "fused_tensors": ("gate_up",), "qkv_bias": False},
+    ),
+    (
+        "Glm4ForCausalLM", {"partial_rotary_factor": 0.25, "eos_token_id": "absent"},
+        {"rotary_dim": 4, "qkv_bias": True, "out_bias": False, "eos_token_ids": (151329, 151336, 151338)},
+    ),
+    (
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 2,
+         "routed_scaling_factor": 2.5, "use_qk_norm": True, "num_nextn_predict_layers": 0},
+        {"qk_norm": True, "rotary_dim": 8, "mtp": None},
+    ),
+    ("Ernie4_5ForCausalLM", {"use_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+    (
+        "Ministral3ForCausalLM",
+        {"max_position_embeddings": 256, "rope_parameters": {
+            "type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+            "llama_4_scaling_beta": 0.1, "max_position_embeddings": 256,
+        }},
+        {"query_growth": (0.1, 16), "rope_scaling": YarnScaling(16.0, 16, 1.0), "windows": ()},
+    ),
+    ("Olmo2ForCausalLM", {}, {"joint_qk_norm": True, "rope_theta": 10000.0, "tie_embeddings": False}),
+    (
+        "Olmo3ForCausalLM", {"rope_theta": 5e5, "layer_types": ["sliding_attention", "full_attention"],
+                             "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.2}},
+        {"windows": (4096, None), "window_rope_theta": 5e5, "rope_scaling": YarnScaling(4.0, 256, 1.2)},
+    ),
+    (
+        "Exaone4ForCausalLM",
+        {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention", "full_attention"]},
+        {"windows": (4096, None), "nope_layers": (1,), "qk_norm": True, "joint_qk_norm": False},
+    ),
+    ("Exaone4ForCausalLM", {"sliding_window": None, "sliding_window_pattern": 0}, {"windows": (), "nope_layers": ()}),
+    (
+        "MiniMaxM2ForCausalLM",
+        {"rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True,
+         "auto_map": {"AutoModelForCausalLM": "m.M"}},
+        {"rotary_dim": 8, "joint_qk_norm": True},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "given", "expected"), PUBLISHED)
+def test_settings_are_read_as_they_are_published(
+    tmp_path: Path, architecture: str, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    plain = {"rope_theta": "absent", "head_dim": 16, "architectures": [architecture], "model_type": "absent"}
+    found = ModelConfig.from_folder(_write(tmp_path, **plain | given))
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_experts_and_mtp_layers_of_glm_are_read(tmp_path: Path) -> None:
+    found = ModelConfig.from_folder(_write(
+        tmp_path, architectures=["Glm4MoeForCausalLM"], moe_intermediate_size=8, n_shared_experts=2,
+        routed_scaling_factor=2.5, num_nextn_predict_layers=1,
+    ))  # fmt: skip
+    assert found.experts is not None and found.mtp is not None
+    assert (found.experts.count, found.experts.per_token, found.experts.dense_layers) == (128, 8, (0,))
+    assert (found.experts.shared, found.experts.scaling, found.experts.normalised) == (16, 2.5, True)
+    assert found.mtp.layers == ("model.layers.2.",)
+    head = found.mtp_head()
+    assert head.is_mtp and head.experts_of(0) is not None and head.num_layers == 1
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] is not supported; use one of Llama"),
     ({"architectures": "absent", "model_type": "gemma"}, "architectures 'gemma' is not supported"),
@@ -267,6 +338,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
     ),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
+    (
+        {"architectures": ["Glm4MoeForCausalLM"], "n_group": 2},
+        "n_group = 2 is not supported; only 1 is",
+    ),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.* is not supported, which needs latent"),
 ]
 
