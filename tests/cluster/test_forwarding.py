@@ -263,6 +263,30 @@ def test_whatever_a_target_says_of_itself_it_is_asked_on(route, said):
         router.up(1)
 
 
+def test_a_target_that_was_down_is_asked_for_its_classes_again():
+    """It may have come back with others. While it is up it is asked once."""
+    down = threading.Event()
+    card = b'{"data": [{"baseline_ms": 10, "slo_classes": {}}], "engine": {"max_requests": 4}}'
+
+    def script(it):
+        if it.route == "/health":
+            return error("503 Service Unavailable", "dead") if down.is_set() else HEALTHY
+        return answer("200 OK", card)
+
+    with FakeServer(script) as server, routed(server.url) as router:
+
+        def times(route: str) -> int:
+            return [it.route for it in server.asked].count(route)
+
+        wait_until(lambda: times("/metrics") > 2)
+        assert times("/v1/models") == times("/version") == 1
+        down.set()
+        router.up(0)
+        down.clear()
+        router.up(1)
+        wait_until(lambda: times("/v1/models") == times("/version") == 2)
+
+
 def test_a_long_answer_that_is_cut_is_neither_whole_nor_begun_again(monkeypatch, caplog):
     monkeypatch.setattr(forwarding, "MAX_BUFFERED_ANSWER_BYTES", 1000)
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\ncontent-type: application/json\r\n\r\n"
