@@ -1,7 +1,8 @@
 """Formats in which models write tool calls, and the grammar that holds an answer to one of them.
 
-A call is a JSON object between fixed texts, so a format is those texts. `server/tool_parser.py` reads the same texts
-back. Formats are chosen by name or by the chat template that writes them (`detect`).
+A call is a name and arguments between fixed texts, so a format is those texts. Arguments are one JSON object, or are
+written one by one. `server/tool_parser.py` reads the same texts back. Formats are chosen by name or by the chat
+template that writes them (`detect`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,37 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from adaserve_jax.sampling import ToolCalls
+
+
+@dataclass(frozen=True)
+class ArgumentTexts:
+    """Fixed texts of an argument: before KEY between VALUE after. A string stands there as it is (`is_plain_text`), any
+    other value as JSON."""
+
+    before: str
+    between: str
+    after: str
+
+    def write(self, arguments: str) -> str:
+        """Return the JSON of arguments as a model would write them; of no JSON, how one is written."""
+        try:
+            values: dict[str, Any] = json.loads(arguments)
+        except ValueError:
+            values = {"KEY": "VALUE"}
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+        return "".join(f"{self.before}{key}{self.between}{text}{self.after}" for key, text in texts.items())
+
+
+def is_plain_text(schema: Any) -> bool:
+    """Return whether a value of this schema is a string that is written as it is, one argument at a time: not one of a
+    form that only JSON's grammar knows."""
+    return isinstance(schema, dict) and schema.get("type") == "string" and not _ONLY_IN_JSON & schema.keys()
+
+
+_ONLY_IN_JSON = {"pattern", "format", "const", "$ref", "allOf", "anyOf", "oneOf", "not"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +53,7 @@ class ToolFormat:
     marks: texts that a model may have as one token; the first opens a call wherever it stands in an answer.
     bare: an answer that begins with "{" is a call too, without the mark.
     spaced: a space may follow the mark.
+    arguments: how they are written one by one; None: as one JSON object.
     id_chars: length of a call's id where the chat template demands one; 0: any.
     """
 
@@ -34,6 +65,7 @@ class ToolFormat:
     closing: str
     bare: bool = False
     spaced: bool = False
+    arguments: ArgumentTexts | None = None
     id_chars: int = 0
 
     @property
@@ -48,7 +80,8 @@ class ToolFormat:
 
     def write(self, calls: Iterable[tuple[str, str]]) -> str:
         """Return calls, as pairs of a name and the JSON of its arguments, as a model would write them."""
-        bodies = [f"{name}{self.between}{arguments}" for name, arguments in calls]
+        write = str if self.arguments is None else self.arguments.write
+        bodies = [f"{name}{self.between}{write(arguments)}" for name, arguments in calls]
         return f"{self.opening}{self.joining.join(bodies)}{self.closing}"
 
 
@@ -67,6 +100,22 @@ FORMATS = {
         ToolFormat(
             "mistral", ("[TOOL_CALLS]",), '[TOOL_CALLS][{"name": "', '", "arguments": ', '}, {"name": "', "}]",
             spaced=True, id_chars=9,
+        ),
+        ToolFormat(
+            "glm45", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            "<tool_call>", "\n", "</tool_call>\n<tool_call>", "</tool_call>",
+            arguments=ArgumentTexts("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+        ToolFormat(
+            "qwen3_coder", ("<tool_call>", "</tool_call>", "<function=", "<parameter="), "<tool_call>\n<function=",
+            ">\n", "</function>\n</tool_call>\n<tool_call>\n<function=", "</function>\n</tool_call>",
+            arguments=ArgumentTexts("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
+        ToolFormat(
+            "minimax_m2", ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke name="),
+            '<minimax:tool_call>\n<invoke name="', '">\n', '</invoke>\n<invoke name="',
+            "</invoke>\n</minimax:tool_call>",
+            arguments=ArgumentTexts('<parameter name="', '">', "</parameter>\n"),
         ),
         ToolFormat(
             "mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", "", id_chars=9
@@ -96,12 +145,17 @@ def lark(calls: ToolCalls, schemas: list[str], special: Mapping[str, int]) -> st
     """
     form = FORMATS[calls.format]
     fixed, mark_id = _FixedTexts(form, special), special.get(form.mark)
+    written = [
+        (f"%json {schema}", []) if form.arguments is None
+        else _one_by_one(form.arguments, fixed, json.loads(schema), place)
+        for place, (_, schema) in enumerate(zip(calls.tools, schemas, strict=False))
+    ]  # fmt: skip
     bodies = (
-        f"{fixed.term(name + form.between)} %json {schema}"
-        for (name, _), schema in zip(calls.tools, schemas, strict=False)
+        f"{fixed.term(name + form.between)} {rule}" for (name, _), (rule, _) in zip(calls.tools, written, strict=True)
     )
     more = f" ({fixed.term(form.joining)} body)*" if calls.parallel else ""
     lines = [f"body: {' | '.join(bodies)}", f"calls: body{more} {fixed.term(form.closing)}"]
+    lines += [line for _, rules in written for line in rules]
     after_mark = " ".join(['" "?'] * form.spaced + [fixed.term(form.bare_opening), "calls"])
     marked = f"{fixed.term(form.mark)} {after_mark}"
     if calls.required or calls.answer is not None:
@@ -114,6 +168,38 @@ def lark(calls: ToolCalls, schemas: list[str], special: Mapping[str, int]) -> st
         starts, free = _free_text(form, mark_id, after_mark, _listed(special.values(), mark_id))
         lines += free
     return "\n".join(["%llguidance {}", f"start: {' | '.join(starts)}", *lines, ""])
+
+
+def _one_by_one(texts: ArgumentTexts, fixed: _FixedTexts, schema: dict[str, Any], tool: int) -> tuple[str, list[str]]:
+    """Return the rule of a tool's arguments, and the rules that it needs: each property that the schema declares, in
+    its order. tool: its number, for the names of rules."""
+    required = schema.get("required", ())
+    shared = {name: schema[name] for name in schema.keys() - {"type", "properties", "required", "additionalProperties"}}
+    parts, lines = [], []
+    for place, (key, given) in enumerate(schema.get("properties", {}).items()):
+        begin = fixed.term(f"{texts.before}{key}{texts.between}")
+        name = f"{tool}_{place}"
+        if is_plain_text(given):
+            value, rules = _plain_text(texts.after, fixed, given, name)
+            lines += rules
+        else:
+            held = {**shared, **given} if isinstance(given, dict) else given
+            value = f"%json {json.dumps(held)} {fixed.term(texts.after)}"
+        lines.append(f"argument_{name}: {begin} {value}")
+        parts.append(f"argument_{name}" + ("" if key in required else "?"))
+    return " ".join(parts), lines
+
+
+def _plain_text(after: str, fixed: _FixedTexts, schema: dict[str, Any], name: str) -> tuple[str, list[str]]:
+    """Return the rule of a string up to the text behind it, and the rules that it needs."""
+    end = fixed.term(after)
+    if "enum" in schema:
+        return f"({' | '.join(map(_literal, schema['enum']))}) {end}", []
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    line = f"TEXT_{name}: /(.|\\n){{{least},{most}}}/"
+    if end.startswith("<["):  # a token, which no text has
+        return f"TEXT_{name} {end}", [line]
+    return f"text_{name}", [line, f"text_{name}[lazy]: TEXT_{name} {end}"]
 
 
 def free_text(special_ids: Iterable[int]) -> str:

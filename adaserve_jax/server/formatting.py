@@ -11,9 +11,8 @@ from typing import Protocol, cast
 
 from pydantic import BaseModel
 
-from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.sampling import ANSWERING, Thinking
+from adaserve_jax.sampling import ANSWERING, Thinking, ToolCalls
 from adaserve_jax.server.prompt_logprobs import PromptReport
 from adaserve_jax.server.schema import (
     LEAST_LOGPROB,
@@ -130,8 +129,8 @@ class DeltaBuilder:
     A chunk without text, whose tokens end inside a character or which scores a part of the prompt, is held back and
     joined with the next one.
     echo: texts of the prompts, put before each of their choices. spell: None: no log probabilities were asked for.
-    tool_format: None: the answer has no tool calls. report: what is told of the prompts. first_tokens: the first token
-    of each prompt, where log probabilities of the echo were asked for. spell_prompt: where prompt_logprobs were.
+    tool_calls: what the answer may call; None: nothing. report: what is told of the prompts. first_tokens: the first
+    token of each prompt, where log probabilities of the echo were asked for. spell_prompt: where prompt_logprobs were.
     prompt_only: the output is left out. hides_thinking: what was thought is. unscored: log probabilities of what was
     thought, and of these marks, are left out; None: they are not.
     """
@@ -139,7 +138,7 @@ class DeltaBuilder:
     choices_per_prompt: int = 1
     echo: tuple[str, ...] = ()
     spell: SpellToken | None = None
-    tool_format: ToolFormat | None = None
+    tool_calls: ToolCalls | None = None
     report: PromptReport = field(default_factory=PromptReport)
     first_tokens: tuple[int, ...] = ()
     spell_prompt: Callable[[int], str] | None = None
@@ -158,7 +157,7 @@ class DeltaBuilder:
     def is_text_only(self, index: int, chunk: OutputChunk) -> bool:
         """Return whether the chunk's text is all that `add` would return for it, and there is nothing to hold back."""
         held = self._held.get(index)
-        nothing_held = self.spell is None and self.tool_format is None and held is not None and not held.text
+        nothing_held = self.spell is None and self.tool_calls is None and held is not None and not held.text
         return nothing_held and bool(chunk.text) and chunk.finish_reason is None and not chunk.reasoning
 
     def add(self, index: int, chunk: OutputChunk) -> ChoiceDelta | None:
@@ -176,8 +175,10 @@ class DeltaBuilder:
         if chunk.prompt_logprobs and self.spell_prompt is not None:
             entries = (self.report.entry(item, self.spell_prompt) for item in chunk.prompt_logprobs)
             new = replace(new, prompt_logprobs=tuple(entries))
-        if self.tool_format is not None:
-            new = _with_calls(new, self._parsers.setdefault(index, ToolCallParser(self.tool_format)))
+        if self.tool_calls is not None:
+            if index not in self._parsers:
+                self._parsers[index] = ToolCallParser(self.tool_calls)
+            new = _with_calls(new, self._parsers[index])
         delta = ChoiceDelta.join([held, new])
         if not new.text and not new.reasoning and not new.tool_calls and chunk.finish_reason is None:
             self._held[index] = delta

@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT
@@ -266,7 +265,7 @@ def _delta_builder(
         sampling.n,
         echo,
         None if sampling.logprobs is None else tokenizer.spelled,
-        None if sampling.tool_calls is None else FORMATS[sampling.tool_calls.format],
+        sampling.tool_calls,
         report,
         () if report.echoed is None else tuple(request.prompt_ids[0] for request in requests),
         None if report.listed is None else lambda token: token_text(tokenizer.spelled(token), "bytes:"),

@@ -221,9 +221,9 @@ class ServerSettings(HttpSettings):
     use_generation_config: bool = setting(
         True, "sampling that a request leaves out is that of the target's generation_config.json", Panel.LIMITS
     )
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "mistral_v11"] = setting(
-        "auto", "format in which the model writes tool calls; auto: that of its chat template", Panel.LIMITS
-    )
+    tool_call_parser: Literal[
+        "auto", "hermes", "llama3_json", "mistral", "glm45", "qwen3_coder", "minimax_m2", "mistral_v11"
+    ] = setting("auto", "format in which the model writes tool calls; auto: that of its chat template", Panel.LIMITS)
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3", "mistral", "seed_oss"] = setting(
         "auto", "marks between which the model thinks; auto: those that its chat template writes; none: thinking is "
         "part of the text", Panel.LIMITS,

@@ -1,18 +1,21 @@
 """Read tool calls back from an answer's text while it is written: text, then each call's name and its arguments.
 
 The grammar of `constraints/tool_formats.py` held the text to its format, so the parser only follows the fixed texts. A
-text that ends inside them, at max_tokens or a stop string, ends with what was read until then.
+text that ends inside them, at max_tokens or a stop string, ends with what was read until then. Arguments that are
+written one by one become one JSON object.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from adaserve_jax.constraints.tool_formats import ToolFormat
+from adaserve_jax.constraints.tool_formats import FORMATS, ArgumentTexts, ToolFormat, is_plain_text
+from adaserve_jax.sampling import ToolCalls
 
 _STRUCTURE = re.compile(r'\\.|[\\"{}]', re.DOTALL)
 
@@ -43,14 +46,26 @@ class _At(Enum):
     OPENING = auto()
     NAME = auto()
     ARGUMENTS = auto()
+    KEY = auto()
+    TEXT_VALUE = auto()
+    JSON_VALUE = auto()
     JOINING = auto()
 
 
 class ToolCallParser:
     """The text of one choice."""
 
-    def __init__(self, form: ToolFormat):
-        self._form = form
+    def __init__(self, calls: ToolCalls):
+        """Begin with an empty text. calls: what it may call."""
+        self._form = form = FORMATS[calls.format]
+        self._plain: dict[str, set[str]] = {}
+        """By tool, the arguments that are written as they are, if they are written one by one."""
+        if form.arguments is not None:
+            for name, schema in calls.tools:
+                properties = json.loads(schema).get("properties", {})
+                self._plain[name] = {key for key, given in properties.items() if is_plain_text(given)}
+        self._name = ""
+        self._values = 0
         self._at = _At.TEXT
         self._unread = ""
         self._begun = False
@@ -64,16 +79,20 @@ class ToolCallParser:
         self._unread += text
         content, deltas = "", []
         while self._unread:
-            before = len(self._unread)
+            before = len(self._unread), self._at
             if self._at is _At.TEXT:
                 content += self._read_text(last)
             elif self._at is _At.ARGUMENTS:
                 deltas += self._read_arguments()
             elif self._at is _At.NAME:
                 deltas += self._read_name()
+            elif self._at in (_At.KEY, _At.TEXT_VALUE, _At.JSON_VALUE):
+                assert self._form.arguments is not None
+                arguments = "".join(self._read_one_by_one(self._form.arguments))
+                deltas += [ToolCallDelta(self._calls - 1, arguments=arguments)] if arguments else []
             else:
                 content += self._read_fixed()
-            if len(self._unread) == before:
+            if (len(self._unread), self._at) == before:
                 break
         return content, deltas
 
@@ -112,9 +131,11 @@ class ToolCallParser:
     def _read_name(self) -> Iterator[ToolCallDelta]:
         name, found, rest = self._unread.partition(self._form.between)
         if found:
-            self._unread, self._at = rest, _At.ARGUMENTS
+            self._unread, self._at = rest, _At.ARGUMENTS if self._form.arguments is None else _At.KEY
             self._calls += 1
-            yield ToolCallDelta(self._calls - 1, new_call_id(self._form), name)
+            self._name, self._values = name, 0
+            begun = "" if self._form.arguments is None else "{"
+            yield ToolCallDelta(self._calls - 1, new_call_id(self._form), name, begun)
 
     def _read_arguments(self) -> Iterator[ToolCallDelta]:
         """Take the arguments, a JSON object, up to its last brace or the last whole character of what is there."""
@@ -132,6 +153,32 @@ class ToolCallParser:
         shown, self._unread = self._unread[:end], self._unread[end:]
         if shown:
             yield ToolCallDelta(self._calls - 1, arguments=shown)
+
+    def _read_one_by_one(self, texts: ArgumentTexts) -> Iterator[str]:
+        """Take the next argument's name, or what is there of its value, and yield their JSON; or the end of all."""
+        if self._at is _At.KEY:
+            if not self._unread.startswith(texts.before):
+                if not texts.before.startswith(self._unread):
+                    self._at = _At.JOINING
+                    yield "}"
+                return
+            key, found, rest = self._unread.removeprefix(texts.before).partition(texts.between)
+            if found:
+                is_plain = key in self._plain.get(self._name, ())
+                self._unread, self._at = rest, _At.TEXT_VALUE if is_plain else _At.JSON_VALUE
+                yield f"{', ' if self._values else ''}{json.dumps(key, ensure_ascii=False)}: " + '"' * is_plain
+                self._values += 1
+            return
+        value, found, rest = self._unread.partition(texts.after)
+        if not found:
+            held = _beginning(value, texts.after)
+            value, rest = value[: len(value) - held], value[len(value) - held :]
+        self._unread = rest
+        is_plain = self._at is _At.TEXT_VALUE
+        yield json.dumps(value, ensure_ascii=False)[1:-1] if is_plain else value
+        if found:
+            self._at = _At.KEY
+            yield '"' * is_plain
 
 
 def new_call_id(form: ToolFormat) -> str:

@@ -37,7 +37,10 @@ SHELL = {
     "additionalProperties": False,
 }
 TOOLS = (("get_weather", json.dumps(WEATHER)), ("shell", json.dumps(SHELL)), ("shell_2", json.dumps(SHELL)))
-MARKS = {"<tool_call>": False, "</tool_call>": False, "<|python_tag|>": True, "[TOOL_CALLS]": True, "[ARGS]": True}
+MARKS = {
+    "<tool_call>": False, "</tool_call>": False, "<|python_tag|>": True, "[TOOL_CALLS]": True, "[ARGS]": True,
+    "<arg_key>": False, "</arg_key>": False, "<arg_value>": False, "</arg_value>": False,
+}  # fmt: skip
 """Marks that a model of its own has as tokens, and whether they are hidden from texts."""
 FRAMES = {
     "hermes": r"(?:<tool_call>\n\{{\"name\": \"{name}\", \"arguments\": {arguments}\}}\n</tool_call>\n?)",
@@ -46,6 +49,20 @@ FRAMES = {
     "mistral_v11": r"(?:\[TOOL_CALLS\]{name}\[ARGS\]{arguments})",
 }
 """One call of each format, told once more."""
+ONE_BY_ONE = {
+    "glm45": (
+        r"<tool_call>{name}\n{arguments}</tool_call>\n?", r"<arg_key>(\w+)</arg_key>\n<arg_value>(.*?)</arg_value>\n",
+    ),
+    "qwen3_coder": (
+        r"<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>\n?",
+        r"<parameter=(\w+)>\n(.*?)\n</parameter>\n",
+    ),
+    "minimax_m2": (
+        r'(?:<minimax:tool_call>\n)?<invoke name="{name}">\n{arguments}</invoke>\n(?:</minimax:tool_call>)?',
+        r'<parameter name="(\w+)">(.*?)</parameter>\n',
+    ),
+}  # fmt: skip
+"""One call, and one argument, of the formats that write arguments one by one."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,13 @@ def written(vocabulary: Vocabulary, writer: Writer, rng: np.random.Generator) ->
 
 def calls_in(text: str, form: str) -> list[tuple[str, Any]]:
     """Read the calls of a text that is nothing else, by a regular expression of one call."""
+    if form in ONE_BY_ONE:
+        call, argument = ONE_BY_ONE[form]
+        found = list(re.finditer(call.format(name=r"(\w+)", arguments=f"((?:{argument})*)"), text, re.DOTALL))
+        assert "".join(one[0] for one in found) == text
+        pairs = [(one[1], re.findall(argument, one[2], re.DOTALL)) for one in found]
+        read = {"days": json.loads}
+        return [(name, {key: read.get(key, str)(value) for key, value in each}) for name, each in pairs]
     call = FRAMES[form].format(name=r"(\w+)", arguments=r"(\{.*?\})(?=\}|\n|\[TOOL|$)")
     found = list(re.finditer(call, text, re.DOTALL))
     assert "".join(one[0] for one in found) == text
@@ -112,7 +136,7 @@ def test_required_calls_are_whatever_the_tokens_calls_that_fit(vocabulary: Vocab
     for parallel in (False, True) * 12:
         writer = vocabulary.writer(ToolCalls(form, TOOLS, required=True, parallel=parallel))
         text = written(vocabulary, writer, rng)
-        if "}{" in text:  # the expression of one call is not made for it
+        if "}{" in text and form not in ONE_BY_ONE:  # the expression of one call is not made for it
             assert '"a \\"b\\" }{"' in text
             continue
         calls = calls_in(text, form)
@@ -121,7 +145,7 @@ def test_required_calls_are_whatever_the_tokens_calls_that_fit(vocabulary: Vocab
         for name, arguments in calls:
             names.add(name)
             if name == "get_weather":
-                assert arguments["city"] in ("Rome", "Oslo") and arguments.get("days", 0) <= 9
+                assert arguments["city"] in ("Rome", "Oslo", 'a "b" }{') and arguments.get("days", 0) <= 9
             else:
                 assert list(arguments) == ["command"] and 1 <= len(arguments["command"]) <= 8
     assert names == {"get_weather", "shell", "shell_2"} and most > 1
@@ -246,6 +270,54 @@ def test_the_format_is_that_of_the_chat_template():
     assert detect("{{ '[TOOL_CALLS][' }}").name == "mistral"
     assert detect("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}").name == "mistral_v11"
     assert detect("{{ message.content }}").name == "hermes"
+    glm = "<tool_call>{{ name }}\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call>"
+    assert detect(glm).name == "glm45"
+    assert detect("<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter></tool_call>").name == "qwen3_coder"
+    assert detect('<minimax:tool_call>\n<invoke name="f"></invoke>\n</minimax:tool_call>').name == "minimax_m2"
+
+
+HARD = {
+    "type": "object", "$defs": {"unit": {"enum": ["C", "F"]}},
+    "properties": {
+        "text": {"type": "string"}, "date": {"type": "string", "format": "date"}, "unit": {"$ref": "#/$defs/unit"},
+        "any": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    },
+    "required": ["text"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("arguments, allowed", [
+    ({"text": "a < b </arg \n</para é"}, True), ({"text": ""}, True), ({"unit": "C"}, False), ({"more": 1}, False),
+    ({"text": "x", "any": 3}, True), ({"unit": "C", "text": "x"}, False),
+])  # fmt: skip
+def test_arguments_are_written_one_by_one_in_the_order_of_the_schema(
+    vocabulary: Vocabulary, form: str, arguments: dict[str, Any], allowed: bool
+):
+    assert written_as(vocabulary, form, FORMATS[form].write([("f", json.dumps(arguments))])) == allowed
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_strings_of_a_form_stand_there_as_json(vocabulary: Vocabulary, form: str):
+    texts = FORMATS[form].arguments
+    assert texts is not None
+    one = FORMATS[form].write([("f", '{"text": "x"}')])
+    for key, value, allowed in (
+        ("date", '"2026-11-28"', True), ("date", "2026-11-28", False), ("unit", '"F"', True), ("unit", '"K"', False),
+        ("any", '"x"', True), ("any", "x", False),
+    ):  # fmt: skip
+        more = f"{texts.after}{texts.before}{key}{texts.between}{value}{texts.after}"
+        assert written_as(vocabulary, form, one.replace(texts.after, more, 1)) == allowed, (key, value)
+
+
+def written_as(vocabulary: Vocabulary, form: str, text: str) -> bool:
+    """Whether a call of `f` may be this text."""
+    writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD)),), required=True))
+    for token in vocabulary.tokenizer.encode(text):
+        if token not in writer.allowed():
+            return False
+        vocabulary.grammars.advance(writer.name, [token])
+    return EOS in writer.allowed()
 
 
 @pytest.mark.parametrize(

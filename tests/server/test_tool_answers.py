@@ -13,7 +13,8 @@ from adaserve_jax.server.settings import ServerSettings
 from tests.server.chat_client import streamed
 from tests.server.conftest import Running, running
 
-TOOLS = [{"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}}]
+SAID = {"type": "object", "properties": {"t": {"type": "string"}, "more": {"type": "object"}}}
+TOOLS = [{"type": "function", "function": {"name": "say", "parameters": SAID}}]
 ARGUMENTS = ['{"t": "} \\" {\\\\", "more": {"é": []}}', "{}"]
 PARTS = {name: form.write([("say", ARGUMENTS[0]), ("now", ARGUMENTS[1])]) for name, form in FORMATS.items()}
 
@@ -59,7 +60,7 @@ def test_text_without_a_call_is_content(server: Running, text: str):
 def test_a_mark_that_no_call_follows_is_content(server: Running):
     """As after ids without a token, which a model may draw and no grammar reads."""
     text = f"see {FORMATS[server.state.settings.tool_call_parser].mark}?? end"
-    if server.state.settings.tool_call_parser == "mistral_v11":
+    if not FORMATS[server.state.settings.tool_call_parser].bare_opening:
         pytest.skip("any text behind this mark may be a name")
     assert ask(server, text) == (text, [], "stop")
 
