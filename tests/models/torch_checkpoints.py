@@ -109,7 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}),
     "olmo2": ("Olmo2", {"attention_bias": True, "pad_token_id": 0}),
     "olmoe": ("Olmoe", {
-        "num_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 24, "pad_token_id": 0, "attention_bias": True,
+        "num_experts": 12, "num_experts_per_tok": 3, "hidden_size": 64, "intermediate_size": 24, "pad_token_id": 0,
+        "attention_bias": True,
     }),
     "olmo3": (
         "Olmo3", {
