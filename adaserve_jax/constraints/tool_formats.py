@@ -31,14 +31,21 @@ class ArgumentTexts:
             values: dict[str, Any] = json.loads(arguments)
         except ValueError:
             values = {"KEY": "VALUE"}
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in values.items()
+        }
         return "".join(f"{self.before}{key}{self.between}{text}{self.after}" for key, text in texts.items())
 
 
 def is_plain_text(schema: Any) -> bool:
     """Return whether a value of this schema is a string that is written as it is, one argument at a time: not one of a
     form that only JSON's grammar knows."""
-    return isinstance(schema, dict) and schema.get("type") == "string" and not _ONLY_IN_JSON & schema.keys()
+    if not isinstance(schema, dict) or _ONLY_IN_JSON & schema.keys():
+        return False
+    if isinstance(values := schema.get("enum"), list):
+        return bool(values) and all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"
 
 
 _ONLY_IN_JSON = {"pattern", "format", "const", "$ref", "allOf", "anyOf", "oneOf", "not"}
