@@ -1,11 +1,16 @@
-"""Tables of docs/results.md, and the chart of README, from a run of benchmarks/peers/compare.py. Imports no jax."""
+"""Tables of docs/results.md, and the chart of README, from a run of benchmarks/peers/compare.py; table of submissions
+to the multi-SLO benchmark. Imports no jax."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from adaserve_jax.report.document import Table
+from adaserve_jax.report.multi_slo import multi_slo_page, targets_text
+from adaserve_jax.results.submission import read_submission
 from benchmarks.engine.throughput_rows import paired_ratio
 
 OURS = "adaserve_jax"
@@ -149,6 +154,24 @@ def _aims(rows: Sequence[dict[str, Any]], names: Sequence[str], loads: Sequence[
             what = {"tokens_per_s": "tokens/s", "joint": "TPOT and TTFT met"}.get(field, field)
             lines.append(_line(load, what, best, f"{aim:g}", found, "met" if met else "**missed**"))
     return lines
+
+
+def multi_slo_tables(folder: Path) -> list[str]:
+    """Return the headline of the submissions in a folder, and what they were asked."""
+    submissions = [read_submission(path) for path in sorted(folder.glob("*.json"))]
+    if not submissions:
+        return []
+    headline = multi_slo_page(submissions).headline
+    assert headline is not None
+    (table,) = (item for item in headline.items if isinstance(item, Table))
+    rows = [_line(*table.columns), _line(*("---" for _ in table.columns)), *(_line(*row) for row in table.rows)]
+    asked, system = submissions[0].definition, submissions[0].system
+    about = (
+        f"Targets: {targets_text(asked.classes)}; one token alone takes {asked.baseline_ms:.3g} ms. Workload "
+        f"{asked.workload}, at least {asked.duration_s:g} s for each load. {system.machine}. "
+        f"Commit {system.commit[:12]}."
+    )
+    return ["\n".join(rows), about]
 
 
 def _line(*cells: str) -> str:

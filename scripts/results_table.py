@@ -14,7 +14,7 @@ acceptance-rules-*.json: of engine/acceptance_rules.py;
 absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
 draft-heads-*.json: of engine/draft_sources.py and draft_sources_load.py; online-learning/head-*.json: of
 osd/online_learning.py; contenders-*.json: of adaserve/sweeps.py;
-constants-*.json: of adaserve/constants.py. No number is typed.
+constants-*.json: of adaserve/constants.py; multi-slo/*.json: of `adaserve bench --suite multi-slo`. No number is typed.
 Imports no jax.
 """
 
@@ -34,7 +34,7 @@ from results_client import client_table
 from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
-from results_peers import peer_chart, peer_tables
+from results_peers import multi_slo_tables, peer_chart, peer_tables
 from results_policies import calibration_table, constants_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
@@ -390,6 +390,7 @@ def main() -> int:
         found = [tables_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}-*.json"))]
         new = between(new, name, found)
     new = between(new, "online-learning", online_tables(results / "online-learning"))
+    new = between(new, "multi-slo", multi_slo_tables(results / "multi-slo"))
     new = between(new, "starsd", table1_tables(results / "starsd"))
     new = between(new, "starsd-overhead", overhead_tables(results / "starsd"))
     status = json.loads((results / "reproduce.json").read_text())

@@ -178,14 +178,6 @@ def held_definition(out: Path, *, resume: bool) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is not the definition of a suite; give another --out") from error
 
 
-def searched_levels(class_requests: int) -> tuple[float, ...]:
-    """Return the levels that a class of so many requests can keep although one of them misses its targets.
-
-    A higher level would be missed by a single request at any rate, so that a search for it measures chance.
-    """
-    return tuple(level for level in LEVELS if round(class_requests * (1 - level), 9) >= 1) or LEVELS[:1]
-
-
 def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float] = LEVELS) -> float | None:
     """Return the rate to measure next, or None when the highest rate of every level is known to PRECISION.
 
@@ -273,7 +265,7 @@ class Suite:
         """Yield the loads to measure, a rate that is doubted a second time; `points` grows meanwhile. Where no rate
         keeps the first level, there is none to exceed."""
         start = default_rates(self._workload, self._definition.baseline_ms / 1e3)[0]
-        levels = searched_levels(self._definition.least_requests * self._definition.repeats)
+        levels = self._definition.searched_levels
         twice: set[float] = set()
         while True:
             found = {point.rate_rps: point.worst.attainment for point in points}

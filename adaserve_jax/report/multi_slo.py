@@ -80,7 +80,9 @@ def _warnings(submissions: Sequence[Submission]) -> list[Text]:
 
 
 def _headline(submissions: Sequence[Submission], names: Sequence[str]) -> tuple[Text | Table, ...]:
-    columns = ["system", *(f"requests/s at {level:.0%}" for level in LEVELS), f"sure at {LEVELS[0]:.0%}",
+    searched = [at for at, level in enumerate(LEVELS)
+                if all(level in each.definition.searched_levels for each in submissions)]  # fmt: skip
+    columns = ["system", *(f"requests/s at {LEVELS[at]:.0%}" for at in searched), f"sure at {LEVELS[0]:.0%}",
                f"goodput at {LEVELS[0]:.0%}, tokens/s", "fairness there", "met at overload", "worst class at overload",
                "goodput at overload, tokens/s", "recovery, s"]  # fmt: skip
     cells: list[tuple[str, ...]] = []
@@ -89,15 +91,18 @@ def _headline(submissions: Sequence[Submission], names: Sequence[str]) -> tuple[
         first = verdict.levels[0]
         unknown = "not recovered" if any(point.stage == "burst" for point in each.points) else "-"
         cells.append((
-            name, *(_rate(level) for level in verdict.levels), _known(first.sure_rps), _known(first.goodput_tps),
+            name, *(_rate(verdict.levels[at]) for at in searched), _known(first.sure_rps), _known(first.goodput_tps),
             _known(first.fairness), percent(verdict.overload_attainment), percent(verdict.overload_worst),
             _known(verdict.overload_goodput_tps), _known(verdict.recovery_s, unknown),
         ))  # fmt: skip
     strong = frozenset(
         (row, column)
         for column, values in (
-            *((1 + at, [each.verdict.levels[at].rate_rps for each in submissions]) for at in range(len(LEVELS))),
-            (5, [each.verdict.levels[0].goodput_tps for each in submissions]),
+            *(
+                (column, [each.verdict.levels[at].rate_rps for each in submissions])
+                for column, at in enumerate(searched, 1)
+            ),
+            (len(searched) + 2, [each.verdict.levels[0].goodput_tps for each in submissions]),
         )
         for row, value in enumerate(values)
         if value is not None and value == max(each for each in values if each is not None)

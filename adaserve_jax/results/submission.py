@@ -64,6 +64,15 @@ class Definition:
     repeats: int
     seed: int
 
+    @property
+    def searched_levels(self) -> tuple[float, ...]:
+        """Return the levels that a class of so many requests can keep although one of them misses its targets.
+
+        A higher level would be missed by a single request at any rate, so that a search for it measures chance.
+        """
+        requests = self.least_requests * self.repeats
+        return tuple(level for level in LEVELS if round(requests * (1 - level), 9) >= 1) or LEVELS[:1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:

@@ -26,7 +26,6 @@ from adaserve_jax.bench.multi_slo import (
     doubted_rate,
     held_definition,
     next_rate,
-    searched_levels,
 )
 from adaserve_jax.bench.runner import Watch
 from adaserve_jax.errors import ConfigError, QueueFullError
@@ -89,8 +88,10 @@ def test_a_rate_that_misses_what_a_higher_one_keeps_is_doubted_once():
 
 
 @pytest.mark.parametrize(("requests", "levels"), [(1, (0.9,)), (19, (0.9,)), (20, (0.9, 0.95)), (100, LEVELS)])
-def test_a_level_is_searched_where_one_miss_of_a_class_does_not_decide(requests: int, levels: tuple[float, ...]):
-    assert searched_levels(requests) == levels
+def test_a_level_is_searched_where_one_miss_of_a_class_does_not_decide(
+    workload: Workload, requests: int, levels: tuple[float, ...]
+):
+    assert define(replace(SETTINGS, class_requests=requests), workload, 1.0)[0].searched_levels == levels
     assert next_rate({1.0: 0.96, 1.1: 0.89}, 1.0, levels) == (0.5 if 0.99 in levels else None)
 
 

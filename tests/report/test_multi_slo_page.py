@@ -25,7 +25,7 @@ from adaserve_jax.results.submission import (
 from tests.program import run_program
 
 DEFINITION = Definition(
-    preset="adaserve", baseline_ms=20.0, workload="packaged", workload_hash="ab", duration_s=60.0, least_requests=20,
+    preset="adaserve", baseline_ms=20.0, workload="packaged", workload_hash="ab", duration_s=60.0, least_requests=100,
     repeats=1, seed=0, classes=(
         ClassTarget(name="chat", tpot_ms=33.0, ttft_ms=2000.0, share=0.25),
         ClassTarget(name="code", tpot_ms=24.0, ttft_ms=2000.0, share=0.75),
@@ -63,6 +63,16 @@ def test_the_headline_has_the_rates_of_each_system():
     assert table.rows[0][5] == "186" and not any(isinstance(i, Text) and i.warns for i in document.headline.items)
     text = render_html(document)
     assert "worst class" in text and "chat (25%): TPOT 33 ms, TTFT 2000 ms" in text
+
+
+def test_a_level_that_no_search_was_for_is_left_out():
+    """With 20 requests of a class, one miss decides about 99 %."""
+    few = [replace(each, definition=replace(each.definition, least_requests=20)) for each in (OURS, THEIRS)]
+    headline = multi_slo_page(few).headline
+    assert headline is not None
+    (table,) = (item for item in headline.items if isinstance(item, Table))
+    assert table.columns[1:4] == ("requests/s at 90%", "requests/s at 95%", "sure at 90%")
+    assert table.rows[0][1:3] == ("4 (8)", "2 (4)") and {(0, 1), (0, 2), (1, 4)} == table.strong
 
 
 def test_systems_that_were_asked_something_else_are_named():
