@@ -181,7 +181,11 @@ _QWEN_ENCODER: dict[str, Any] = {
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3": ("Gemma3", _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES}, _ENCODER),
+    "gemma3": (  # transformers caps the logits of the text model alone only; published models cap none
+        "Gemma3",
+        _GEMMA | {"sliding_window_pattern": 2, "rope_parameters": _TWO_BASES, "final_logit_softcapping": None},
+        _ENCODER,
+    ),
     "mistral3": ("Mistral3", {"model_type": "mistral", "sliding_window": None}, _ENCODER | {"head_dim": 8}),
     "ministral3": ("Mistral3", FAMILIES["ministral3"][1] | {"model_type": "ministral3"}, _ENCODER | {"head_dim": 8}),
     "qwen2_vl": ("Qwen2VL", {"head_dim": None, "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}}, {
@@ -210,7 +214,7 @@ def write_with_images(folder: Path, name: str, *, seed: int = 0) -> Path:
 
     family, text, vision = WITH_IMAGES[name]
     whole = getattr(transformers, f"{family}ForConditionalGeneration")
-    text = {key: value for key, value in (_SIZES | text).items() if value is not None or key == "sliding_window"}
+    text = {key: value for key, value in (_SIZES | text).items() if value is not None or key != "head_dim"}
     config = whole.config_class(text_config=text, vision_config=vision)
     return _write(folder, whole, config, family, seed)
 
