@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ class LocalDrafter:
                 declared.append(Declared((model.role, "search", rows, width), search, arguments))
         return declared
 
-    def _features(self) -> tuple[jax.Array, ...]:
+    def _features(self) -> tuple[Any, ...]:
         """Return what a head's catch-up reads of the target; of one that is divided, the first device's copy."""
         if self._target is None:
             return ()
