@@ -87,13 +87,20 @@ def _adding(
     return decorate
 
 
+LONGEST_METAVAR = 50
+"""Choices that take more characters stand in the help text, which is wrapped."""
+
+
 def _option(setting: Setting, taken: Collection[str]) -> inspect.Parameter:
     if setting.default is ...:
         raise TypeError(f"field {setting.name} has no default, so that it cannot become an option")
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
+    told, metavar = as_options(setting.help, taken), "|".join(map(str, choices)) or None
+    if metavar is not None and len(metavar) > LONGEST_METAVAR:
+        told, metavar = f"{told}; one of {', '.join(map(str, choices))}", "NAME"
     info = typer.Option(
-        help=as_options(setting.help, taken), envvar=f"{ENV_PREFIX}{setting.name.upper()}", show_envvar=False,
-        rich_help_panel=setting.panel, metavar="|".join(map(str, choices)) or None,
+        help=told, envvar=f"{ENV_PREFIX}{setting.name.upper()}", show_envvar=False, rich_help_panel=setting.panel,
+        metavar=metavar,
     )  # fmt: skip
     kind = type(choices[0]) if choices else setting.type
     plain = str if setting.optional or get_origin(setting.type) is tuple else kind

@@ -1,7 +1,7 @@
 """Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on some of them.
 
-Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with "heads" behind
-it heads.npz and heads.json, with a number of devices and a draft texts.json.
+Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with "heads" and their
+kinds behind it heads.npz and heads.json, with a number of devices and a draft texts.json.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def refusal(target: object = "demo", **options: object) -> str:
     return ""
 
 
-def write_heads(folder: Path) -> None:
-    """Trees of every kind of head, on one device and on two that share the target; and what the ledger says of each."""
+def write_heads(folder: Path, kinds: list[str]) -> None:
+    """Trees of these kinds of heads, on one device and on two that share the target, and what the ledger says of them."""
     target, mimo = write_checkpoint(folder / "target", num_hidden_layers=4), write_mimo(folder / "mimo")
     read = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     drafts = {
@@ -149,7 +149,8 @@ def write_heads(folder: Path) -> None:
         "medusa": (target, write_medusa(folder / "medusa", heads=DEPTH)), "mtp": (mimo, "mtp"),
     }  # fmt: skip
     trees, sizes = {}, {}
-    for kind, (of, draft) in drafts.items():
+    for kind in kinds:
+        of, draft = drafts[kind]
         for ways in (1, 2):
             executor = load_executor(EngineConfig(target=str(of), draft=str(draft), tp=ways, **SMALL))
             executor.compile()
@@ -225,10 +226,10 @@ def main(folder: Path, *, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    folder, what, *draft = Path(sys.argv[1]), *sys.argv[2:]
+    folder, what, *more = Path(sys.argv[1]), *sys.argv[2:]
     if what.isdigit():
-        (folder / "texts.json").write_text(json.dumps(texts(int(what), *draft)))
+        (folder / "texts.json").write_text(json.dumps(texts(int(what), *more)))
     elif what == "heads":
-        write_heads(folder)
+        write_heads(folder, more)
     else:
         main(folder, quick=what == "quick")

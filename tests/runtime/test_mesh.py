@@ -152,12 +152,13 @@ def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LL
     assert json.loads((tmp_path / "texts.json").read_text()) == texts_of(deterministic)
 
 
-def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [["eagle3"], pytest.param(["medusa", "mtp"], marks=pytest.mark.slow)], ids=len)
+def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path, kinds: list[str]) -> None:
     """It searches as beside a target on one device; embedding and logits that it has from the target are copies."""
-    on_devices(tmp_path, "heads")
+    on_devices(tmp_path, "heads", *kinds)
     with np.load(tmp_path / "heads.npz") as found:
         trees = dict(found)
-    for kind in ("eagle3", "medusa", "mtp"):
+    for kind in kinds:
         for row in (0, 1):
             one, two = ({name: trees[f"{kind}-{ways}-{row}-{name}"] for name in ("token", "parent", "log_f", "log_q")}
                         for ways in (1, 2))  # fmt: skip
@@ -167,11 +168,11 @@ def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path) -> None:
             for name in ("log_f", "log_q"):
                 np.testing.assert_allclose(two[name], one[name], atol=1e-4)
     sizes = json.loads((tmp_path / "heads.json").read_text())
-    assert len(sizes) == 6
+    assert len(sizes) == 2 * len(kinds)
     for kind, parts in sizes.items():
         for name, (planned, held) in parts.items():
             assert planned == held, (kind, name)
-    for kind in ("eagle3", "mtp"):
+    for kind in {"eagle3", "mtp"}.intersection(kinds):
         assert sizes[f"{kind}-2"]["weights"] > sizes[f"{kind}-1"]["weights"]
 
 
