@@ -141,7 +141,7 @@ def refusal(target: object = "demo", **options: object) -> str:
 
 
 def write_heads(folder: Path, kinds: list[str]) -> None:
-    """Trees of these kinds of heads, on one device and on two that share the target, and what the ledger says of them."""
+    """Trees of these kinds of heads on one device, and on two that share the target; and what the ledger says."""
     target, mimo = write_checkpoint(folder / "target", num_hidden_layers=4), write_mimo(folder / "mimo")
     read = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     drafts = {
