@@ -178,6 +178,11 @@ def held_definition(out: Path, *, resume: bool) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is not the definition of a suite; give another --out") from error
 
 
+def without_place(model: str) -> str:
+    """Return a model's name as a submission has it: of a folder by its whole path, the last part."""
+    return Path(model).name if Path(model).is_absolute() else model
+
+
 def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float] = LEVELS) -> float | None:
     """Return the rate to measure next, or None when the highest rate of every level is known to PRECISION.
 
@@ -254,7 +259,8 @@ class Suite:
         if row is None:
             return
         system = System(
-            name=row.system, policy=policy, target=row.target, draft=row.draft, device=row.device, machine=row.machine,
+            name=row.system, policy=policy, target=without_place(row.target),
+            draft=None if row.draft is None else without_place(row.draft), device=row.device, machine=row.machine,
             client=f"adaserve bench {row.package_version}", commit=row.commit, measured_at=row.started_at,
         )  # fmt: skip
         submission = Submission(definition=self._definition, system=system, points=tuple(points), verdict=judge(points))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from adaserve_jax.constraints.tool_formats import FORMATS, lark
+from adaserve_jax.constraints.tool_formats import FORMATS, ONE_BY_ONE, OPTIONS_KEY, lark
 from adaserve_jax.errors import RequestError
 from adaserve_jax.sampling import MAX_SCHEMA_CHARS, GrammarKind, GrammarSource, ToolCalls
 
@@ -22,7 +22,6 @@ MAX_RULES = 256
 """Most rules of an EBNF grammar, and most terminals of a Lark grammar: translating 3000 rules takes 20 s, compiling
 3000 nested terminals takes minutes, and nothing can interrupt either."""
 MAX_MESSAGE_CHARS = 500
-OPTIONS_KEY = "x-guidance"
 OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -90,7 +89,20 @@ def _schemas_of(calls: ToolCalls) -> list[str]:
     if calls.format not in FORMATS:
         refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
     texts = [*calls.tools, *([("response_format", calls.answer)] if calls.answer is not None else [])]
-    return [json.dumps(read_schema(text, "tool_calls", name)) for name, text in texts]
+    schemas = [read_schema(text, "tool_calls", name) for name, text in texts]
+    if FORMATS[calls.format].arguments is not None:
+        for (name, _), schema in zip(calls.tools, schemas, strict=False):
+            _check_one_by_one(schema, name)
+    return [json.dumps(schema) for schema in schemas]
+
+
+def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
+    """Raise RequestError unless arguments of this schema can be written one by one."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if unknown := sorted(schema.keys() - ONE_BY_ONE):
+        refuse(f"{unknown[0]!r} does not hold where arguments are written one by one", "tool_calls", tool)
+    if not isinstance(properties, dict) or not isinstance(required, list) or set(required) - properties.keys():
+        refuse("properties must declare what is required", "tool_calls", tool)
 
 
 def read_schema(text: str, kind: GrammarKind = "json_schema", tool: str = "") -> dict[str, Any]:

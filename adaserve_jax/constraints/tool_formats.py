@@ -39,16 +39,22 @@ class ArgumentTexts:
 
 
 def is_plain_text(schema: Any) -> bool:
-    """Return whether a value of this schema is a string that is written as it is, one argument at a time: not one of a
-    form that only JSON's grammar knows."""
-    if not isinstance(schema, dict) or _ONLY_IN_JSON & schema.keys():
+    """Return whether a value of this schema is a string that is written as it is, one argument at a time: it has no
+    keyword that only the grammar of JSON holds."""
+    if not isinstance(schema, dict) or schema.keys() - _OF_PLAIN_TEXT:
         return False
     if isinstance(values := schema.get("enum"), list):
         return bool(values) and all(isinstance(value, str) for value in values)
     return schema.get("type") == "string"
 
 
-_ONLY_IN_JSON = {"pattern", "format", "const", "$ref", "allOf", "anyOf", "oneOf", "not"}
+_SAID = {"type", "title", "description", "default", "examples"}
+_OF_PLAIN_TEXT = _SAID | {"enum", "minLength", "maxLength"}
+DEFINITIONS = {"$defs", "definitions"}
+OPTIONS_KEY = "x-guidance"
+"""Key of a schema's options, by which llguidance enforces it."""
+ONE_BY_ONE = _SAID | DEFINITIONS | {"$schema", "properties", "required", "additionalProperties", OPTIONS_KEY}
+"""Keywords that the schema of arguments may have which are written one by one."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def _one_by_one(texts: ArgumentTexts, fixed: _FixedTexts, schema: dict[str, Any]
     """Return the rule of a tool's arguments, and the rules that it needs: each property that the schema declares, in
     its order. tool: its number, for the names of rules."""
     required = schema.get("required", ())
-    shared = {name: schema[name] for name in schema.keys() - {"type", "properties", "required", "additionalProperties"}}
+    shared = {name: schema[name] for name in schema.keys() & {*DEFINITIONS, OPTIONS_KEY}}
     parts, lines = [], []
     for place, (key, given) in enumerate(schema.get("properties", {}).items()):
         begin = fixed.term(f"{texts.before}{key}{texts.between}")

@@ -527,7 +527,9 @@ def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None,
             raise values.wrong("max_window_layers", first, "an integer")
         types = given or [full if layer < first else sliding for layer in range(layers)]
     elif "sliding_window_pattern" in family.knows and windowed:
-        types = given or _pattern(values, layers, full, sliding)
+        types = given or [
+            sliding if (layer + 1) % values.integer("sliding_window_pattern") else full for layer in range(layers)
+        ]
     else:
         types = [sliding if windowed else full] * layers
         if given and given != types:
@@ -554,12 +556,6 @@ def _nope_layers(values: Settings, family: Family, windows: tuple[int | None, ..
     if not isinstance(given, list) or len(given) != layers or any(each not in (0, 1) for each in given):
         raise values.wrong("no_rope_layers", given, f"a list of {layers} numbers, 0 or 1")
     return tuple(layer for layer, rotated in enumerate(given) if not rotated)
-
-
-def _pattern(values: Settings, layers: int, full: str, sliding: str) -> list[str]:
-    """Return the kind of each layer by sliding_window_pattern: every so-many-th is full."""
-    period = values.integer("sliding_window_pattern")
-    return [sliding if (layer + 1) % period else full for layer in range(layers)]
 
 
 def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:

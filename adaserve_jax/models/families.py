@@ -372,7 +372,7 @@ NEEDED = {
     "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
     "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
-"""What the decoder lacks for architectures that are asked for."""
+"""Says what the decoder lacks for architectures that are asked for."""
 # Settings that change the model. If set, they are refused unless the family knows them.
 SETTINGS = (
     "attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "sliding_window", "use_sliding_window",

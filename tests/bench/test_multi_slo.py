@@ -26,6 +26,7 @@ from adaserve_jax.bench.multi_slo import (
     doubted_rate,
     held_definition,
     next_rate,
+    without_place,
 )
 from adaserve_jax.bench.runner import Watch
 from adaserve_jax.errors import ConfigError, QueueFullError
@@ -165,6 +166,7 @@ def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, work
     assert [each.stage for each in points[-2:]] == ["overload", "burst"]
     assert all([c.name for c in each.classes] == ["chat", "code", "summary"] for each in points)
     assert max(points[:-2], key=lambda p: p.rate_rps).worst.attainment < LEVELS[0], "a full engine refuses requests"
+    assert (without_place("/a/b/8B"), without_place("org/8B")) == ("8B", "org/8B")
     path = tmp_path / "out" / "ar" / FILE
     assert read_submission(path) == submission
     jsonschema.validate(json.loads(path.read_text()), json.loads(SCHEMA.read_text()))

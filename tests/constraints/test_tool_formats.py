@@ -312,6 +312,34 @@ def test_strings_of_a_form_stand_there_as_json(vocabulary: Vocabulary, form: str
         assert written_as(vocabulary, form, one.replace(texts.after, more, 1)) == allowed, (key, value)
 
 
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("more, message", [
+    ({"anyOf": [{"required": ["text"]}]}, "f: 'anyOf' does not hold where arguments are written one by one"),
+    ({"minProperties": 1}, "f: 'minProperties' does not hold where"),
+    ({"required": ["none"]}, "f: properties must declare what is required"),
+])  # fmt: skip
+def test_what_cannot_be_held_one_by_one_is_refused(
+    vocabulary: Vocabulary, form: str, more: dict[str, Any], message: str
+):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD | more)),)))
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_a_string_with_another_keyword_stands_there_as_json(vocabulary: Vocabulary, form: str):
+    schema = json.dumps({"type": "object", "properties": {"k": {"type": "string", "const": "x"}}, "required": ["k"]})
+    texts = FORMATS[form].write([("f", '{"k": "x"}')]), FORMATS[form].write([("f", '{"k": "\\"x\\""}')])
+    found = []
+    for text in texts:
+        writer, allowed = vocabulary.writer(ToolCalls(form, (("f", schema),), required=True)), True
+        for token in vocabulary.tokenizer.encode(text):
+            allowed = allowed and token in writer.allowed()
+            if allowed:
+                vocabulary.grammars.advance(writer.name, [token])
+        found.append(allowed)
+    assert found == [False, True]
+
+
 def written_as(vocabulary: Vocabulary, form: str, text: str) -> bool:
     """Whether a call of `f` may be this text."""
     writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD)),), required=True))
