@@ -45,13 +45,14 @@ class Entry:
 
 MODELS = ("--target", "{target}", "--draft", "{draft}")
 PLAIN = ("--target", "{target}", "--no-draft")
+FLOAT32 = ("--server-args", "--dtype float32")  # by itself vLLM takes bfloat16, which most CPUs emulate
 GGUF = ("--target", "{gguf}/target.gguf")
 ENTRIES = (
     Entry(OURS, "adaserve", (*MODELS, "--server-args", "--max-queue-wait 0")),
     Entry("llama-draft", "llama_cpp", (*GGUF, "--draft", "{gguf}/draft.gguf")),
     Entry("llama-plain", "llama_cpp", (*GGUF, "--no-draft")),
-    Entry("vllm-draft", "vllm", MODELS),
-    Entry("vllm-plain", "vllm", PLAIN),
+    Entry("vllm-draft", "vllm", (*MODELS, *FLOAT32)),
+    Entry("vllm-plain", "vllm", (*PLAIN, *FLOAT32)),
 )
 NAMES = tuple(entry.name for entry in ENTRIES)
 
