@@ -18,8 +18,6 @@ from adaserve_jax.models.families import (
     ARCHITECTURE_OF_TYPE,
     FAMILIES,
     GELU,
-    GLM_NAMES,
-    MIXTRAL_NAMES,
     NEEDED,
     SETTINGS,
     ExpertNames,
@@ -44,6 +42,7 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 MTP = "mtp"
 """Name of a draft that is the first MTP layer of its target's own checkpoint."""
 Activation = Literal["silu", "gelu_tanh"]
+_COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _HEAD_SUFFIX = "Eagle3"
 _HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures of the layer of EAGLE-3 heads."""
@@ -476,38 +475,43 @@ def _refuse_unsupported(values: Settings, family: Family) -> None:
 
 def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
-    shared = 0
-    if names is GLM_NAMES:
-        count = "num_local_experts" if values.get("n_routed_experts") is None else "n_routed_experts"
-        inner, normalised = "moe_intermediate_size", bool(values.get("norm_topk_prob"))
-        for name in ("n_group", "topk_group"):
-            if values.get(name) != 1:
-                raise values.unsupported(name, "only 1 is")
-        dense = tuple(range(min(values.whole("first_k_dense_replace"), layers)))
-        shared = values.whole("n_shared_experts") * values.integer(inner)
-    elif names.block == MIXTRAL_NAMES.block or names.stacked:
-        count, inner, normalised, dense = "num_local_experts", "intermediate_size", True, ()
-    else:
-        # Transformers 5 writes Mixtral's name for the number of experts.
-        count = "num_experts" if values.get("num_local_experts") is None else "num_local_experts"
-        inner = "intermediate_size" if values.get("moe_intermediate_size") is None else "moe_intermediate_size"
-        normalised = bool(values.get("norm_topk_prob"))
-        given, step = values.get("mlp_only_layers") or (), values.integer("decoder_sparse_step")
-        if not isinstance(given, list | tuple) or any(not isinstance(layer, int) for layer in given):
-            raise values.wrong("mlp_only_layers", given, "a list of layers")
-        none = values.get(count) == 0
-        dense = tuple(layer for layer in range(layers) if none or layer in given or (layer + 1) % step)
-        shared = values.integer("shared_expert_intermediate_size") if names.shared else 0
-    if len(dense) == layers:
+    for name in ("n_group", "topk_group"):
+        if values.get(name, 1) != 1:
+            raise values.unsupported(name, "only 1 is")
+    count = next((name for name in _COUNTS_OF_EXPERTS if values.get(name) is not None), _COUNTS_OF_EXPERTS[0])
+    dense = _dense_layers(values, layers)
+    if values.get(count) == 0 or len(dense) == layers:
         return None
     experts, per_token = values.integer(count), values.integer("num_experts_per_tok")
     if per_token > experts:
         raise values.wrong("num_experts_per_tok", per_token, f"at most {count} ({experts})")
-    clamp = (values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None
-    scaling = values.positive("routed_scaling_factor", 1.0)
-    return ExpertConfig(
-        experts, per_token, values.integer(inner), normalised, names, dense, names.stacked, clamp, shared, scaling
+    size = values.integer(
+        "intermediate_size" if values.get("moe_intermediate_size") is None else "moe_intermediate_size"
     )
+    return ExpertConfig(
+        experts,
+        per_token,
+        size,
+        normalised=bool(values.get("norm_topk_prob")),
+        names=names,
+        dense_layers=dense,
+        biased=names.stacked,
+        clamp=(values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None,
+        shared=values.whole("shared_expert_intermediate_size", 0) + values.whole("n_shared_experts", 0) * size
+        if names.shared
+        else 0,
+        scaling=values.positive("routed_scaling_factor", 1.0),
+    )
+
+
+def _dense_layers(values: Settings, layers: int) -> tuple[int, ...]:
+    """Return the layers of a model with experts that have an MLP instead: the first ones, those that are named, and
+    all but every so many."""
+    first, step = values.whole("first_k_dense_replace", 0), values.integer("decoder_sparse_step", 1)
+    named = values.get("mlp_only_layers") or ()
+    if not isinstance(named, list | tuple) or any(not isinstance(layer, int) for layer in named):
+        raise values.wrong("mlp_only_layers", named, "a list of layers")
+    return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % step)
 
 
 def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None, ...]:

@@ -32,7 +32,6 @@ _QWEN_MOE_DEFAULTS = _QWEN_DEFAULTS | {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
 }
 _GEMMA2_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -77,6 +76,7 @@ _GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_experts_per_tok": 4,
     "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
+    "norm_topk_prob": True,
 }
 _PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-5,
@@ -114,11 +114,11 @@ class ExpertNames:
 
 
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
-GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
+_GPT_OSS_NAMES = ExpertNames("mlp", "gate_up_proj", "gate_up_proj", "down_proj", router="router", stacked=True)
 _QWEN_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _QWEN2_NAMES = replace(_QWEN_NAMES, shared="shared_expert", shared_gate="shared_expert_gate")
 _MINIMAX_NAMES = replace(MIXTRAL_NAMES, correction="e_score_correction_bias")
-GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_score_correction_bias")
+_GLM_NAMES = replace(_QWEN_NAMES, shared="shared_experts", correction="gate.e_score_correction_bias")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
         },
         frozenset({"sliding_window", "num_local_experts"}),
         experts=MIXTRAL_NAMES,
@@ -250,7 +250,7 @@ FAMILIES = {
     "GptOssForCausalLM": Family(
         _GPT_OSS_DEFAULTS,
         frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "num_local_experts"}),
-        experts=GPT_OSS_NAMES,
+        experts=_GPT_OSS_NAMES,
         sinks=True,
     ),
     "Phi3ForCausalLM": Family(
@@ -263,7 +263,7 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "eos_token_id": 50279, "num_experts": 64,
-            "num_experts_per_tok": 8, "norm_topk_prob": False, "decoder_sparse_step": 1,
+            "num_experts_per_tok": 8, "norm_topk_prob": False,
         },
         frozenset({"attention_bias", "num_experts", "num_local_experts"}),
         qk_norm=True, joint_qk_norm=True, experts=_QWEN_NAMES,
@@ -312,12 +312,12 @@ FAMILIES = {
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072, "eos_token_id": None,
             "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408, "n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+            "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
         },
         frozenset({"attention_bias", "use_qk_norm", "n_routed_experts", "num_local_experts"}),
         bias_settings=_OF_QKV,
-        experts=GLM_NAMES,
+        experts=_GLM_NAMES,
         partial_rotary=True,
         mtp=_GLM_MTP,
     ),
@@ -325,7 +325,7 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
-            "eos_token_id": 200020, "num_local_experts": 256, "num_experts_per_tok": 8,
+            "eos_token_id": 200020, "num_local_experts": 256, "num_experts_per_tok": 8, "norm_topk_prob": True,
         },
         frozenset({"num_local_experts", "use_qk_norm", "auto_map"}),  # transformers has the family too
         qk_norm=True, joint_qk_norm=True, experts=_MINIMAX_NAMES, partial_rotary=True,

@@ -48,9 +48,9 @@ class Settings:
             raise self.wrong(name, value, "an integer >= 1")
         return value
 
-    def whole(self, name: str) -> int:
-        """Return an integer >= 0. Raises CheckpointError."""
-        value = self.get(name)
+    def whole(self, name: str, default: int | None = None) -> int:
+        """Return an integer >= 0; the default is for an absent key only. Raises CheckpointError."""
+        value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.wrong(name, value, "an integer >= 0")
         return value

@@ -87,15 +87,20 @@ def _expected(pair: Pair, tokens: np.ndarray, position: int, step: int) -> np.nd
     return head.logits(feature)
 
 
-def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
-    batch = _packed(_records())
+def _steps(source: HeadTarget, config: ModelConfig, params: Params, batch: PackedBatch) -> list[Any]:
+    """Return what `head_steps` computes of every token of a batch."""
 
     @jax.jit
-    def scores_of(params: Params, batch: PackedBatch) -> list[tuple[jax.Array, jax.Array]]:
-        features = pair.source.features(pair.source.params, pair.config, batch)
-        return list(head_steps(params, pair.config, batch._replace(at=jnp.arange(SIZE)), features))
+    def run(params: Params, batch: PackedBatch) -> list[Any]:
+        every = batch._replace(at=jnp.arange(batch.tokens.shape[0]))
+        return list(head_steps(params, config, every, source.features(source.params, config, batch)))
 
-    found = scores_of(pair.params, jax.tree.map(jnp.asarray, batch))
+    return run(params, jax.tree.map(jnp.asarray, batch))
+
+
+def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
+    batch = _packed(_records())
+    found = _steps(pair.source, pair.config, pair.params, batch)
     assert len(found) == HEAD_STEPS
     real = np.flatnonzero(batch.segment >= 0)
     compared = 0
@@ -117,8 +122,13 @@ def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
 def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
     records, learn = _records(), LearnConfig(learn_temperature=1.3)
     batch = _packed(records)
-    features = pair.source.features(pair.source.params, pair.config, batch)
-    found = head_sums(pair.params, pair.config, learn, batch, features, STEP_DECAY)
+
+    @jax.jit
+    def sums(params: Params, batch: PackedBatch) -> jax.Array:
+        features = pair.source.features(pair.source.params, pair.config, batch)
+        return head_sums(params, pair.config, learn, batch, features, STEP_DECAY)
+
+    found = sums(pair.params, jax.tree.map(jnp.asarray, batch))
     expected = np.zeros(3)
     for record in records:
         for row, position in enumerate(record.position.tolist()):
@@ -176,7 +186,7 @@ def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path
     batch = PackedBatch(
         tokens.astype(np.int32), np.arange(9, dtype=np.int32), np.zeros(9, np.int32), np.arange(9), *[np.zeros(9)] * 3
     )  # fmt: skip
-    found, _ = next(head_steps(params, config, batch, source.features(source.params, config, batch)))
+    found, _ = _steps(source, config, params, batch)[0]
     np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
 
 
@@ -236,15 +246,14 @@ def _medusa(folder: Path, target: Path) -> tuple[ModelConfig, Params, HeadTarget
 def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair, tmp_path: Path) -> None:
     folder = write_medusa(tmp_path / "heads")
     config, params, source = _medusa(folder, pair.target)
-    batch = jax.tree.map(jnp.asarray, _packed(_records()))
-    features = source.features(source.params, config, batch)
-    steps = list(head_steps(params, config, batch._replace(at=jnp.arange(SIZE)), features))
+    batch = _packed(_records())
+    steps = _steps(source, config, params, batch)
     assert len(steps) == 3
     norm = load_file(pair.target / "model.safetensors")["model.norm.weight"].astype(np.float64)
     for at in np.flatnonzero(batch.segment >= 0).tolist():
         own, position = np.flatnonzero(batch.segment == batch.segment[at]), int(batch.position[at])
         streams: list[np.ndarray] = []
-        oracle_logits(pair.target, np.asarray(batch.tokens)[own], streams=streams)
+        oracle_logits(pair.target, batch.tokens[own], streams=streams)
         for head, (scores, below) in enumerate(steps):
             assert bool(below[at]) == (position > head)
             if position > head:
@@ -257,8 +266,7 @@ def test_new_medusa_heads_say_what_the_target_says_and_learn(pair: Pair, tmp_pat
     write_new_medusa(pair.target, tmp_path / "heads")
     config, params, source = _medusa(tmp_path / "heads", pair.target)
     batch = _packed(_records())
-    features = source.features(source.params, config, jax.tree.map(jnp.asarray, batch))
-    first, _ = next(head_steps(params, config, batch._replace(at=np.arange(SIZE)), features))
+    first, _ = _steps(source, config, params, batch)[0]
     tokens = batch.tokens[batch.segment == 0]
     np.testing.assert_allclose(first[batch.segment == 0][1:], oracle_logits(pair.target, tokens)[:-1], atol=1e-4)
     programs = TrainPrograms(config, LearnConfig(learn_rate=1e-2, learn_top_k=5), SIZE, jnp.float32, target=source)

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import attend_dense, decode_head, init_params, logits, param_specs, reduce_features
+from adaserve_jax.models.decoder import init_params, logits, param_specs
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint, write_eagle3, write_tensors
+from tests.models.head_logits import head_logits
 from tests.oracles.eagle3 import Head
 
 TARGET_FEATURES = 40
@@ -32,16 +33,7 @@ def _draft(folder: Path, tokens: np.ndarray, features: np.ndarray, target: Path 
     """Logits f[DRAFTED + 1, V] after the fed tokens, and after each of the rest, which read the head's own features."""
     config = _head_config(folder)
     params = load_params(folder, config, target=target)
-    fed = len(features)
-    reduced = reduce_features(params, config, jnp.asarray(features.T))
-    found = []
-    for count in range(fed, len(tokens) + 1):
-        out = decode_head(
-            params, config, jnp.asarray(tokens[:count], jnp.int32), jnp.arange(count), reduced, attend_dense(config)
-        )
-        found.append(np.asarray(logits(params, config, out[:, -1:]))[0])
-        reduced = jnp.concatenate([reduced, out[:, -1:]], axis=1)
-    return np.array(found)
+    return head_logits(params, config, tokens, features)
 
 
 def _inputs(seed: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -7,17 +7,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import attend_dense, decode_head, init_params, logits, param_specs, reduce_features
+from adaserve_jax.models.decoder import init_params, param_specs
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint, write_mimo, write_tensors
+from tests.models.head_logits import head_logits
 from tests.models.torch_checkpoints import torch_mtp_logits, write_glm_mtp
 from tests.oracles.mtp import LAYER, MtpLayer
 
@@ -28,15 +28,7 @@ def _draft(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray
     """Logits f[DRAFTED + 1, V] after the fed tokens, and after each of the rest, which read the layer's features."""
     config = ModelConfig.of_draft("mtp", folder)
     params = load_params(folder, config)
-    before = reduce_features(params, config, jnp.asarray(features.T))
-    found = []
-    for count in range(len(features), len(tokens) + 1):
-        out = decode_head(
-            params, config, jnp.asarray(tokens[:count], jnp.int32), jnp.arange(count), before, attend_dense(config)
-        )
-        found.append(np.asarray(logits(params, config, out[:, -1:]))[0])
-        before = jnp.concatenate([before, out[:, -1:]], axis=1)
-    return np.array(found)
+    return head_logits(params, config, tokens, features)
 
 
 def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray]:
