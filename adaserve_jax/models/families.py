@@ -235,7 +235,9 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         _QWEN_MOE_DEFAULTS,
-        frozenset({"attention_bias", "sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
+        frozenset({
+            "attention_bias", "sliding_window", "use_sliding_window", "num_experts", "num_local_experts", "use_qk_norm",
+        }),
         qk_norm=True,
         experts=_QWEN_NAMES,
     ),

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.checkpoint_formats.api import FORMAT_KEY
+from adaserve_jax.models.checkpoint_formats.api import FORMAT_KEY, MODELOPT_FILE
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.text_model import text_settings
 from adaserve_jax.types import Progress
@@ -34,11 +34,11 @@ def check_new(folder: Path) -> None:
 def copy_all_but_weights(source: Path, out: Path) -> None:
     """Copy configuration, tokenizer and all other files of a checkpoint folder, but none of its folders.
 
-    The copy's config.json is that of the text model alone, and names no quantised format, since weights are written in
-    full precision.
+    The copy's config.json is that of the text model alone, and no file names a quantised format, since weights are
+    written in full precision.
     """
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
+        if path.is_file() and not path.name.endswith((*_WEIGHTS, MODELOPT_FILE)):
             shutil.copyfile(path, out / path.name)
     config = out / "config.json"
     if config.is_file():

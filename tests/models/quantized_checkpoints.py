@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +200,49 @@ def _compressed(weight: np.ndarray, *, layout: str, args: dict[str, Any], ordere
     return parts, value
 
 
+def _modelopt_fp8(weight: np.ndarray) -> Packed:
+    parts, value = _fp8_matrix(weight)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"].reshape(())}, value
+
+
+def _nvfp4(weight: np.ndarray) -> Packed:
+    """By the compressor of compressed-tensors, and back by its functions, which it calls in bf16."""
+    import torch
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    asked = QuantizationArgs(**_NVFP4_ARGS)
+    scheme = QuantizationScheme(targets=["Linear"], weights=asked)
+    given = torch.from_numpy(weight)
+    blocks = given.reshape(len(weight), -1, GROUP)
+    whole = generate_gparam(given.min(), given.max())
+    scale, _ = calculate_qparams(blocks.amin(2), blocks.amax(2), asked, global_scale=whole)
+    by = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    parts = by.compress({"weight": given, "weight_scale": scale, "weight_global_scale": whole}, scheme)
+    values = unpack_fp4_from_uint8(parts["weight_packed"], *weight.shape, dtype=torch.float32)
+    value = dequantize(values, parts["weight_scale"].float(), args=asked, global_scale=whole, dtype=torch.float32)
+    return parts, value.numpy()
+
+
+def _modelopt_nvfp4(weight: np.ndarray) -> Packed:
+    """The same bytes, with the scale of the matrix by which values are multiplied; back by the format's definition."""
+    import torch
+    from transformers.integrations.mxfp4 import FP4_VALUES
+
+    found, _ = _nvfp4(weight)
+    whole = 1 / found["weight_global_scale"]
+    parts = {
+        "weight": found["weight_packed"], "weight_scale": found["weight_scale"], "weight_scale_2": whole.reshape(()),
+        "input_scale": torch.ones(()),
+    }  # fmt: skip
+    both = found["weight_packed"].long()
+    values = torch.tensor(FP4_VALUES)[torch.stack([both & 15, both >> 4], dim=2)].reshape(len(weight), -1, GROUP)
+    return parts, (values * (found["weight_scale"].float() * whole)[..., None]).reshape(weight.shape).numpy()
+
+
 def _mxfp4(weight: np.ndarray) -> Packed:
     """To the nearest of the 4-bit floats here, and back by transformers' own dequantiser."""
     import torch
@@ -225,6 +268,7 @@ def _compressed_recipe(layout: str, families: tuple[str, ...] = ("llama",), **ar
     return Recipe(config, pack, "ignore", families, as_int8=as_int8, as_int4=as_int4)
 
 
+_NVFP4_ARGS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
 _GPTQ_V2 = {
@@ -237,7 +281,8 @@ FORMATS: dict[str, Recipe] = {
         _FP8 | {"weight_block_size": [16, 16]}, _fp8_blocks, "modules_to_not_convert", ("mixtral", "qwen3_window")
     ),
     "fp8_matrix": Recipe(
-        _FP8 | {"weight_block_size": None}, _fp8_matrix, "modules_to_not_convert", ("llama_biases", "qwen3_moe")
+        _FP8 | {"weight_block_size": None, "fmt": "float8_e4m3fn"}, _fp8_matrix, "modules_to_not_convert",
+        ("llama_biases", "qwen3_moe"),
     ),
     "gptq": Recipe(_GPTQ, partial(_gptq, bits=4, version=1, ordered=True), families=("llama", "qwen3")),
     "gptq_in_turn": Recipe(
@@ -264,6 +309,11 @@ FORMATS: dict[str, Recipe] = {
     ),
     "ct_fp8_rows": _compressed_recipe(
         "float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True
+    ),
+    "ct_nvfp4": replace(_compressed_recipe("nvfp4-pack-quantized", **_NVFP4_ARGS), pack=_nvfp4),
+    "modelopt_fp8": Recipe({"quant_method": "modelopt", "quant_algo": "FP8"}, _modelopt_fp8, "ignore"),
+    "modelopt_nvfp4": Recipe(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _modelopt_nvfp4, "ignore", ("llama", "mixtral")
     ),
     "mxfp4": Recipe({"quant_method": "mxfp4"}, _mxfp4, families=("gpt_oss",), stacks=True),
 }  # fmt: skip

@@ -136,6 +136,35 @@ def test_copies_in_full_precision_name_no_format(tmp_path: Path) -> None:
     assert config.weight_format is not None
 
 
+@pytest.mark.torch
+def test_modelopt_says_the_format_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Modules that are left out may be named by patterns of their whole names; a copy in full precision lacks it."""
+    quantized, plain = write_quantized(tmp_path, "llama", "modelopt_nvfp4")
+    path, own = quantized / "config.json", quantized / "hf_quant_config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    about = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": about}))
+    assert_same(load(quantized), load(plain))
+    convert(quantized, tmp_path / "converted")
+    assert not (tmp_path / "converted" / own.name).exists()
+    assert_same(load(tmp_path / "converted"), load(plain))
+    own.write_text(json.dumps({"quantization": about | {"exclude_modules": ["model.layers.0.mlp*"]}}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.0\.mlp\.(gate|down|up)_proj\.weight"):
+        load(quantized)
+
+
+@pytest.mark.torch
+def test_early_files_of_modelopt_are_known_by_their_producer(tmp_path: Path) -> None:
+    quantized, plain = write_quantized(tmp_path, "llama", "modelopt_fp8")
+    path = quantized / "config.json"
+    text = path.read_text().replace('"quant_method": "modelopt"', '"producer": {"name": "modelopt", "version": "0.31"}')
+    path.write_text(text)
+    assert "quant_method" not in text
+    assert_same(load(quantized), load(plain))
+
+
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     from safetensors.numpy import load_file
 
@@ -329,8 +358,23 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "z
 REFUSED = [
     ({"quant_method": "bitsandbytes"}, r"quantization_config\.quant_method = 'bitsandbytes' is not supported; use a"),
     ({"bits": 4}, r"quantization_config\.quant_method = None is not supported"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, r"quantization_config\.fmt = 'e5m2' is not supported; only 'e4m3' is"),
+    (
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        r"quantization_config\.fmt = 'e5m2' is not supported; only 'e4m3' and 'float8",
+    ),
     ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"quantization_config\.expert_dtype = 'fp4' is not supported"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A8"},
+        r"quant_algo = 'W4A8' is not supported; only 'FP8' and 'NVFP4'",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        r"quantization_config\.group_size = 32 is not supported; only 16 is",
+    ),
+    (
+        compressed("nvfp4-pack-quantized", PACKED | {"group_size": 32}),
+        r"weights\.group_size = 32 is not supported; only 16 is",
+    ),
     (GPTQ | {"bits": 3}, r"quantization_config\.bits = 3 is not supported; only 2 and 4 and 8 are"),
     (
         GPTQ | {"checkpoint_format": "marlin"},

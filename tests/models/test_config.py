@@ -270,6 +270,11 @@ PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
          "auto_map": {"AutoModelForCausalLM": "m.M"}},
         {"rotary_dim": 8, "joint_qk_norm": True},
     ),
+    (
+        "Qwen3MoeForCausalLM",
+        {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "moe_intermediate_size": 8},
+        {"qk_norm": True, "qkv_bias": False},
+    ),
 ]  # fmt: skip
 
 

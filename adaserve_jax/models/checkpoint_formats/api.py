@@ -1,4 +1,7 @@
-"""Reads `quantization_config` of config.json: which format the checkpoint has, or why it cannot be served."""
+"""Reads `quantization_config` of config.json: which format the checkpoint has, or why it cannot be served.
+
+ModelOpt's own exports have a file beside it instead, `hf_quant_config.json`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ import re
 from typing import Any
 
 from adaserve_jax.models.checkpoint_formats.encoding import Encoding, Rule, WeightFormat
-from adaserve_jax.models.checkpoint_formats.mxfp4 import Mxfp4
+from adaserve_jax.models.checkpoint_formats.fp4 import COMPRESSED_FP4, MODELOPT_FP4, NV_BLOCK, Mxfp4
 from adaserve_jax.models.checkpoint_formats.packed import AWQ_ORDER, WORD_BITS, InputsFirst, OutputsFirst
 from adaserve_jax.models.checkpoint_formats.scaled import FLOAT8, INT8, Scaled
-from adaserve_jax.models.settings import Settings
+from adaserve_jax.models.settings import Settings, read_json
 
 FORMAT_KEY = "quantization_config"
+MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
+_NVFP4 = "nvfp4-pack-quantized"
 _ACTIVATION_SCALES = (
     "input_scale", "activation_scale", "input_scale_inv", "input_zero_point", "output_scale", "output_zero_point",
-    "k_scale", "v_scale",
+    "k_scale", "v_scale", "input_global_scale",
 )  # fmt: skip
 
 
@@ -24,20 +29,23 @@ def read_format(config: Settings) -> WeightFormat | None:
     Activations are never quantised: of a format that does so, the weights alone are read.
     Raises UnsupportedModelError, by the name of the setting: the format is not read; CheckpointError: it is malformed.
     """
+    beside = config.path.parent / MODELOPT_FILE
     given = config.get(FORMAT_KEY)
+    if not given and beside.exists():
+        return _modelopt(Settings(read_json(beside), beside))
     if not given:
         return None
     if not isinstance(given, dict):
         raise config.wrong(FORMAT_KEY, given, "an object")
     values = config.inside(FORMAT_KEY, given)
-    reader = _READERS.get(str(values.get("quant_method")))
+    reader = _READERS.get(str(values.get("quant_method") or _producer(values)))
     if reader is None:
         raise values.unsupported("quant_method", f"use a checkpoint in full precision, or one of {', '.join(_READERS)}")
     return reader(values)
 
 
 def _fp8(values: Settings) -> WeightFormat:
-    _one_of(values, "fmt", None, "e4m3")
+    _one_of(values, "fmt", None, "e4m3", "float8_e4m3fn")
     _one_of(values, "expert_dtype", None, "fp8")
     block = None if values.get("weight_block_size") is None else _block(values, "weight_block_size")
     scales = ("weight_scale_inv", "weight_scale") if block else ("weight_scale", "weight_scale_inv")
@@ -73,6 +81,26 @@ def _mxfp4(values: Settings) -> WeightFormat:
     return WeightFormat("mxfp4 in its experts", (), stacks=Mxfp4())
 
 
+def _modelopt(values: Settings) -> WeightFormat:
+    """Read what ModelOpt writes: its file's settings lie in `quantization`, those of config.json beside the rest."""
+    own = values.get("quantization")
+    values = values.inside("quantization", own) if isinstance(own, dict) else values
+    algorithm = _one_of(values, "quant_algo", "FP8", "NVFP4")
+    kept = _names(values, "ignore", "exclude_modules")
+    if algorithm == "FP8":
+        return WeightFormat(
+            "fp8 with one scale for each matrix", (Rule(Scaled(FLOAT8, (0, 0))),), kept, _ACTIVATION_SCALES
+        )
+    _one_of(values, "group_size", None, NV_BLOCK)
+    return WeightFormat(f"nvfp4 in groups of {NV_BLOCK}", (Rule(MODELOPT_FP4),), kept, _ACTIVATION_SCALES)
+
+
+def _producer(values: Settings) -> str | None:
+    """Return the tool that wrote a checkpoint, by which ModelOpt's early files are known."""
+    found = values.get("producer")
+    return found.get("name") if isinstance(found, dict) else None
+
+
 def _compressed_tensors(values: Settings) -> WeightFormat:
     for key in ("transform_config", "sparsity_config"):
         given = values.get(key)
@@ -92,11 +120,15 @@ def _compressed_tensors(values: Settings) -> WeightFormat:
 
 def _of_group(group: Settings) -> Encoding:
     """Return how the modules of one group of compressed-tensors are stored."""
-    layout = _one_of(group, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    layout = _one_of(group, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _NVFP4)
     given = group.get("weights")
     if not isinstance(given, dict):
         raise group.wrong("weights", given, "an object")
     weights = group.inside("weights", given)
+    if layout == _NVFP4:
+        _one_of(weights, "group_size", NV_BLOCK)
+        _one_of(weights, "symmetric", None, True)
+        return COMPRESSED_FP4
     strategy = _one_of(weights, "strategy", "tensor", "channel", "group", "block")
     symmetric = weights.get("symmetric", True) is not False
     size = _group_size(weights) if strategy == "group" else 0
@@ -114,6 +146,7 @@ def _of_group(group: Settings) -> Encoding:
 
 _READERS = {
     "fp8": _fp8, "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4,
+    MODELOPT: _modelopt,
 }  # fmt: skip
 
 

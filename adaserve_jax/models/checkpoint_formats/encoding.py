@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 import numpy as np
@@ -136,10 +137,13 @@ class WeightFormat:
 def matches(pattern: str, module: str) -> bool:
     """Return True if a pattern names a module: as its whole name, one of its parents, or the end of its name.
 
-    A pattern that begins with "re:" is a regular expression for the beginning of the name, as in compressed-tensors.
+    A pattern that begins with "re:" is a regular expression for the beginning of the name, as in compressed-tensors;
+    one with "*" stands for the whole name, as in ModelOpt's files.
     """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
+    if "*" in pattern:
+        return fnmatchcase(module, pattern)
     return f".{module}.".find(f".{pattern}.") >= 0
 
 
