@@ -21,7 +21,7 @@ def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[
     plain, int8, int4 = result["scores"]
     assert f"{plain['perplexity']:.4f}" in table and f"{int8['perplexity']:.4f}" in table
     assert (plain["quantize"], int8["quantize"], result["target_params"]) == ("none", "int8", 4_213_504)
-    assert 600 < plain["tokens"] <= 768
+    assert 500 < plain["tokens"] <= 768  # the text is Python's own library, and differs by its version
     assert 5 < plain["perplexity"] < 30
     assert abs(int8["perplexity"] / plain["perplexity"] - 1) < 0.005
     assert 0 < int8["kl_mean"] < 1e-3 and int8["same_likeliest"] > 0.97
