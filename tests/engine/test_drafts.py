@@ -82,6 +82,7 @@ def test_text_is_the_targets_whatever_vocabulary_the_draft_has(tmp_path: Path) -
     assert shares["spec:2"] < 1, "a draft of other weights proposes other tokens"
 
 
+@pytest.mark.slow
 def test_the_target_with_permuted_ids_is_accepted_like_the_target(tmp_path: Path) -> None:
     """Its map undoes the permutation, and the noise is that of the target's ids: so it draws what the target draws."""
     rows = byte_tokenizer().get_vocab_size()

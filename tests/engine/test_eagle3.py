@@ -56,6 +56,7 @@ def test_the_text_is_that_of_every_other_draft_and_policy(exact: LLM, determinis
         assert drafted > 0 or policy in ("ar", "nightjar")
 
 
+@pytest.mark.slow
 def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
     with LLM(draft=str(head), **DEMO) as llm:
         results = []
@@ -69,7 +70,7 @@ def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
 def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
     """Versions rise and acceptance with them, the text stays, and what was learned is written as a head."""
     learned = tmp_path / "learned"
-    options = DEMO | {"num_pages": 128, "policy": "spec:3"}
+    options = DEMO | {"num_pages": 128, "policy": "spec:3", "max_width": 1, "token_edges": (64,)}
     learning = LearnConfig(
         learn_every=4, learn_steps=4, learn_held_out=0.25, learn_rate=3e-3, learn_share=1.0, learn_delay_ms=500.0,
         learn_folder=str(learned),

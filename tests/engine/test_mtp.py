@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
-from tests.engines import EXACT
+from tests.engines import NARROW
 from tests.models.checkpoints import write_mimo
 from tests.models.torch_checkpoints import write_glm_mtp
 
@@ -28,7 +28,7 @@ def _texts(llm: LLM, policy: str) -> list[list[int]]:
     "write", [write_mimo, pytest.param(write_glm_mtp, marks=[pytest.mark.torch, pytest.mark.slow])]
 )
 def test_the_text_is_the_targets(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    with LLM(target=str(write(tmp_path)), draft="mtp", **EXACT | {"max_context": 64}) as llm:
+    with LLM(target=str(write(tmp_path)), draft="mtp", **NARROW | {"max_context": 64}) as llm:
         expected = _texts(llm, "ar")
         for policy in ("spec:2", "adaserve", "adaserve@model", "adaserve@suffix+model"):
             assert _texts(llm, policy) == expected, policy

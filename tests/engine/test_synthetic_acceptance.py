@@ -18,7 +18,9 @@ PROMPTS = ["def f(x):\n", "import os\n", "class A:\n"] * 2
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**DEMO | {"policy": "spec:4", "synthetic_acceptance": "2.5"}) as each:
+    with LLM(
+        **DEMO | {"policy": "spec:4", "synthetic_acceptance": "2.5", "max_width": 1, "token_edges": (64,)}
+    ) as each:
         yield each
 
 

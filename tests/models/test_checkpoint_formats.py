@@ -25,6 +25,8 @@ from tests.models.quantized_checkpoints import FORMATS, KEPT, write_quantized
 from tests.models.raw_safetensors import write_raw
 
 CASES = [(name, family) for name, recipe in FORMATS.items() for family in recipe.families]
+PARAMS = [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == "mixtral" else []) for case in CASES]
+"""Mixtral has the experts of Qwen3-MoE, and more of them."""
 
 
 def load(folder: Path, dtype: Any = jnp.float32, quantize: str = "none") -> dict[str, np.ndarray]:
@@ -40,7 +42,7 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("name", "family"), CASES)
+@pytest.mark.parametrize(("name", "family"), PARAMS)
 def test_weights_are_the_values_that_are_stored(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

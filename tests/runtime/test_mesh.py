@@ -152,7 +152,8 @@ def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LL
     assert json.loads((tmp_path / "texts.json").read_text()) == texts_of(deterministic)
 
 
-@pytest.mark.parametrize("kinds", [["eagle3"], pytest.param(["medusa", "mtp"], marks=pytest.mark.slow)], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [["eagle3"], ["medusa", "mtp"]], ids=len)
 def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path, kinds: list[str]) -> None:
     """It searches as beside a target on one device; embedding and logits that it has from the target are copies."""
     on_devices(tmp_path, "heads", *kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adaserve_jax.cpu_kernels.library import SWITCH, fingerprint
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
 from tests.conftest import ROOT
 
@@ -50,6 +52,7 @@ def shift_in_place(x: jax.Array) -> jax.Array:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
+    fingerprint()  # the CPU's kernels are compiled once, in the folder that all tests share
     before = jax.config.values["jax_compilation_cache_dir"]
     use_compile_cache(tmp_path)
     traced.clear()
@@ -148,11 +151,12 @@ for engine in range(3):
 def test_a_program_that_jax_had_cached_runs_and_is_not_kept(tmp_path: Path, settings: str, files: int) -> None:
     """Nor is it when another engine of the process asks for it, which JAX has in memory then."""
     start = [sys.executable, "-c", START, tmp_path, settings]
-    subprocess.run(start, check=True, cwd=ROOT)
+    without_kernels = os.environ | {SWITCH: "0"}  # of the CPU, which a new folder would have them compile
+    subprocess.run(start, check=True, cwd=ROOT, env=without_kernels)
     kept = list((tmp_path / "programs").iterdir())
     for path in kept:
         path.unlink()
-    subprocess.run(start, check=True, cwd=ROOT)
+    subprocess.run(start, check=True, cwd=ROOT, env=without_kernels)
     assert len(kept) == files and list((tmp_path / "programs").iterdir()) == []
 
 
