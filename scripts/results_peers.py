@@ -166,10 +166,11 @@ def multi_slo_tables(folder: Path) -> list[str]:
     (table,) = (item for item in headline.items if isinstance(item, Table))
     rows = [_line(*table.columns), _line(*("---" for _ in table.columns)), *(_line(*row) for row in table.rows)]
     asked, system = submissions[0].definition, submissions[0].system
+    commits = dict.fromkeys(each.system.commit[:12] for each in submissions)
     about = (
         f"Targets: {targets_text(asked.classes)}; one token alone takes {asked.baseline_ms:.3g} ms. Workload "
         f"{asked.workload}, at least {asked.duration_s:g} s for each load. {system.machine}. "
-        f"Commit {system.commit[:12]}."
+        f"Measured on commit {' and '.join(commits)}."
     )
     return ["\n".join(rows), about]
 

@@ -43,6 +43,7 @@ MTP = "mtp"
 """Name of a draft that is the first MTP layer of its target's own checkpoint."""
 Activation = Literal["silu", "gelu_tanh"]
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""Settings that say how many experts there are; the first that is set holds, since transformers 5 renames the last."""
 _HEAD_SUFFIX = "Eagle3"
 _HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures of the layer of EAGLE-3 heads."""
@@ -360,7 +361,7 @@ class ModelConfig:
             qk_norm=family.qk_norm or bool(values.get("use_qk_norm")),
             joint_qk_norm=family.joint_qk_norm,
             windows=windows,
-            experts=None if family.experts is None else _experts(values, family.experts, layers),
+            experts=None if family.experts is None else _experts(values, family, family.experts, layers),
             activation="gelu_tanh" if family.activation == GELU else "silu",
             offset_norms=family.gemma,
             post_norms=family.post_norms,
@@ -473,12 +474,13 @@ def _refuse_unsupported(values: Settings, family: Family) -> None:
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 
-def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig | None:
+def _experts(values: Settings, family: Family, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
     for name in ("n_group", "topk_group"):
         if values.get(name, 1) != 1:
             raise values.unsupported(name, "only 1 is")
-    count = next((name for name in _COUNTS_OF_EXPERTS if values.get(name) is not None), _COUNTS_OF_EXPERTS[0])
+    counts = [name for name in _COUNTS_OF_EXPERTS if name in values.values]
+    count = next((name for name in counts if values.get(name) is not None), counts[0])
     dense = _dense_layers(values, layers)
     if values.get(count) == 0 or len(dense) == layers:
         return None
@@ -488,25 +490,24 @@ def _experts(values: Settings, names: ExpertNames, layers: int) -> ExpertConfig 
     size = values.integer(
         "intermediate_size" if values.get("moe_intermediate_size") is None else "moe_intermediate_size"
     )
+    shared = values.whole("shared_expert_intermediate_size", 0) + values.whole("n_shared_experts", 0) * size
     return ExpertConfig(
         experts,
         per_token,
         size,
-        normalised=bool(values.get("norm_topk_prob")),
+        normalised=family.normalised_experts or bool(values.get("norm_topk_prob")),
         names=names,
         dense_layers=dense,
         biased=names.stacked,
         clamp=(values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None,
-        shared=values.whole("shared_expert_intermediate_size", 0) + values.whole("n_shared_experts", 0) * size
-        if names.shared
-        else 0,
+        shared=shared if names.shared else 0,
         scaling=values.positive("routed_scaling_factor", 1.0),
     )
 
 
 def _dense_layers(values: Settings, layers: int) -> tuple[int, ...]:
-    """Return the layers of a model with experts that have an MLP instead: the first ones, those that are named, and
-    all but every so many."""
+    """Return the layers of a model with experts that have an MLP instead: the first `first_k_dense_replace`, those of
+    `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
     first, step = values.whole("first_k_dense_replace", 0), values.integer("decoder_sparse_step", 1)
     named = values.get("mlp_only_layers") or ()
     if not isinstance(named, list | tuple) or any(not isinstance(layer, int) for layer in named):

@@ -76,7 +76,6 @@ _GPT_OSS_DEFAULTS = _LLAMA_DEFAULTS | {
     "num_experts_per_tok": 4,
     "swiglu_limit": 7.0,
     "swiglu_alpha": 1.702,
-    "norm_topk_prob": True,
 }
 _PHI3_DEFAULTS = _LLAMA_DEFAULTS | {
     "rms_norm_eps": 1e-5,
@@ -147,7 +146,8 @@ class Family:
     """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
     `SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
     bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
-    none. experts: names of experts, in a family that has them. activation: the setting that names the activation,
+    none. experts: names of experts, in a family that has them. normalised_experts: weights of a token's experts sum to
+    one, whatever settings say. activation: the setting that names the activation,
     and the only value that the family has. mtp: names of MTP layers that checkpoints may have; its layers is a
     pattern of an MTP layer's number among them (mtp) and among all layers (layer). gemma: norms by 1 + weight, and
     a scaled embedding. window_rope: layers with a window have a rotary base of their own. partial_rotary: a share
@@ -165,6 +165,7 @@ class Family:
     post_norms: tuple[str, ...] = ()
     nope_in_full: bool = False
     experts: ExpertNames | None = None
+    normalised_experts: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     gemma: bool = False
     window_rope: bool = False
@@ -228,10 +229,11 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+            "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         frozenset({"sliding_window", "num_local_experts"}),
         experts=MIXTRAL_NAMES,
+        normalised_experts=True,
     ),
     "Qwen3MoeForCausalLM": Family(
         _QWEN_MOE_DEFAULTS,
@@ -253,6 +255,7 @@ FAMILIES = {
         _GPT_OSS_DEFAULTS,
         frozenset({"attention_bias", "sliding_window", "sliding_window_pattern", "num_local_experts"}),
         experts=_GPT_OSS_NAMES,
+        normalised_experts=True,
         sinks=True,
     ),
     "Phi3ForCausalLM": Family(
@@ -327,10 +330,10 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
-            "eos_token_id": 200020, "num_local_experts": 256, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "eos_token_id": 200020, "num_local_experts": 256, "num_experts_per_tok": 8,
         },
         frozenset({"num_local_experts", "use_qk_norm", "auto_map"}),  # transformers has the family too
-        qk_norm=True, joint_qk_norm=True, experts=_MINIMAX_NAMES, partial_rotary=True,
+        qk_norm=True, joint_qk_norm=True, experts=_MINIMAX_NAMES, normalised_experts=True, partial_rotary=True,
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, post_norms=_GLM4_NORMS),

@@ -22,7 +22,8 @@ SHARD_BYTES = 1 << 30
 TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 TORCH_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 """Names of the types in config.json."""
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf", MODELOPT_FILE)
+"""Ends of the names of files of weights, and of their format."""
 
 
 def check_new(folder: Path) -> None:
@@ -38,7 +39,7 @@ def copy_all_but_weights(source: Path, out: Path) -> None:
     written in full precision.
     """
     for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith((*_WEIGHTS, MODELOPT_FILE)):
+        if path.is_file() and not path.name.endswith(_OF_WEIGHTS):
             shutil.copyfile(path, out / path.name)
     config = out / "config.json"
     if config.is_file():

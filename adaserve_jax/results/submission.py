@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -232,9 +232,10 @@ def read_submission(path: Path) -> Submission:
 def _alike(given: Any, computed: Any) -> bool:
     """Return whether two values are equal, numbers but for rounding, in which versions of Python differ."""
     if isinstance(computed, dict):
-        return all(_alike(given[name], value) for name, value in computed.items())
-    if isinstance(computed, list | tuple):
-        return len(given) == len(computed) and all(map(_alike, given, computed))
+        return all(_alike(given[name], value) for name, value in cast("dict[str, Any]", computed).items())
+    if isinstance(computed, tuple):
+        parts = cast("tuple[Any, ...]", computed)
+        return len(given) == len(parts) and all(map(_alike, given, parts))
     if isinstance(computed, float) and isinstance(given, float):
         return math.isclose(given, computed, rel_tol=1e-9)
     return given == computed

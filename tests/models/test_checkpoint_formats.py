@@ -26,7 +26,7 @@ from tests.models.raw_safetensors import write_raw
 
 CASES = [(name, family) for name, recipe in FORMATS.items() for family in recipe.families]
 PARAMS = [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == "mixtral" else []) for case in CASES]
-"""Mixtral has the experts of Qwen3-MoE, and more of them."""
+"""Mixtral's are slow; Qwen3-MoE has experts among the others."""
 
 
 def load(folder: Path, dtype: Any = jnp.float32, quantize: str = "none") -> dict[str, np.ndarray]:
@@ -376,6 +376,10 @@ REFUSED = [
     (
         compressed("nvfp4-pack-quantized", PACKED | {"group_size": 32}),
         r"weights\.group_size = 32 is not supported; only 16 is",
+    ),
+    (
+        compressed("nvfp4-pack-quantized", PACKED | {"symmetric": False}),
+        r"weights\.symmetric = False is not supported; only True is",
     ),
     (GPTQ | {"bits": 3}, r"quantization_config\.bits = 3 is not supported; only 2 and 4 and 8 are"),
     (

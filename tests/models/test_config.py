@@ -112,6 +112,8 @@ def test_mixtral_has_experts_in_every_layer(tmp_path: Path) -> None:
     assert replace(mixtral, experts=None) == llama
     assert (mixtral.experts.count, mixtral.experts.per_token, mixtral.experts.intermediate_size) == (6, 2, 48)
     assert mixtral.experts.normalised and mixtral.experts_of(1) == mixtral.experts
+    unused = ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, norm_topk_prob=False))  # as in transformers
+    assert unused == mixtral
     by_type = _write(tmp_path, **MIXTRAL | {"architectures": "absent", "num_local_experts": "absent"})
     assert ModelConfig.from_folder(by_type).experts == replace(mixtral.experts, count=8)
     assert ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, sliding_window=4)).windows == (4, 4)
@@ -380,6 +382,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
     ({"rope_theta": None}, "rope_theta must be a number above 0, got None"),
+    (MIXTRAL | {"num_local_experts": None}, "num_local_experts must be an integer >= 1, got None"),
     (MIXTRAL | {"num_experts_per_tok": 7}, r"num_experts_per_tok must be at most num_local_experts \(6\), got 7"),
     (GRANITE | {"attention_multiplier": 0}, "attention_multiplier must be a number above 0, got 0"),
     (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),

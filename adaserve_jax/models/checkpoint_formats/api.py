@@ -1,6 +1,6 @@
 """Reads `quantization_config` of config.json: which format the checkpoint has, or why it cannot be served.
 
-ModelOpt's own exports have a file beside it instead, `hf_quant_config.json`.
+Checkpoints that ModelOpt exported may have a file beside it instead, `hf_quant_config.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adaserve_jax.models.checkpoint_formats.scaled import FLOAT8, INT8, Scaled
 from adaserve_jax.models.settings import Settings, read_json
 
 FORMAT_KEY = "quantization_config"
-MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 _NVFP4 = "nvfp4-pack-quantized"
 _ACTIVATION_SCALES = (
     "input_scale", "activation_scale", "input_scale_inv", "input_zero_point", "output_scale", "output_zero_point",
@@ -29,12 +29,10 @@ def read_format(config: Settings) -> WeightFormat | None:
     Activations are never quantised: of a format that does so, the weights alone are read.
     Raises UnsupportedModelError, by the name of the setting: the format is not read; CheckpointError: it is malformed.
     """
-    beside = config.path.parent / MODELOPT_FILE
     given = config.get(FORMAT_KEY)
-    if not given and beside.exists():
-        return _modelopt(Settings(read_json(beside), beside))
     if not given:
-        return None
+        beside = config.path.parent / MODELOPT_FILE
+        return _modelopt(Settings(read_json(beside), beside)) if beside.exists() else None
     if not isinstance(given, dict):
         raise config.wrong(FORMAT_KEY, given, "an object")
     values = config.inside(FORMAT_KEY, given)
@@ -82,7 +80,7 @@ def _mxfp4(values: Settings) -> WeightFormat:
 
 
 def _modelopt(values: Settings) -> WeightFormat:
-    """Read what ModelOpt writes: its file's settings lie in `quantization`, those of config.json beside the rest."""
+    """Return a format of ModelOpt. values: of its own file, whose settings lie in `quantization`, or of config.json."""
     own = values.get("quantization")
     values = values.inside("quantization", own) if isinstance(own, dict) else values
     algorithm = _one_of(values, "quant_algo", "FP8", "NVFP4")
@@ -96,7 +94,7 @@ def _modelopt(values: Settings) -> WeightFormat:
 
 
 def _producer(values: Settings) -> str | None:
-    """Return the tool that wrote a checkpoint, by which ModelOpt's early files are known."""
+    """Return the name of the tool that wrote a checkpoint; early files of ModelOpt have it, and no quant_method."""
     found = values.get("producer")
     return found.get("name") if isinstance(found, dict) else None
 
@@ -146,7 +144,7 @@ def _of_group(group: Settings) -> Encoding:
 
 _READERS = {
     "fp8": _fp8, "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4,
-    MODELOPT: _modelopt,
+    "modelopt": _modelopt,
 }  # fmt: skip
 
 
