@@ -31,7 +31,9 @@ def grow(
     seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
     head: Annotated[
         str,
-        typer.Option(help="EAGLE-3 head of the source, or 'demo-head'; OUT/eagle3 becomes the head of what has grown"),
+        typer.Option(
+            help="EAGLE-3 head of the source, 'demo-head', or Medusa heads; OUT/head becomes the head of what has grown"
+        ),
     ] = "",
 ) -> None:
     """Grow a checkpoint to a size; its text stays the same, its cost does not."""
@@ -46,7 +48,7 @@ def grow(
     with progress_bar() as progress:
         grow_checkpoint(folder, out, shape, dtype=dtype, seed=seed, progress=progress)
         if head_folder is not None:
-            grow_head(head_folder, folder, out / "eagle3", shape.hidden)
+            grow_head(head_folder, folder, out / "head", shape.hidden)
     say(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim")
 
 

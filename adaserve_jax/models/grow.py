@@ -102,20 +102,28 @@ def grow(
 
 
 def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
-    """Write the EAGLE-3 head of `source` for a target grown from it, and return its configuration.
+    """Write the EAGLE-3 head or the Medusa heads of `source` for a target grown from it, and return the configuration.
 
     A grown target's stream has the source's features first and zeros behind, and the same layers in the same places, so
-    the head reads the same numbers: it proposes what the head of `source` would. It keeps its size and has an embedding
-    of its own. hidden: the grown target's.
+    the head reads the same numbers: it proposes what the head of `source` would. An EAGLE-3 head keeps its size and has
+    an embedding of its own; Medusa heads grow as wide as the target. hidden: the grown target's.
     Raises ConfigError: `out` is not empty; CheckpointError: it is no head of `source`.
     """
     from adaserve_jax.models.export import export_head, new_head_folder  # imports jax
     from adaserve_jax.models.loading import load_params
 
     config = check_head(head, source)
-    assert config.eagle3 is not None
     target = ModelConfig.from_folder(source)
     given = read_json(head / "config.json")
+    if config.eagle3 is None:
+        grown = new_head_folder(out, given | {"hidden_size": hidden, "torch_dtype": "float32"})
+        wider = hidden - config.hidden_size
+        padded = {}
+        for name, weight in load_params(head, config).items():
+            added = (0 if name.endswith(".out") else wider, wider)  # rows and columns; the vocabulary stays
+            padded[name] = np.pad(weight, [(0, count) for count in added[: weight.ndim]])
+        export_head(padded, out)
+        return grown
     read = list(config.eagle3.layers_of(target.num_layers))
     reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": read}
     changed = {"target_hidden_size": hidden, "torch_dtype": "float32", "eagle_config": reading}
@@ -129,11 +137,10 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
 
 
 def check_head(head: Path, source: Path) -> ModelConfig:
-    """Return the configuration of an EAGLE-3 head of `source`. Raises CheckpointError: it is none."""
+    """Return the configuration of an EAGLE-3 head or Medusa heads of `source`. Raises CheckpointError: it is none."""
     config = ModelConfig.from_folder(head, may_be_head=True)
-    if config.eagle3 is None:
-        got = config.head_name if config.is_head else "a model of its own"
-        raise CheckpointError(f"{head}: expected an EAGLE-3 head, got {got}")
+    if config.eagle3 is None and config.medusa is None:
+        raise CheckpointError(f"{head}: expected an EAGLE-3 head or Medusa heads, got a model of its own")
     config.check_target(ModelConfig.from_folder(source))
     return config
 

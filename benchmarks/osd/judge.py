@@ -1,7 +1,7 @@
 """How much of what the target says a draft would say: measured on texts of the target that nobody was served.
 
-Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q). Of an
-EAGLE-3 head it is the mean over the levels that a head is trained for, too.
+Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q). Of a head it
+is the mean over the levels that a head is trained for, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _sums(
     batch: PackedBatch,
 ) -> jax.Array:  # fmt: skip
     """Return the sums of overlaps and of weights, f32[2]."""
-    if draft.eagle3 is None:
+    if not draft.is_head:
         overlap, weight = batch_sums(params, draft, learn, batch)[1], batch.weight.sum()
     else:
         features = HeadTarget(target, target_params).features(target_params, draft, batch)

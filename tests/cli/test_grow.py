@@ -1,4 +1,4 @@
-"""`adaserve grow`: sizes by name or one by one, and the source's EAGLE-3 head for what has grown."""
+"""`adaserve grow`: sizes by name or one by one, and the source's head for what has grown."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_a_head_grows_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixt
     out = tmp_path / "grown"
     assert run_program("grow", str(out), "--source", str(source), "--head", str(head), *SIZES) == 0
     assert "parameters, f32" in capsys.readouterr().err
-    grown = ModelConfig.from_folder(out / "eagle3", may_be_head=True)
+    grown = ModelConfig.from_folder(out / "head", may_be_head=True)
     grown.check_target(ModelConfig.from_folder(out))
     assert grown.eagle3 is not None
     assert grown.eagle3.target_hidden_size == 48
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--head", str(source), *SIZES) == 2
-    assert "expected an EAGLE-3 head, got a model of its own" in capsys.readouterr().err
+    assert "expected an EAGLE-3 head or Medusa heads, got a model of its own" in capsys.readouterr().err
     assert not (tmp_path / "other").exists(), "a wrong head is told before anything is written"
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--params", "3B") == 2
     assert "--params must be one of 110M, 1B, 8B, got '3B'" in capsys.readouterr().err

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import attend_dense, decode
 from adaserve_jax.models.grow import GrownShape, grow, grow_head
-from tests.models.checkpoints import write_checkpoint, write_eagle3
+from adaserve_jax.models.loading import load_params
+from tests.models.checkpoints import write_checkpoint, write_eagle3, write_medusa
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
+from tests.oracles.medusa import medusa_scores
 
 TOKENS = [3, 250, 17, 17, 300, 9, 41, 8]
 
@@ -54,8 +58,25 @@ def test_a_head_of_the_source_reads_the_same_in_what_has_grown(tmp_path: Path) -
         found.append(oracle.logits(oracle.read_target(TOKENS[1:], features)))
     possible = np.isfinite(found[0])
     np.testing.assert_allclose(found[1][possible], found[0][possible], atol=1e-4)
-    with pytest.raises(CheckpointError, match="expected an EAGLE-3 head, got a model of its own"):
+    with pytest.raises(CheckpointError, match="expected an EAGLE-3 head or Medusa heads, got a model of its own"):
         grow_head(source, source, tmp_path / "other", 64)
+
+
+def test_medusa_heads_of_the_source_read_the_same_in_what_has_grown(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=4)
+    heads = write_medusa(tmp_path / "heads", blocks=2)
+    grow(source, tmp_path / "grown", GrownShape(layers=6, hidden=64, heads=12, kv_heads=3, mlp=96))
+    grow_head(heads, source, tmp_path / "grown-heads", 64).check_target(ModelConfig.from_folder(tmp_path / "grown"))
+    found = []
+    for target, folder in (("source", heads), ("grown", tmp_path / "grown-heads")):
+        params = load_params(tmp_path / target, ModelConfig.from_folder(tmp_path / target))
+        config = ModelConfig.from_folder(tmp_path / target)
+        tokens = jnp.asarray(TOKENS)
+        attend = attend_dense(config, jnp.zeros_like(tokens))
+        hidden = np.asarray(decode(params, config, tokens, jnp.arange(len(TOKENS)), attend))
+        found.append([medusa_scores(folder, column) for column in hidden.T])
+    assert np.ptp(found[0], axis=-1).min() > 0.01
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 def medusa_scores(folder: Path, hidden: np.ndarray) -> np.ndarray:
     """Return each head's scores, f64[heads, V]. hidden: f[d], the target's output after its last norm."""
     config = json.loads((folder / "config.json").read_text())
-    weights = {name: tensor.astype(np.float64) for name, tensor in load_file(folder / "model.safetensors").items()}
+    (path,) = folder.glob("*.safetensors")
+    weights = {name: tensor.astype(np.float64) for name, tensor in load_file(path).items()}
     found = []
     for head in range(config["medusa_num_heads"]):
         x = hidden.astype(np.float64)
