@@ -65,7 +65,9 @@ class ProgramCache:
         if (found := _load(self._folder / by_source, devices)) is not None:
             return found
         lowered = function.lower(*arguments)
-        self._here.program = program = _digest(devices, lowered.in_tree, lowered.out_tree, lowered.as_text())
+        # An argument that a program does not read is not in its text, but its shape is checked at each call.
+        shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(arguments)]
+        self._here.program = program = _digest(devices, lowered.in_tree, shapes, lowered.out_tree, lowered.as_text())
         by_text = self._folder / _digest(_environment(), program)
         if (found := _load(by_text, devices)) is None:
             found = lowered.compile()

@@ -1,7 +1,7 @@
 """How much of what the target says a draft would say: measured on texts of the target that nobody was served.
 
-Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q). Of a head it
-is the mean over the levels that a head is trained for, too.
+Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q). Of a head
+it is the mean over the levels that a head is trained for, too.
 """
 
 from __future__ import annotations

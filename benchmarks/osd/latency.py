@@ -2,10 +2,11 @@
 
     python -m benchmarks.osd.latency --drafts start=FOLDER,online=FOLDER --out FILE [--domain code]
 
-One engine holds all drafts; each prompt is continued by every policy with every draft in turn, one request at a time,
-so that whatever else runs on the machine meets all alike. Beside what was measured stands the closed form
-(1 - a^(k+1)) / ((1 - a)(k c + 1)): a, the chance that a drafted token is kept, is that with which a chain of k keeps as
-many as were kept; c, seconds of one draft step over those of a target step, is measured in the same runs.
+Drafts are models, or heads of the demo's target, which grow with it. One engine holds all drafts; each prompt is
+continued by every policy with every draft in turn, one request at a time, so that whatever else runs on the machine
+meets all alike. Beside what was measured stands the closed form (1 - a^(k+1)) / ((1 - a)(k c + 1)): a, the chance that
+a drafted token is kept, is that with which a chain of k keeps as many as were kept; c, seconds of one draft step over
+those of a target step, is measured in the same runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,13 +27,15 @@ from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.grow import SHAPES, grow_head
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.engine.throughput import grown_target
 from benchmarks.engine.throughput_rows import paired_ratio
 from benchmarks.osd.prompts import domains
 from benchmarks.osd.runs import sampling
 
-PLAIN = "ar"
+PLAIN, SIZE = "ar", "110M"
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,32 @@ def main(
 ) -> None:
     """Measure and write."""
     named = dict(each.split("=", 1) for each in drafts.split(","))
+    with tempfile.TemporaryDirectory(prefix="grown-heads-") as grown:
+        measured = {name: of_grown(draft, Path(grown) / name) for name, draft in named.items()}
+        result = measure(measured, domain, gsm8k, prompts, comma_list("chains", chains, int))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def of_grown(draft: str, folder: Path) -> str:
+    """The draft for the grown target: a head grows with it, into `folder`."""
+    head = resolve_folder(draft, "draft")
+    if not ModelConfig.from_folder(head, may_be_head=True).is_head:
+        return draft
+    grow_head(head, resolve_folder("demo", "target"), folder, SHAPES[SIZE].hidden)
+    return str(folder)
+
+
+def measure(
+    named: dict[str, str], domain: str, gsm8k: Path | None, prompts: int, lengths: tuple[int, ...]
+) -> dict[str, Any]:
+    """Continue the prompts in all ways. named: folders of drafts by name; lengths: of chains."""
     first, *others = named
     config = EngineConfig(
-        target=str(grown_target("110M")), draft=named[first], policy=PLAIN, max_context=512, max_requests=1,
+        target=str(grown_target(SIZE)), draft=named[first], policy=PLAIN, max_context=512, max_requests=1,
         drafts=tuple(f"{name}={named[name]}" for name in others), prefix_cache=False,
     )  # fmt: skip
     texts = domains((domain,), gsm8k, 1, prompts)[0].judged
-    lengths = comma_list("chains", chains, int)
     with progress_bar() as progress:
         engine = LocalEngine(config, progress)
         engine.start()
@@ -118,13 +141,11 @@ def main(
     rows = [row_of(name, chain, each, plain, statistics.median(shares[chain])) for (name, chain), each in found.items()]
     for row in rows:
         notes().print(f"{row}", highlight=False, markup=False)
-    result: dict[str, Any] = {
-        "commit": source_commit(), "machine": machine_name(), "target": "110M", "domain": domain, "prompts": prompts,
+    return {
+        "commit": source_commit(), "machine": machine_name(), "target": SIZE, "domain": domain, "prompts": prompts,
         "plain_tpot_ms": 1e3 * statistics.median(plain), "compiles_after_ready": compiles,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def row_of(name: str, chain: int, each: list[tuple[float, int, int]], plain: list[float], share: float) -> Row:

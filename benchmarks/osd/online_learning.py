@@ -3,14 +3,15 @@
     python -m benchmarks.osd.online_learning narrow code --work FOLDER --out benchmarks/results/online-learning
     python -m benchmarks.osd.online_learning narrow maths --gsm8k train.jsonl.gz ...
     python -m benchmarks.osd.online_learning head code --work FOLDER ...    # an EAGLE-3 head in place of the draft
+    python -m benchmarks.osd.online_learning medusa --gsm8k ...     # Medusa heads that know maths alone
     python -m benchmarks.osd.online_learning shift --gsm8k ...      # four kinds of traffic, one after another
     python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
-The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and the head with
-random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving taught it,
-and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in waves of eight, at
-temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last, so that training
-takes no time from serving. `learning_figures.py` draws them.
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and the EAGLE-3 head
+with random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving
+taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in waves of
+eight, at temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last, so that
+training takes no time from serving. `learning_figures.py` draws them.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ Steps = Annotated[
         "hold, not how long they were taught"
     ),
 ]
+Kinds = Annotated[str, typer.Option(help="kinds of traffic, comma-separated")]
 Which = Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")]
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -131,6 +133,29 @@ def head(
 
 
 @app.command()
+def medusa(
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 384, judged: Judged = 24, every: Every = 96,
+    policy: Policy = "spec:4",
+    kinds: Kinds = "code,maths",
+    taught: Annotated[str, typer.Option(help="kind of prompts that the heads are distilled from at first")] = "maths",
+) -> None:  # fmt: skip
+    """Medusa heads that were distilled from one kind of traffic: what serving each kind teaches them."""
+    each = domains(tuple(kinds.split(",")), gsm8k, requests, judged)
+    (home,) = domains((taught,), gsm8k, 2 * requests, 0)
+    start = distilled(work, f"medusa-{taught}-{requests}", home.served[requests:], "--head", "medusa")
+    judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
+    found = {START: acceptance_of(start, judge)}
+    note(f"{START}: {found[START]}")
+    runs = []
+    for domain in each:
+        stream = [Asked(domain.name, prompt) for prompt in domain.served]
+        keep = work / f"online-{domain.name}"
+        runs.append(run(f"{domain.name}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
+                        every=every, note=note, keep=keep))  # fmt: skip
+        write(out / "medusa.json", policy, found, runs)
+
+
+@app.command()
 def shift(
     work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 2000, judged: Judged = 48, every: Every = 50,
     policy: Policy = "spec:4",
@@ -146,7 +171,7 @@ def mixed(
     work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 3200, judged: Judged = 48, every: Every = 200,
     policy: Policy = "spec:4",
     steps: Steps = 8, which: Which = "one,tag,topic",
-    kinds: Annotated[str, typer.Option(help="kinds of traffic, comma-separated")] = "code,maths",
+    kinds: Kinds = "code,maths",
 ) -> None:  # fmt: skip
     """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic. Drafts have one
     layer here: the less a draft can hold, the more there is to gain by giving each kind its own."""
@@ -211,13 +236,19 @@ def one_layer_of(work: Path) -> str:
 
 def offline_of(work: Path, start: str, domain: Domain) -> str:
     """What `adaserve distill` makes of the prompts that are served, before any is."""
-    folder = work / f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
+    name = f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
+    return distilled(work, name, domain.served, "--draft", start)
+
+
+def distilled(work: Path, name: str, prompts: list[str], *begins_with: str) -> str:
+    """The folder `name` in `work`, written by `adaserve distill` in two epochs unless it is there."""
+    folder = work / name
     if not (folder / "config.json").exists():
-        prompts = work / f"{domain.name}.jsonl"
-        write_prompts(prompts, domain.served)
+        file = work / f"{name}.jsonl"
+        write_prompts(file, prompts)
         command = [
-            sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, "--draft", start,
-            "--prompts", str(prompts), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
+            sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, *begins_with,
+            "--prompts", str(file), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
             "--temperature", str(TEMPERATURE), "--rate", str(RATE), "--schedule", "cosine",
         ]  # fmt: skip
         note(" ".join(command[1:]))

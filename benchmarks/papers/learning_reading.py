@@ -1,5 +1,5 @@
-"""What OSD's tables 1 and 3 and figures 3 to 6 state, read from adaserve distill, benchmarks/osd/online_learning.py and
-benchmarks/osd/latency.py. Runs nothing.
+"""What OSD's tables 1, 3 and 4 and figures 3 to 6 state, read from adaserve distill, benchmarks/osd/online_learning.py
+and benchmarks/osd/latency.py. Runs nothing.
 
 Acceptance is the mean over positions of the sum of min(p, q), on texts of the target that nobody was served.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from adaserve_jax.report.document import Figure, Series
@@ -40,6 +41,12 @@ CODE_SPEEDUPS = (1.42, 1.69)
 """On the same data: of the 160M draft for 7B, and of the 1.1B draft for 33B."""
 CODE_OVER_START = 1.64
 """Section 4.2.2: speed with the distilled 160M draft over that with the original one, on the same."""
+MEDUSA, MEDUSA_LEARNED, DRAFT_LEARNED = "Medusa", "Medusa, online", "draft, online"
+MEDUSA_SPEEDUPS = {
+    "code": {MEDUSA: 1.34, MEDUSA_LEARNED: 2.01, DRAFT_LEARNED: 2.17},
+    "maths": {MEDUSA: 2.03, MEDUSA_LEARNED: 2.38, DRAFT_LEARNED: 1.51},
+}
+"""By traffic here: code is what the heads were not taught (there Spider), maths what they were (there Arena)."""
 GAINS = (0.1, 0.65)
 ROUTED = (0.1, 0.2)
 TOPICS = 0.6
@@ -64,6 +71,22 @@ SPEED_CLAIMS = (
           "start over offline", "above", 1.0, CODE_OVER_START),
     Claim("code: time per token with the first draft over that with the online one, the same chain",
           "start over online", "above", 1.0),
+)  # fmt: skip
+MEDUSA_CLAIMS = (
+    *(
+        Claim(f"{domain}: speedup with {way}, its best chain", f"{domain}: {way}", "above", 1.0, times)
+        for domain, ways in MEDUSA_SPEEDUPS.items()
+        for way, times in ways.items()
+    ),
+    *(
+        Claim(f"{domain}: the learned heads' speedup over the first heads'", f"{domain}: learned over first", "above",
+              1.0, ways[MEDUSA_LEARNED] / ways[MEDUSA])
+        for domain, ways in MEDUSA_SPEEDUPS.items()
+    ),
+    Claim("code, which the heads did not know: the learned draft's speedup over the learned heads'",
+          "code: draft over learned heads", "above", 1.0, 2.17 / 2.01),
+    Claim("maths, which the heads knew: the learned draft's speedup over the first heads'",
+          "maths: draft over first heads", "at most", 1.0, 1.51 / 2.03),
 )  # fmt: skip
 NARROW_CLAIMS = (
     Claim("smallest gain in acceptance online", "least gain", "above", 0.0, GAINS[0], "share"),
@@ -124,8 +147,7 @@ def latency(step: str) -> Read:
         chain = rows[-1]["policy"]
         tpot = {row["draft"]: row["tpot_ms"] for row in rows if row["policy"] == chain}
         values: dict[str, float | None] = {
-            f"{draft}: times plain": largest(row["times"] for row in rows if row["draft"] == draft)
-            for draft in (OFFLINE, ONLINE)
+            f"{draft}: times plain": _best_times(folders[step]).get(draft) for draft in (OFFLINE, ONLINE)
         }
         values |= {f"{START} over {draft}": over(tpot.get(START), tpot.get(draft)) for draft in (OFFLINE, ONLINE)}
         bars = {
@@ -139,6 +161,41 @@ def latency(step: str) -> Read:
         return Found(values, (shown,), _about(result) | {"target": result["target"]})
 
     return read
+
+
+def medusa(heads: Mapping[str, str], drafts: Mapping[str, str], learning: str) -> Read:
+    """heads, drafts: steps that wrote latency.json, by domain. learning: the step that wrote medusa.json."""
+
+    def read(folders: Folders) -> Found:
+        learned = read_json(folders[learning] / "medusa.json")
+        values: dict[str, float | None] = {}
+        bars: dict[str, dict[str, float | None]] = {way: {} for way in (MEDUSA, MEDUSA_LEARNED, DRAFT_LEARNED)}
+        for domain in heads:
+            of_heads, of_drafts = (_best_times(folders[steps[domain]]) for steps in (heads, drafts))
+            found = dict(zip(bars, (of_heads[START], of_heads[ONLINE], of_drafts[ONLINE]), strict=True))
+            for way, times in found.items():
+                bars[way][domain] = values[f"{domain}: {way}"] = times
+            values[f"{domain}: learned over first"] = over(found[MEDUSA_LEARNED], found[MEDUSA])
+            values[f"{domain}: draft over learned heads"] = over(found[DRAFT_LEARNED], found[MEDUSA_LEARNED])
+            values[f"{domain}: draft over first heads"] = over(found[DRAFT_LEARNED], found[MEDUSA])
+        speed = figure(
+            "speed", "Speed of Medusa heads and of a draft", "The real engine, one request at a time.", "traffic",
+            [("speedup", "times plain decoding", series(bars))], kind="bars",
+        )  # fmt: skip
+        panels = {
+            domain: series({MEDUSA_LEARNED: curve(run, domain)})
+            for domain, run in zip(heads, learned["runs"], strict=True)
+        }
+        shown = _figure("medusa", "Heads that learn from one kind of traffic", "requests served", panels)
+        return Found(values, (speed, shown), _about(learned))
+
+    return read
+
+
+def _best_times(folder: Path) -> dict[str, float]:
+    """The speedup of each draft of a latency.json under its best chain."""
+    rows = read_json(folder / "latency.json")["rows"]
+    return {name: max(row["times"] for row in rows if row["draft"] == name) for name in {row["draft"] for row in rows}}
 
 
 def narrow(steps: Mapping[str, str]) -> Read:

@@ -1,12 +1,13 @@
-"""Online Speculative Decoding's tables 1 to 3 and figures 3 to 6: what they show, and how they are measured here."""
+"""Online Speculative Decoding's tables 1 to 4 and figures 3 to 6: what they show, and how they are measured here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from benchmarks.papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
 from benchmarks.papers.learning_reading import (
     JSD,
+    MEDUSA_CLAIMS,
     MIXED,
     NARROW_CLAIMS,
     OFFLINE_CLAIMS,
@@ -18,6 +19,7 @@ from benchmarks.papers.learning_reading import (
     TEACHER,
     TOPIC_CLAIMS,
     latency,
+    medusa,
     narrow,
     offline,
     routed,
@@ -107,20 +109,45 @@ DISTILLED = {
     **{way: _distilled(way, "--sampling", way) for way in (STUDENT, MIXED)},
     **{way: _distilled(way, "--loss", way) for way in (REVERSE, JSD)},
 }
-DRAFTS = "{narrow-code}/drafts"
-LATENCY = Step(
-    "learning-latency",
-    (
-        "python", "-m", "benchmarks.osd.latency", "--drafts",
-        f"start={DRAFTS}/start,offline={DRAFTS}/offline-start-code-500,online={DRAFTS}/online-code", "--prompts", "12",
-        "--out", "{here}/latency.json",
-    ),
-    5,
+HEADS = _learning(
+    "medusa", 15, "medusa", "--gsm8k", "{gsm8k}", "--requests", "384", "--judged", "24", "--every", "96"
 )  # fmt: skip
+
+
+def _latency(name: str, domain: str, **drafts: str) -> Step:
+    """One command of benchmarks/osd/latency.py. drafts: folders by name."""
+    command = (
+        "python", "-m", "benchmarks.osd.latency", "--drafts", ",".join(f"{key}={path}" for key, path in drafts.items()),
+        "--domain", domain, "--gsm8k", "{gsm8k}", "--prompts", "12", "--out", "{here}/latency.json",
+    )  # fmt: skip
+    return Step(name, command, 4)
+
+
+LATENCY = _latency(
+    "learning-latency", "code", start="{narrow-code}/drafts/start",
+    offline="{narrow-code}/drafts/offline-start-code-500", online="{narrow-code}/drafts/online-code",
+)  # fmt: skip
+DRAFT_LATENCY = {
+    "code": LATENCY,
+    "maths": _latency(
+        "draft-latency-maths", "maths", start="{narrow-maths}/drafts/start", online="{narrow-maths}/drafts/online-maths"
+    ),
+}
+HEAD_LATENCY = {
+    domain: _latency(
+        f"medusa-latency-{domain}", domain, start="{medusa}/drafts/medusa-maths-384",
+        online=f"{{medusa}}/drafts/online-{domain}",
+    )
+    for domain in ("code", "maths")
+}  # fmt: skip
 
 
 def _engine(form: Form) -> dict[str, Form | NotYet]:
     return {"cpu": SIMULATED, "engine": form, "gpu": LARGER}
+
+
+def _names(steps: Mapping[str, Step]) -> dict[str, str]:
+    return {domain: step.name for domain, step in steps.items()}
 
 
 ENTRIES = (
@@ -129,7 +156,7 @@ ENTRIES = (
         "Acceptance of drafts distilled offline on four data sets, by training method.",
         "One kind of prompts, code, by the model that writes the texts and by the loss.",
         _engine(Form(
-            (PROMPTS, *DISTILLED.values()), offline({way: step.name for way, step in DISTILLED.items()}),
+            (PROMPTS, *DISTILLED.values()), offline(_names(DISTILLED)),
             OFFLINE_CLAIMS, "256 pieces of code", "distilled.json",
             f"{PAIR} Acceptance is measured on the held-out eighth of the prompts, over the target's 64 likeliest "
             "tokens. The paper's numbers are Vicuna-7B's on Code-search-Python. There is no training on labels alone.",
@@ -160,12 +187,27 @@ ENTRIES = (
         )),
     ),
     Entry(
+        "osd-table-4", PAPER, "table 4",
+        "Speed with Medusa heads, before and after they learned from the traffic, and with a draft that learned, on "
+        "two data sets: one that the heads were not trained for, and one like what they were trained on.",
+        "Medusa heads that were distilled from maths, on code and on maths, before and after they learned online from "
+        "384 requests; and the draft that learned online from 500. One request, chains of two and four.",
+        _engine(Form(
+            (*NARROW.values(), HEADS, *DRAFT_LATENCY.values(), *HEAD_LATENCY.values()),
+            medusa(_names(HEAD_LATENCY), _names(DRAFT_LATENCY), HEADS.name), MEDUSA_CLAIMS,
+            "12 prompts of each kind", "medusa.json, latency.json",
+            "The embedded pair on a CPU, its target and the heads grown to 110M in f32. Chains in place of Medusa's "
+            "trees. The draft begins with a random top layer. The paper's numbers are Medusa-7B's on Spider and "
+            "Chatbot Arena.",
+        )),
+    ),
+    Entry(
         "osd-3", PAPER, "figure 3",
         "Acceptance over the requests served, while the draft learns from them, on four data sets.",
         "Code and maths, each from the same start, compared with a draft that was distilled offline from the same "
         "prompts in two epochs. The paper's range of gains covers all its data sets.",
         _engine(Form(
-            tuple(NARROW.values()), narrow({domain: step.name for domain, step in NARROW.items()}), NARROW_CLAIMS,
+            tuple(NARROW.values()), narrow(_names(NARROW)), NARROW_CLAIMS,
             "500 requests of one kind", "narrow-code.json, narrow-maths.json",
             f"{JUDGED} 500 requests in place of 2,000 and more.",
         )),

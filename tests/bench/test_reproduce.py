@@ -26,7 +26,7 @@ EXPECTED = {
     *(f"adaserve-{figure}" for figure in range(8, 16)),
     *(f"nightjar-{figure}" for figure in range(9, 17)),
     *(f"nightjar-table-{table}" for table in (4, 5, 6)),
-    *(f"osd-table-{table}" for table in (1, 2, 3)),
+    *(f"osd-table-{table}" for table in (1, 2, 3, 4)),
     *(f"osd-{figure}" for figure in range(3, 7)),
     "starsd-table-1", *(f"starsd-{figure}" for figure in range(4, 7)),
 }  # fmt: skip

@@ -122,8 +122,39 @@ def test_table_3_times_the_drafts_that_learning_from_one_kind_leaves(modules, tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")  # it is there already
     made = start_of(tmp_path), offline_of(tmp_path, start_of(tmp_path), domain)
-    named = dict(each.split("=") for each in modules["online"].LATENCY.argv[4].split(","))
-    assert [Path(named[kind]).name for kind in ("start", "offline")] == [Path(each).name for each in made]
+    assert [Path(timed(modules["online"].LATENCY)[kind]).name for kind in ("start", "offline")] == [
+        Path(each).name for each in made
+    ]
+
+
+def timed(step: Any) -> dict[str, str]:
+    """Drafts that a step of benchmarks/osd/latency.py times: folders by name."""
+    return dict(each.split("=") for each in step.argv[step.argv.index("--drafts") + 1].split(","))
+
+
+def test_heads_and_a_draft_that_learned_are_compared_kind_by_kind(modules, tmp_path: Path) -> None:
+    def latency(name: str, **times: float) -> Path:
+        rows = [{"draft": draft, "times": each - less} for draft, each in times.items() for less in (0.25, 0.0, 0.5)]
+        return written(tmp_path / name / "latency.json", rows=rows)
+
+    folders = {
+        "heads code": latency("hc", start=1.25, online=2.0), "heads maths": latency("hm", start=2.0, online=2.5),
+        "draft code": latency("dc", start=1.0, offline=3.0, online=3.0), "draft maths": latency("dm", online=1.5),
+    }  # fmt: skip
+    runs = [run(f"{kind}/online", {0: {"code": 0.2, "maths": 0.4}, 9: {"code": 0.3, "maths": 0.5}}) for kind in
+            ("code", "maths")]  # fmt: skip
+    folders["learned"] = written(tmp_path / "l" / "medusa.json", runs=runs)
+    steps = [{kind: f"{what} {kind}" for kind in ("code", "maths")} for what in ("heads", "draft")]
+    found = modules["learning_reading"].medusa(*steps, "learned")(folders)
+    assert found.values == pytest.approx({
+        "code: Medusa": 1.25, "code: Medusa, online": 2.0, "code: draft, online": 3.0, "maths: Medusa": 2.0,
+        "maths: Medusa, online": 2.5, "maths: draft, online": 1.5, "code: learned over first": 1.6,
+        "maths: learned over first": 1.25, "code: draft over learned heads": 1.5, "code: draft over first heads": 2.4,
+        "maths: draft over learned heads": 0.6, "maths: draft over first heads": 0.75,
+    })  # fmt: skip
+    assert {claim.value for claim in modules["learning_reading"].MEDUSA_CLAIMS} <= found.values.keys()
+    maths = found.shown[1].panels[1]
+    assert (maths.title, maths.series[0].y) == ("maths", (0.4, 0.5))
 
 
 def test_learning_from_one_kind_is_judged_by_the_kind_that_gains_least(modules, tmp_path: Path) -> None:

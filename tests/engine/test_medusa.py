@@ -30,7 +30,7 @@ def test_the_text_is_the_targets_and_heads_that_know_nothing_share_its_noise(tmp
     heads = write_medusa(tmp_path, size=256, vocab_size=2048)
     tensors = load_file(heads / "model.safetensors")
     save_file({name: np.zeros_like(tensor) for name, tensor in tensors.items()}, heads / "model.safetensors")
-    with LLM(draft=str(heads), **DEMO | {"max_width": 2, "token_edges": (64,)}) as llm:
+    with LLM(draft=str(heads), **DEMO | {"max_width": 2, "token_edges": (16, 64)}) as llm:
         expected = [output.token_ids for output in _outputs(llm, "ar")]
         found = _outputs(llm, "spec:3")
         assert sum(output.token_ids != text for output, text in zip(found, expected, strict=True)) <= 1

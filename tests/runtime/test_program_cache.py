@@ -73,6 +73,18 @@ def test_a_second_start_traces_nothing_and_computes_the_same(folder: Path) -> No
     assert traced == ["scale", "shift"]
 
 
+def ignore(x: jax.Array, unread: jax.Array) -> jax.Array:
+    return x * 7
+
+
+def test_programs_differ_by_the_shape_of_an_argument_that_they_do_not_read(folder: Path) -> None:
+    """Their texts are the same. Medusa heads have no K/V, so that their commits are such programs."""
+    for length in (4, 16):
+        unread = jax.ShapeDtypeStruct((length,), jnp.int32)
+        found = compiled(jax.jit(ignore), X, unread)(np.float32([1, 2, 3]), np.zeros(length, np.int32))
+        assert found.tolist() == [7, 14, 21]
+
+
 def test_an_argument_that_is_given_away_stays_so(folder: Path) -> None:
     for _ in range(2):
         given = jnp.zeros(3)
