@@ -112,13 +112,13 @@ def _engines(result: dict[str, Any]) -> list[str]:
          *(f"{row[name] * factor:z.{digits}f}" for name, _, factor, digits in QUANTITIES))
         for row in real["rows"]
     ]  # fmt: skip
-    together = statistics.median(each["throughput_tps"] for each in real["colocated"])
+    own = {name: statistics.median(each["throughput_tps"] for each in of) for name, of in real["colocated"].items()}
     return [
         f"With whole engines as targets ({real['target']}, {real['verify_s'] * 1e3:.1f} ms a verification, all on the "
         f"same cores):",
         table(head, lines),
-        f"{real['same_texts']} of {real['texts']} texts are those that the target writes alone; one engine with "
-        f"the draft in its own process: {together:.1f} tokens/s.",
+        f"{real['same_texts']} of {real['texts']} texts are those that the target writes alone. One engine without the "
+        f"service: {', '.join(f'{name} in its process {tps:.1f} tokens/s' for name, tps in own.items())}.",
     ]
 
 

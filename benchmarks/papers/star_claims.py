@@ -36,6 +36,10 @@ TABLE_CLAIMS = (
 )  # fmt: skip
 ENGINE_CLAIMS = (
     Claim("tokens/s of two targets over one", "tokens: two over one", "at least", 1.0, _paper("throughput_tps", 2, 1)),
+    Claim("tokens/s of a target with an EAGLE head of its own over one at the service", "tokens: head over service",
+          "at least", 1.0, COLOCATED_TPS / PAPER[ONE]["throughput_tps"]),
+    Claim("tokens/s of two targets over one with an EAGLE head of its own", "tokens: two over head", "at least", 1.0,
+          PAPER[2]["throughput_tps"] / COLOCATED_TPS),
     Claim("texts that equal what the target writes alone", "same texts", "at least", 1.0, None, "share"),
 )  # fmt: skip
 ROUND_CLAIMS = (

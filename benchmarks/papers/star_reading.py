@@ -20,6 +20,8 @@ QUANTITIES = (
     ("wait_s", "wait in the queue", "ms", 1e3), ("idle_s", "idle between two drafts", "ms", 1e3),
     ("rounds_per_s", "rounds of the draft", "rounds/s", 1.0), ("load", "load of the draft", "share", 1.0),
 )  # fmt: skip
+HEAD = "EAGLE-3 head"
+"""What an engine drafts with in place of the service, in `colocated` of table1.py."""
 IDLE_S, WARM = 0.03, 8
 """The idle time of the paper's one target, and the most drafts that warm it up."""
 
@@ -51,11 +53,13 @@ def engines(step: str) -> Read:
         result = read_json(folders[step] / "table1.json")
         real = result["engines"]
         alone = _measured(real["rows"], batched=False)
+        own = {name: fmean(each["throughput_tps"] for each in found) for name, found in real["colocated"].items()}
         values = {
             "tokens: two over one": _ratio(alone, "throughput_tps", 2, ONE),
+            "tokens: head over service": over(own.get(HEAD), _of(alone, "throughput_tps", ONE)),
+            "tokens: two over head": over(_of(alone, "throughput_tps", 2), own.get(HEAD)),
             "same texts": over(real["same_texts"], real["texts"]),
         }
-        together = fmean(each["throughput_tps"] for each in real["colocated"])
         columns = ("targets", "drafts", *(f"{title}, {unit}" for _, title, unit, _ in QUANTITIES))
         rows = [
             (str(row["n"]), BATCHED if row["batched"] else ONE_BY_ONE,
@@ -64,8 +68,9 @@ def engines(step: str) -> Read:
         ]  # fmt: skip
         shown = Table(
             "engines", "Targets that are whole engines",
-            f"Target {real['target']}, {real['verify_s'] * 1e3:.1f} ms a verification; {together:.1f} tokens/s with "
-            "the draft in the target's process.", columns, tuple(rows), frozenset(range(2, len(columns))),
+            f"Target {real['target']}, {real['verify_s'] * 1e3:.1f} ms a verification; in the target's process "
+            f"{', '.join(f'{name} {tps:.1f} tokens/s' for name, tps in own.items())}.",
+            columns, tuple(rows), frozenset(range(2, len(columns))),
         )  # fmt: skip
         return Found(values, (shown,), _about(result, f"whole engines of {real['target']}"))
 

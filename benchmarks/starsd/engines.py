@@ -1,6 +1,6 @@
 """Targets that are whole engines: the real target model verifies, where a paced one (star_targets.py) sleeps.
 
-Each process is an `LLM` with one request at a time, at a draft service or with the same draft in its own process. It
+Each process is an `LLM` with one request at a time, at a draft service or with a draft or head in its own process. It
 goes through the same texts, so that what it makes of a prompt can be held against what the target made of it alone.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -142,28 +142,32 @@ class _Loop:
 
 
 class EngineRuns:
-    """One to `count` engines at each service, and one with the draft in its own process, measured like paced ones.
+    """One to `count` engines at each service, and one with each draft in its own process, measured like paced ones.
     Processes are begun one after another, so that later ones find compiled programs in the cache."""
 
     def __init__(
         self, held: ExitStack, services: dict[bool, Service], count: int, texts: Sequence[Text], target: Path,
-        draft: Path, depth: int,
+        own: Mapping[str, Path], depth: int,
     ) -> None:  # fmt: skip
-        """services: by whether requests are drafted together."""
+        """services: by whether requests are drafted together. own: drafts and heads by name, each of an engine that
+        has it in its own process."""
         self._services, self._count, self._target = services, count, target
         engine = Engine(str(target), None, depth)
         self._there = {
             batched: held.enter_context(targets_at(at, count, run_engine, texts, engine, in_turn=True))
             for batched, at in services.items()
         }
-        self._alone = begun(held, run_engine, 0, 0, texts, replace(engine, draft=str(draft)), end="end")
-        expect_ready(self._alone)
+        self._alone = {}
+        for name, draft in own.items():
+            self._alone[name] = begun(held, run_engine, 0, 0, texts, replace(engine, draft=str(draft)), end="end")
+            expect_ready(self._alone[name])
         self._runs: list[Run] = []
-        self._colocated: list[dict[str, float]] = []
+        self._colocated: dict[str, list[dict[str, float]]] = {name: [] for name in own}
 
     def measure(self, seconds: float, number: int) -> None:
-        """One round: every number of engines at each service, and the one with its own draft."""
-        self._colocated.append(self._of_alone(seconds))
+        """One round: every number of engines at each service, and those with a draft of their own."""
+        for name, port in self._alone.items():
+            self._colocated[name].append(_of_alone(port, seconds))
         for n in range(1, self._count + 1):
             for batched, at in self._services.items():
                 self._runs.append(self._there[batched].run(at, n, seconds, batched=batched, round=number))
@@ -179,15 +183,17 @@ class EngineRuns:
             "colocated": self._colocated, "runs": [asdict(run) for run in self._runs],
         }  # fmt: skip
 
-    def _of_alone(self, seconds: float) -> dict[str, float]:
-        self._alone.send("run")
-        time.sleep(SETTLE_S)
-        ((before, began),) = Targets.tallies([self._alone])
-        time.sleep(seconds)
-        ((after, ended),) = Targets.tallies([self._alone])
-        self._alone.send("pause")
-        found, lasted = after - before, ended - began
-        return {
-            "throughput_tps": found.tokens / lasted, "rounds_per_s": found.rounds / lasted,
-            "service_s": found.round_s / max(found.drafted, 1),
-        }  # fmt: skip
+
+def _of_alone(port: Connection, seconds: float) -> dict[str, float]:
+    """Measure an engine with a draft of its own."""
+    port.send("run")
+    time.sleep(SETTLE_S)
+    ((before, began),) = Targets.tallies([port])
+    time.sleep(seconds)
+    ((after, ended),) = Targets.tallies([port])
+    port.send("pause")
+    found, lasted = after - before, ended - began
+    return {
+        "throughput_tps": found.tokens / lasted, "rounds_per_s": found.rounds / lasted,
+        "service_s": found.round_s / max(found.drafted, 1),
+    }  # fmt: skip

@@ -15,8 +15,8 @@ depth has as many accepted tokens as were found; t_c is what a round of one targ
 the closed form and the simulation are computed, up to 64 targets. `colocated`: the same draft within the process of one
 target, as in the paper's first column. `spread`: the least and the most over rounds.
 
---engines 2 also measures one and two targets that are whole engines (star_engines.py), beside one with the draft in
-its own process: no more than the cores bear, since all of them compute at once.
+--engines 2 also measures one and two targets that are whole engines (star_engines.py), beside one with the draft and
+one with the demo's EAGLE-3 head in its own process: no more than the cores bear, since all of them compute at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.grow import SHAPES, grow_head
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import interpolated
 from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
@@ -151,7 +153,12 @@ def star_table1(
         if engines:
             by_batching = {not MODES[mode]: at for mode, at in services.items()}
             folder = resolve_folder(engine_target, "target") if engine_target else grown_target("110M")
-            real = EngineRuns(held, by_batching, engines, texts, folder, resolve_folder(str(model), "draft"), depth)
+            own = {"draft": resolve_folder(str(model), "draft")}
+            if not engine_target:
+                own["EAGLE-3 head"] = Path(held.enter_context(TemporaryDirectory(prefix="grown-head-"))) / "head"
+                source = resolve_folder("demo", "target")
+                grow_head(resolve_folder("demo-head", "draft"), source, own["EAGLE-3 head"], SHAPES["110M"].hidden)
+            real = EngineRuns(held, by_batching, engines, texts, folder, own, depth)
         for number in range(rounds):
             colocated.send(seconds)
             alone.append(colocated.recv())

@@ -60,7 +60,10 @@ TABLE = ABOUT | {
     "engines": {
         "target": "110M-f32", "rows": [row(1, False, 50.0, 20.0, 0.4), row(2, False, 60.0, 24.0, 0.6)], "spread": [],
         "verify_s": 0.03, "texts": 8, "same_texts": 8,
-        "colocated": [{"throughput_tps": 70.0}, {"throughput_tps": 74.0}],
+        "colocated": {
+            "draft": [{"throughput_tps": 70.0}, {"throughput_tps": 74.0}],
+            "EAGLE-3 head": [{"throughput_tps": 73.0}, {"throughput_tps": 77.0}],
+        },
     },
 }  # fmt: skip
 WINDOWS = [
@@ -113,9 +116,12 @@ def test_rounds_of_a_target_are_the_draft_s_over_targets(modules, tmp_path: Path
 
 def test_whole_engines_are_read_apart_from_paced_targets(modules, tmp_path: Path) -> None:
     found = read(modules, "engines", TABLE, "table1.json", tmp_path)
-    assert found.values == {"tokens: two over one": 1.2, "same texts": 1.0}
+    assert found.values == {
+        "tokens: two over one": 1.2, "same texts": 1.0, "tokens: head over service": 1.5, "tokens: two over head": 0.8
+    }  # fmt: skip
     (shown,) = found.shown
-    assert "110M-f32, 30.0 ms a verification; 72.0 tokens/s with" in shown.caption and len(shown.rows) == 2
+    assert "110M-f32, 30.0 ms a verification; in the target's process draft 72.0 tokens/s" in shown.caption
+    assert "EAGLE-3 head 75.0 tokens/s" in shown.caption and len(shown.rows) == 2
 
 
 def test_apart_is_compared_window_by_window(modules, tmp_path: Path) -> None:
