@@ -157,6 +157,21 @@ def test_modelopt_says_the_format_in_a_file_of_its_own(tmp_path: Path) -> None:
         load(quantized)
 
 
+def test_modelopt_may_have_quantised_nothing_but_kv(tmp_path: Path) -> None:
+    """The engine keeps KV in its own type, so the scales are not read."""
+    plain = write_checkpoint(tmp_path / "plain")
+    expected = load(plain)
+    tensors = {name: ("F32", value) for name, value in tensors_of(plain).items()}
+    scales = {f"model.layers.{layer}.self_attn.{each}_proj.{each}_scale": ("F32", np.float32([0.5]))
+              for layer in range(2) for each in "kv"}  # fmt: skip
+    write_raw(plain / "model.safetensors", tensors | scales)
+    with pytest.raises(CheckpointError, match=r"k_scale"):
+        load(plain)
+    about = {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (plain / "hf_quant_config.json").write_text(json.dumps({"quantization": about}))
+    assert_same(load(plain), expected)
+
+
 @pytest.mark.torch
 def test_early_files_of_modelopt_are_known_by_their_producer(tmp_path: Path) -> None:
     quantized, plain = write_quantized(tmp_path, "llama", "modelopt_fp8")

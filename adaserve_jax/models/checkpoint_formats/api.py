@@ -83,6 +83,8 @@ def _modelopt(values: Settings) -> WeightFormat:
     """Return a format of ModelOpt. values: of its own file, whose settings lie in `quantization`, or of config.json."""
     own = values.get("quantization")
     values = values.inside("quantization", own) if isinstance(own, dict) else values
+    if values.get("quant_algo") is None and values.get("kv_cache_quant_algo"):
+        return WeightFormat("full precision with scales of KV", (), unread=_ACTIVATION_SCALES)
     algorithm = _one_of(values, "quant_algo", "FP8", "NVFP4")
     kept = _names(values, "ignore", "exclude_modules")
     if algorithm == "FP8":
