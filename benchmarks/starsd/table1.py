@@ -133,25 +133,14 @@ def star_table1(
     runs, alone, service_s, load_1m = [], [], [], os.getloadavg()[0]
     with ExitStack() as held:
         colocated = alone_in_turns(held, model, texts, shape)
-        services = {
-            mode: held.enter_context(
-                service(
-                    model,
-                    one_by_one=one_by_one,
-                    depth=depth,
-                    max_batch=MAX_ROWS,
-                    max_feed=MAX_FEED,
-                    max_context=MAX_CONTEXT,
-                )
-            )
-            for mode, one_by_one in MODES.items()
-        }
+        services = _services(held, model, depth)
         there = {
             mode: held.enter_context(targets_at(at, targets, run_target, texts, shape)) for mode, at in services.items()
         }
         real = None
         if engines:
-            by_batching = {not MODES[mode]: at for mode, at in services.items()}
+            # They say what pays for them, so that services of their own admit no more; paced targets are never refused.
+            by_batching = {not MODES[mode]: at for mode, at in _services(held, model, depth).items()}
             folder = resolve_folder(engine_target, "target") if engine_target else grown_target("110M")
             own = {"draft": resolve_folder(str(model), "draft")}
             if not engine_target:
@@ -178,6 +167,19 @@ def star_table1(
         "command": shlex.join(["python", "-m", "benchmarks.starsd.table1", *sys.argv[1:]]),
     }  # fmt: skip
     out.write_text(json.dumps(about | result, indent=1, allow_nan=False) + "\n")
+
+
+def _services(held: ExitStack, model: Path, depth: int) -> dict[str, Service]:
+    """Start one for each way of drafting."""
+    return {
+        mode: held.enter_context(
+            service(
+                model, one_by_one=one_by_one, depth=depth, max_batch=MAX_ROWS, max_feed=MAX_FEED,
+                max_context=MAX_CONTEXT,
+            )
+        )
+        for mode, one_by_one in MODES.items()
+    }  # fmt: skip
 
 
 def report(
