@@ -134,25 +134,28 @@ def head(
 
 @app.command()
 def medusa(
-    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 384, judged: Judged = 24, every: Every = 96,
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 256, judged: Judged = 24, every: Every = 64,
     policy: Policy = "spec:4",
     kinds: Kinds = "code,maths",
     taught: Annotated[str, typer.Option(help="kind of prompts that the heads are distilled from at first")] = "maths",
 ) -> None:  # fmt: skip
-    """Medusa heads that were distilled from one kind of traffic: what serving each kind teaches them."""
+    """Medusa heads that were distilled from one kind of traffic, and a draft: what serving each kind teaches them."""
     each = domains(tuple(kinds.split(",")), gsm8k, requests, judged)
     (home,) = domains((taught,), gsm8k, 2 * requests, 0)
-    start = distilled(work, f"medusa-{taught}-{requests}", home.served[requests:], "--head", "medusa")
-    judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
-    found = {START: acceptance_of(start, judge)}
-    note(f"{START}: {found[START]}")
-    runs = []
-    for domain in each:
-        stream = [Asked(domain.name, prompt) for prompt in domain.served]
-        keep = work / f"online-{domain.name}"
-        runs.append(run(f"{domain.name}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
-                        every=every, note=note, keep=keep))  # fmt: skip
-        write(out / "medusa.json", policy, found, runs)
+    heads = distilled(
+        work, "heads", home.served[requests:], "--head", "medusa", "--epochs", "4", "--step-tokens", "512"
+    )
+    found, runs = {}, []
+    for name, start, learn in (("heads", heads, LEARN_HEAD), ("draft", start_of(work), LEARN)):
+        judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
+        found[name] = acceptance_of(start, judge)
+        note(f"{name}: {found[name]}")
+        for domain in each:
+            stream = [Asked(domain.name, prompt) for prompt in domain.served]
+            keep = work / f"{name}-{domain.name}"
+            runs.append(run(f"{domain.name}/{name}", learning_config(start, learn, {}, "tag", policy), stream, judge,
+                            every=every, note=note, keep=keep))  # fmt: skip
+            write(out / "medusa.json", policy, found, runs)
 
 
 @app.command()
@@ -237,18 +240,18 @@ def one_layer_of(work: Path) -> str:
 def offline_of(work: Path, start: str, domain: Domain) -> str:
     """What `adaserve distill` makes of the prompts that are served, before any is."""
     name = f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
-    return distilled(work, name, domain.served, "--draft", start)
+    return distilled(work, name, domain.served, "--draft", start, "--epochs", "2")
 
 
-def distilled(work: Path, name: str, prompts: list[str], *begins_with: str) -> str:
-    """The folder `name` in `work`, written by `adaserve distill` in two epochs unless it is there."""
+def distilled(work: Path, name: str, prompts: list[str], *options: str) -> str:
+    """The folder `name` in `work`, written by `adaserve distill` unless it is there."""
     folder = work / name
     if not (folder / "config.json").exists():
         file = work / f"{name}.jsonl"
         write_prompts(file, prompts)
         command = [
-            sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, *begins_with,
-            "--prompts", str(file), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
+            sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, *options,
+            "--prompts", str(file), "--out", str(folder), "--max-tokens", str(MAX_TOKENS),
             "--temperature", str(TEMPERATURE), "--rate", str(RATE), "--schedule", "cosine",
         ]  # fmt: skip
         note(" ".join(command[1:]))

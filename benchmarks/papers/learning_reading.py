@@ -47,6 +47,12 @@ MEDUSA_SPEEDUPS = {
     "maths": {MEDUSA: 2.03, MEDUSA_LEARNED: 2.38, DRAFT_LEARNED: 1.51},
 }
 """By traffic here: code is what the heads were not taught (there Spider), maths what they were (there Arena)."""
+
+
+def _printed(domain: str, way: str, of: str) -> float:
+    return MEDUSA_SPEEDUPS[domain][way] / MEDUSA_SPEEDUPS[domain][of]
+
+
 GAINS = (0.1, 0.65)
 ROUTED = (0.1, 0.2)
 TOPICS = 0.6
@@ -80,13 +86,13 @@ MEDUSA_CLAIMS = (
     ),
     *(
         Claim(f"{domain}: the learned heads' speedup over the first heads'", f"{domain}: learned over first", "above",
-              1.0, ways[MEDUSA_LEARNED] / ways[MEDUSA])
-        for domain, ways in MEDUSA_SPEEDUPS.items()
+              1.0, _printed(domain, MEDUSA_LEARNED, MEDUSA))
+        for domain in MEDUSA_SPEEDUPS
     ),
     Claim("code, which the heads did not know: the learned draft's speedup over the learned heads'",
-          "code: draft over learned heads", "above", 1.0, 2.17 / 2.01),
+          "code: draft over learned heads", "above", 1.0, _printed("code", DRAFT_LEARNED, MEDUSA_LEARNED)),
     Claim("maths, which the heads knew: the learned draft's speedup over the first heads'",
-          "maths: draft over first heads", "at most", 1.0, 1.51 / 2.03),
+          "maths: draft over first heads", "at most", 1.0, _printed("maths", DRAFT_LEARNED, MEDUSA)),
 )  # fmt: skip
 NARROW_CLAIMS = (
     Claim("smallest gain in acceptance online", "least gain", "above", 0.0, GAINS[0], "share"),
@@ -163,15 +169,16 @@ def latency(step: str) -> Read:
     return read
 
 
-def medusa(heads: Mapping[str, str], drafts: Mapping[str, str], learning: str) -> Read:
-    """heads, drafts: steps that wrote latency.json, by domain. learning: the step that wrote medusa.json."""
+def medusa(latencies: Mapping[tuple[str, str], str], learning: str) -> Read:
+    """latencies: steps that wrote latency.json, by what drafts, "heads" or "draft", and domain. learning: the step that
+    wrote medusa.json."""
 
     def read(folders: Folders) -> Found:
         learned = read_json(folders[learning] / "medusa.json")
         values: dict[str, float | None] = {}
         bars: dict[str, dict[str, float | None]] = {way: {} for way in (MEDUSA, MEDUSA_LEARNED, DRAFT_LEARNED)}
-        for domain in heads:
-            of_heads, of_drafts = (_best_times(folders[steps[domain]]) for steps in (heads, drafts))
+        for domain in MEDUSA_SPEEDUPS:
+            of_heads, of_drafts = (_best_times(folders[latencies[what, domain]]) for what in ("heads", "draft"))
             found = dict(zip(bars, (of_heads[START], of_heads[ONLINE], of_drafts[ONLINE]), strict=True))
             for way, times in found.items():
                 bars[way][domain] = values[f"{domain}: {way}"] = times
@@ -182,11 +189,15 @@ def medusa(heads: Mapping[str, str], drafts: Mapping[str, str], learning: str) -
             "speed", "Speed of Medusa heads and of a draft", "The real engine, one request at a time.", "traffic",
             [("speedup", "times plain decoding", series(bars))], kind="bars",
         )  # fmt: skip
+        of_run = {run["name"]: run for run in learned["runs"]}
         panels = {
-            domain: series({MEDUSA_LEARNED: curve(run, domain)})
-            for domain, run in zip(heads, learned["runs"], strict=True)
-        }
-        shown = _figure("medusa", "Heads that learn from one kind of traffic", "requests served", panels)
+            domain: series({
+                name: curve(of_run[f"{domain}/{what}"], domain)
+                for what, name in (("heads", MEDUSA_LEARNED), ("draft", DRAFT_LEARNED))
+            })
+            for domain in MEDUSA_SPEEDUPS
+        }  # fmt: skip
+        shown = _figure("medusa", "Heads and a draft that learn from one kind of traffic", "requests served", panels)
         return Found(values, (speed, shown), _about(learned))
 
     return read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from benchmarks.papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
 from benchmarks.papers.learning_reading import (
@@ -109,45 +109,34 @@ DISTILLED = {
     **{way: _distilled(way, "--sampling", way) for way in (STUDENT, MIXED)},
     **{way: _distilled(way, "--loss", way) for way in (REVERSE, JSD)},
 }
-HEADS = _learning(
-    "medusa", 15, "medusa", "--gsm8k", "{gsm8k}", "--requests", "384", "--judged", "24", "--every", "96"
-)  # fmt: skip
+LEARNED = _learning("medusa", 15, "medusa", "--gsm8k", "{gsm8k}")
 
 
-def _latency(name: str, domain: str, **drafts: str) -> Step:
+def _latency(name: str, prompts: int, *options: str, **drafts: str) -> Step:
     """One command of benchmarks/osd/latency.py. drafts: folders by name."""
     command = (
         "python", "-m", "benchmarks.osd.latency", "--drafts", ",".join(f"{key}={path}" for key, path in drafts.items()),
-        "--domain", domain, "--gsm8k", "{gsm8k}", "--prompts", "12", "--out", "{here}/latency.json",
+        *options, "--prompts", str(prompts), "--out", "{here}/latency.json",
     )  # fmt: skip
     return Step(name, command, 4)
 
 
 LATENCY = _latency(
-    "learning-latency", "code", start="{narrow-code}/drafts/start",
+    "learning-latency", 12, start="{narrow-code}/drafts/start",
     offline="{narrow-code}/drafts/offline-start-code-500", online="{narrow-code}/drafts/online-code",
 )  # fmt: skip
-DRAFT_LATENCY = {
-    "code": LATENCY,
-    "maths": _latency(
-        "draft-latency-maths", "maths", start="{narrow-maths}/drafts/start", online="{narrow-maths}/drafts/online-maths"
-    ),
-}
-HEAD_LATENCY = {
-    domain: _latency(
-        f"medusa-latency-{domain}", domain, start="{medusa}/drafts/medusa-maths-384",
-        online=f"{{medusa}}/drafts/online-{domain}",
+FIRST = {"heads": "{medusa}/drafts/heads", "draft": "{medusa}/drafts/start"}
+MEDUSA_LATENCY = {
+    (what, domain): _latency(
+        f"{what}-latency-{domain}", 8, "--domain", domain, "--gsm8k", "{gsm8k}", start=first,
+        online=f"{{medusa}}/drafts/{what}-{domain}",
     )
-    for domain in ("code", "maths")
+    for what, first in FIRST.items() for domain in ("code", "maths")
 }  # fmt: skip
 
 
 def _engine(form: Form) -> dict[str, Form | NotYet]:
     return {"cpu": SIMULATED, "engine": form, "gpu": LARGER}
-
-
-def _names(steps: Mapping[str, Step]) -> dict[str, str]:
-    return {domain: step.name for domain, step in steps.items()}
 
 
 ENTRIES = (
@@ -156,7 +145,7 @@ ENTRIES = (
         "Acceptance of drafts distilled offline on four data sets, by training method.",
         "One kind of prompts, code, by the model that writes the texts and by the loss.",
         _engine(Form(
-            (PROMPTS, *DISTILLED.values()), offline(_names(DISTILLED)),
+            (PROMPTS, *DISTILLED.values()), offline({way: step.name for way, step in DISTILLED.items()}),
             OFFLINE_CLAIMS, "256 pieces of code", "distilled.json",
             f"{PAIR} Acceptance is measured on the held-out eighth of the prompts, over the target's 64 likeliest "
             "tokens. The paper's numbers are Vicuna-7B's on Code-search-Python. There is no training on labels alone.",
@@ -191,11 +180,11 @@ ENTRIES = (
         "Speed with Medusa heads, before and after they learned from the traffic, and with a draft that learned, on "
         "two data sets: one that the heads were not trained for, and one like what they were trained on.",
         "Medusa heads that were distilled from maths, on code and on maths, before and after they learned online from "
-        "384 requests; and the draft that learned online from 500. One request, chains of two and four.",
+        "256 requests; and the draft after it learned from the same. One request, chains of two and four.",
         _engine(Form(
-            (*NARROW.values(), HEADS, *DRAFT_LATENCY.values(), *HEAD_LATENCY.values()),
-            medusa(_names(HEAD_LATENCY), _names(DRAFT_LATENCY), HEADS.name), MEDUSA_CLAIMS,
-            "12 prompts of each kind", "medusa.json, latency.json",
+            (LEARNED, *MEDUSA_LATENCY.values()),
+            medusa({key: step.name for key, step in MEDUSA_LATENCY.items()}, LEARNED.name), MEDUSA_CLAIMS,
+            "8 prompts of each kind", "medusa.json, latency.json",
             "The embedded pair on a CPU, its target and the heads grown to 110M in f32. Chains in place of Medusa's "
             "trees. The draft begins with a random top layer. The paper's numbers are Medusa-7B's on Spider and "
             "Chatbot Arena.",
@@ -207,7 +196,7 @@ ENTRIES = (
         "Code and maths, each from the same start, compared with a draft that was distilled offline from the same "
         "prompts in two epochs. The paper's range of gains covers all its data sets.",
         _engine(Form(
-            tuple(NARROW.values()), narrow(_names(NARROW)), NARROW_CLAIMS,
+            tuple(NARROW.values()), narrow({domain: step.name for domain, step in NARROW.items()}), NARROW_CLAIMS,
             "500 requests of one kind", "narrow-code.json, narrow-maths.json",
             f"{JUDGED} 500 requests in place of 2,000 and more.",
         )),
