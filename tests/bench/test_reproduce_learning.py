@@ -122,14 +122,9 @@ def test_table_3_times_the_drafts_that_learning_from_one_kind_leaves(modules, tm
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")  # it is there already
     made = start_of(tmp_path), offline_of(tmp_path, start_of(tmp_path), domain)
-    assert [Path(timed(modules["online"].LATENCY)[kind]).name for kind in ("start", "offline")] == [
-        Path(each).name for each in made
-    ]
-
-
-def timed(step: Any) -> dict[str, str]:
-    """Drafts that a step of benchmarks/osd/latency.py times: folders by name."""
-    return dict(each.split("=") for each in step.argv[step.argv.index("--drafts") + 1].split(","))
+    argv = modules["online"].LATENCY.argv
+    named = dict(each.split("=") for each in argv[argv.index("--drafts") + 1].split(","))
+    assert [Path(named[kind]).name for kind in ("start", "offline")] == [Path(each).name for each in made]
 
 
 def test_heads_and_a_draft_that_learned_are_compared_kind_by_kind(modules, tmp_path: Path) -> None:
