@@ -29,9 +29,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0":
-    # XLA's older code generator for fusions takes half the time to compile. It is chosen for the whole process.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
 
 OPTIMISED = (
     "models", "tree", "runtime/test_compile.py", "runtime/test_families.py",
@@ -41,8 +38,8 @@ OPTIMISED = (
     "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
-"""Where the last bits of numbers count, or what a program looks like: XLA optimises code as it does for users.
-Elsewhere code is made sooner, without most optimisations; `make test-slow` has them everywhere."""
+"""Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is
+made sooner, without most of XLA's optimisations; `make test-slow` has them everywhere."""
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
@@ -83,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextlib.contextmanager
 def optimised() -> Iterator[None]:
-    """What is compiled meanwhile, by this process, is optimised as it is for users."""
+    """What is compiled meanwhile, by this process, is made as users run it."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -95,7 +92,7 @@ def optimised() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def optimised_code(request: pytest.FixtureRequest) -> Iterator[None]:
+def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """In the files that OPTIMISED names."""
     path = request.path.relative_to(ROOT / "tests").as_posix()
     with optimised() if path.startswith(OPTIMISED) else contextlib.nullcontext():
@@ -104,7 +101,7 @@ def optimised_code(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(programs: str) -> Iterator[None]:
-    """Compile these programs, optimised, in one worker at a time: the others find them in the cache."""
+    """Compile these programs, as users run them, in one worker at a time: the others find them in the cache."""
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{programs}.lock").open("w") as lock, optimised():
