@@ -113,7 +113,6 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
     from adaserve_jax.models.loading import load_params
 
     config = check_head(head, source)
-    target = ModelConfig.from_folder(source)
     given = read_json(head / "config.json")
     if config.eagle3 is None:
         grown = new_head_folder(out, given | {"hidden_size": hidden, "torch_dtype": "float32"})
@@ -124,7 +123,7 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
             padded[name] = np.pad(weight, [(0, count) for count in added[: weight.ndim]])
         export_head(padded, out)
         return grown
-    read = list(config.eagle3.layers_of(target.num_layers))
+    read = list(config.eagle3.layers_of(ModelConfig.from_folder(source).num_layers))
     reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": read}
     changed = {"target_hidden_size": hidden, "torch_dtype": "float32", "eagle_config": reading}
     grown = new_head_folder(out, given | changed)

@@ -40,13 +40,12 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, grow_head
 from adaserve_jax.models.held_out import held_out_code, is_held_out
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
 from adaserve_jax.workloads.workload import load_workload
-from benchmarks.engine.throughput import grown_target
+from benchmarks.engine.throughput import grown_head, grown_target
 
 POLICIES = "ar,adaserve@suffix,adaserve@model,adaserve@suffix+model"
 HEAD, MODEL = "head", "model"
@@ -339,9 +338,8 @@ def engines(config: EngineConfig, replay: Replay, head: str, params: str) -> Ite
         if head:
             folder = resolve_folder(head, "draft")
             if params != "none":
-                grown = Path(stack.enter_context(TemporaryDirectory(prefix="adaserve-head-"))) / "grown"
-                grow_head(folder, resolve_folder("demo", "target"), grown, SHAPES[params].hidden)
-                folder = grown
+                scratch = Path(stack.enter_context(TemporaryDirectory(prefix="adaserve-head-")))
+                folder = grown_head(folder, params, scratch / "grown")
             configs[HEAD] = replace(configs[MODEL], draft=str(folder))
         found = {}
         with progress_bar() as progress:

@@ -32,7 +32,7 @@ from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, grow
+from adaserve_jax.models.grow import SHAPES, grow, grow_head
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
@@ -174,6 +174,12 @@ def grown_target(params: str) -> Path:
         grow(resolve_folder("demo", "target"), scratch, SHAPES[params], dtype="f32")
         scratch.rename(folder)
     return folder
+
+
+def grown_head(head: Path, params: str, out: Path) -> Path:
+    """Write a head of the demo target for `grown_target(params)` to a folder, and return the folder."""
+    grow_head(head, resolve_folder("demo", "target"), out, SHAPES[params].hidden)
+    return out
 
 
 @takes("config", EngineConfig, without=("policy", "target"))

@@ -28,9 +28,8 @@ from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
-from adaserve_jax.models.grow import SHAPES, grow_head
 from adaserve_jax.results.provenance import machine_name, source_commit
-from benchmarks.engine.throughput import grown_target
+from benchmarks.engine.throughput import grown_head, grown_target
 from benchmarks.engine.throughput_rows import paired_ratio
 from benchmarks.osd.prompts import domains
 from benchmarks.osd.runs import sampling
@@ -93,10 +92,8 @@ def main(
 def of_grown(draft: str, folder: Path) -> str:
     """The draft for the grown target: a head grows with it, into `folder`."""
     head = resolve_folder(draft, "draft")
-    if not ModelConfig.from_folder(head, may_be_head=True).is_head:
-        return draft
-    grow_head(head, resolve_folder("demo", "target"), folder, SHAPES[SIZE].hidden)
-    return str(folder)
+    is_head = ModelConfig.from_folder(head, may_be_head=True).is_head
+    return str(grown_head(head, SIZE, folder)) if is_head else draft
 
 
 def measure(

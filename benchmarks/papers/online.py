@@ -8,6 +8,7 @@ from benchmarks.papers.entry import Claim, Entry, Folders, Form, Found, NotYet, 
 from benchmarks.papers.learning_reading import (
     JSD,
     MEDUSA_CLAIMS,
+    MEDUSA_SPEEDUPS,
     MIXED,
     NARROW_CLAIMS,
     OFFLINE_CLAIMS,
@@ -131,7 +132,7 @@ MEDUSA_LATENCY = {
         f"{what}-latency-{domain}", 8, "--domain", domain, "--gsm8k", "{gsm8k}", start=first,
         online=f"{{medusa}}/drafts/{what}-{domain}",
     )
-    for what, first in FIRST.items() for domain in ("code", "maths")
+    for what, first in FIRST.items() for domain in MEDUSA_SPEEDUPS
 }  # fmt: skip
 
 

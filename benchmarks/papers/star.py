@@ -47,8 +47,8 @@ ENTRIES = (
                 (ENGINES,), read.engines(ENGINES.name), claims.ENGINE_CLAIMS, TEXTS, "table1.json",
                 "Whole engines in place of paced targets, with the demo's target grown to 110M. Two of them, the "
                 "draft and everything else share the cores, so a second target slows the first one down. The "
-                "paper's draft is an EAGLE-2 head; the service here has the 10M draft, and the engine of the EAGLE "
-                "column the demo's EAGLE-3 head.",
+                "paper's draft is an EAGLE-2 head. Here the service has the 10M draft, and one engine without the "
+                "service has the demo's EAGLE-3 head.",
             ),
             "gpu": GPUS,
         },

@@ -38,7 +38,6 @@ import typer
 
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, grow_head
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import interpolated
 from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
@@ -115,7 +114,7 @@ def star_table1(
     engine_target: Annotated[str, typer.Option(help="their model; '': the demo's, grown to 110M")] = "",
 ) -> None:
     """Measure, compute, simulate."""
-    from benchmarks.engine.throughput import grown_target
+    from benchmarks.engine.throughput import grown_head, grown_target
     from benchmarks.nightjar.offload import grown_draft  # these import jax, which the targets' processes need not
     from benchmarks.starsd.texts import texts_of
 
@@ -144,9 +143,8 @@ def star_table1(
             folder = resolve_folder(engine_target, "target") if engine_target else grown_target("110M")
             own = {"draft": resolve_folder(str(model), "draft")}
             if not engine_target:
-                own["EAGLE-3 head"] = Path(held.enter_context(TemporaryDirectory(prefix="grown-head-"))) / "head"
-                source = resolve_folder("demo", "target")
-                grow_head(resolve_folder("demo-head", "draft"), source, own["EAGLE-3 head"], SHAPES["110M"].hidden)
+                scratch = Path(held.enter_context(TemporaryDirectory(prefix="grown-head-")))
+                own["EAGLE-3 head"] = grown_head(resolve_folder("demo-head", "draft"), "110M", scratch / "head")
             real = EngineRuns(held, by_batching, engines, texts, folder, own, depth)
         for number in range(rounds):
             colocated.send(seconds)
