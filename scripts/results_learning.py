@@ -14,7 +14,19 @@ from results_policies import line
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # files are read as its readers do
 
-from benchmarks.osd.views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
+from benchmarks.osd.views import (
+    EQUAL_STEPS,
+    OFFLINE,
+    ONE,
+    SHIPPED,
+    START,
+    TAG,
+    TOPIC,
+    last,
+    once_served,
+    phases,
+    runs_by_way,
+)
 
 SERVED = (500, 1000, 2000)
 NARROW = (
@@ -25,9 +37,9 @@ NARROW = (
 HEAD_SERVED = (64, 192, 384)
 HEAD = (
     f"| traffic | at the start | {' | '.join(f'after {count} requests' for count in HEAD_SERVED)} "
-    "| distilled offline, same prompts, two epochs | share of that "
+    "| distilled offline, same prompts, two epochs | share of that | in as many steps as online | share of that "
     "| the embedded head | updates | training, s | serving, s |\n"
-    f"|{'---|' * (8 + len(HEAD_SERVED))}"
+    f"|{'---|' * (10 + len(HEAD_SERVED))}"
 )
 SHIFT = (
     "| traffic | requests | when it begins | when it ends | gain | after all traffic | at the start "
@@ -68,12 +80,14 @@ def online_head_table(folder: Path) -> list[str]:
     rows = []
     for domain, result in results.items():
         (run,) = result["runs"]
-        start, offline, shipped = (result["acceptance"][name][domain] for name in (START, OFFLINE, SHIPPED))
+        start, *offline, shipped = (
+            result["acceptance"][name][domain] for name in (START, OFFLINE, EQUAL_STEPS, SHIPPED)
+        )
         updates = sum(run["learning"]["updates"].values())
         rows.append(line(
             domain, _share(start), *(_share(once_served(run, domain, count)) for count in HEAD_SERVED),
-            _share(offline), f"{last(run, domain) / offline:.0%}", _share(shipped), str(updates),
-            f"{run['train_s']:.0f}", f"{run['serve_s']:.0f}",
+            *(cell for each in offline for cell in (_share(each), f"{last(run, domain) / each:.0%}")),
+            _share(shipped), str(updates), f"{run['train_s']:.0f}", f"{run['serve_s']:.0f}",
         ))  # fmt: skip
     about = (
         f"The embedded head with random weights in its layer, {_settings(next(iter(results.values())))}. Measured with "

@@ -9,9 +9,9 @@
 
 The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and the EAGLE-3 head
 with random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving
-taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in waves of
-eight, at temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last, so that
-training takes no time from serving. `learning_figures.py` draws them.
+taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs; of a head, also in as many
+optimiser steps as online. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
+nothing is left to be learned from the last, so that training takes no time from serving. `figures.py` draws them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from adaserve_jax.models.loading import load_params
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.osd.prompts import NAMES, Domain, domains, write_prompts
 from benchmarks.osd.runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
+from benchmarks.osd.views import EQUAL_STEPS, OFFLINE, SHIPPED, START
 
 DEMO, HEAD = "demo", "demo-head"
 RATE = 1e-3
@@ -53,7 +54,6 @@ VARIANTS: dict[str, LearnConfig] = {
     "lora": replace(LEARN, learn_lora_rank=16),
 }
 """Ways to learn, by name; "online" is what all other runs use."""
-SHIPPED, START, OFFLINE = "shipped", "start", "offline"
 
 Work = Annotated[Path, typer.Option(help="folder for drafts that are made on the way; kept, and used again")]
 Out = Annotated[Path, typer.Option(help="folder of results")]
@@ -122,9 +122,11 @@ def head(
     (each,) = domains((domain,), gsm8k, requests, judged)
     start = start_of(work, HEAD)
     judge = judge_of(DEMO, start, {domain: each.judged})
-    offline = offline_of(work, start, each)
-    found = {name: acceptance_of(draft, judge) for name, draft in
-             {SHIPPED: HEAD, START: start, OFFLINE: offline}.items()}  # fmt: skip
+    drafts = {
+        SHIPPED: HEAD, START: start, OFFLINE: offline_of(work, start, each),
+        EQUAL_STEPS: offline_of(work, start, each, LEARN_HEAD),
+    }  # fmt: skip
+    found = {name: acceptance_of(draft, judge) for name, draft in drafts.items()}
     note(f"{domain}: {found}")
     stream = [Asked(domain, prompt) for prompt in each.served]
     online = run(f"{domain}/online", learning_config(start, LEARN_HEAD, {}, "tag", policy), stream, judge,
@@ -237,10 +239,17 @@ def one_layer_of(work: Path) -> str:
     return str(folder)
 
 
-def offline_of(work: Path, start: str, domain: Domain) -> str:
-    """What `adaserve distill` makes of the prompts that are served, before any is."""
+def offline_of(work: Path, start: str, domain: Domain, as_steps: LearnConfig | None = None) -> str:
+    """What `adaserve distill` makes of the prompts that are served, before any is.
+
+    as_steps: of an online run, where an update of every `learn_every` requests draws `learn_steps` times as many: take
+    as many optimiser steps, of as many tokens. None: two epochs in steps of the usual size.
+    """
     name = f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
-    return distilled(work, name, domain.served, "--draft", start, "--epochs", "2")
+    if as_steps is None:
+        return distilled(work, name, domain.served, "--draft", start, "--epochs", "2")
+    steps = ("--epochs", str(as_steps.learn_steps), "--step-tokens", str(as_steps.learn_every * MAX_TOKENS))
+    return distilled(work, f"{name}-equal-steps", domain.served, "--draft", start, *steps)
 
 
 def distilled(work: Path, name: str, prompts: list[str], *options: str) -> str:

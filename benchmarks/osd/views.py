@@ -11,6 +11,8 @@ from itertools import groupby
 from typing import Any
 
 START, SHIPPED, OFFLINE, ONLINE = "start", "shipped", "offline", "online"
+EQUAL_STEPS = "offline_equal_steps"
+"""Distilled offline in as many optimiser steps, of as many tokens, as online learning takes."""
 ONE, TAG, TOPIC = "one", "tag", "topic"
 Result = Mapping[str, Any]
 Run = Mapping[str, Any]
