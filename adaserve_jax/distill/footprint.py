@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from adaserve_jax.distill.heads import HeadTarget, num_steps
-from adaserve_jax.distill.programs import TrainPrograms, check_trainable, frozen_of, num_trained
+from adaserve_jax.distill.programs import TO_TIME, TrainPrograms, check_trainable, frozen_of, num_trained
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -45,7 +45,7 @@ def choose_length(
     @cache
     def measured(length: int) -> float:
         tried[length] = first.with_length(length)
-        tried[length].compile(progress, only=("begin", "accumulate"))
+        tried[length].compile(progress, only=TO_TIME)
         return tried[length].time_micro_step()
 
     length = longest_length(learn.learn_delay_ms / 1e3, measured)

@@ -10,7 +10,7 @@ step s is head s, which reads the target's feature before that root. Axes: T pac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from adaserve_jax.models.decoder import (
 )
 from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.models.rope import LongRopeScaling
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.text_model import text_settings
@@ -51,20 +52,33 @@ MEDUSA_HEADS = 4
 
 @dataclass(frozen=True, eq=False)
 class HeadTarget:
-    """Target of a head that is trained. Features are computed from the text anew, so records are those of drafts."""
+    """Target of a head that is trained. Features are computed from the text anew, so records are those of drafts.
+
+    params: as `placement` divides them.
+    """
 
     config: ModelConfig
     params: Params
+    placement: Placement = field(default_factory=Placement.on_one)
 
     def features(self, params: Params, head: ModelConfig, batch: PackedBatch) -> jax.Array:
-        """Return the features before each token, f[F, T]: those of the position before it. The first token of a text
-        has none, and what is there has no meaning. params: as `self.params`, traced."""
-        outputs: dict[int, jax.Array] = {}
-        attend = attend_dense(self.config, batch.segment)
-        hidden = decode(params, self.config, batch.tokens, batch.position, attend, watch=outputs.__setitem__)
-        outputs[self.config.num_layers] = hidden
+        """Return the features before each token, f[F, T]: those of the position before it, whole on every device. The
+        first token of a text has none, and what is there has no meaning. params: as `self.params`, traced."""
+        partition = self.placement.partition
+        local = partition.local(self.config)
         layers = head.feature_layers(self.config.num_layers)
-        return _after(jax.lax.stop_gradient(jnp.concatenate([outputs[layer] for layer in layers])))
+
+        def on_each_device(params: Params, batch: PackedBatch) -> jax.Array:
+            outputs: dict[int, jax.Array] = {}
+            attend = attend_dense(local, batch.segment)
+            hidden = decode(
+                params, local, batch.tokens, batch.position, attend, partition, watch=outputs.__setitem__
+            )  # fmt: skip
+            outputs[self.config.num_layers] = hidden
+            return _after(jnp.concatenate([outputs[layer] for layer in layers]))
+
+        specs = {name: getattr(weight.sharding, "spec", EVERYWHERE) for name, weight in self.params.items()}
+        return self.placement.spmd(on_each_device, (specs, EVERYWHERE), EVERYWHERE)(params, batch)
 
 
 def head_steps(

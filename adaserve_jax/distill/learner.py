@@ -125,7 +125,7 @@ class Learner:
             return None
         # room for adapters is left out: they are exchanged in place, and heads learn from the model alone
         params = {name: w for name, w in target.params.items() if not name.endswith((LORA_A, LORA_B))}
-        return HeadTarget(target.config, params)
+        return HeadTarget(target.config, params, target.placement)
 
     def _measure_pieces(self) -> dict[str, float]:
         """Measure the seconds of each kind of piece; warn of those that exceed learn_delay_ms."""

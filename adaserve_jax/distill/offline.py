@@ -534,8 +534,7 @@ def load_online_draft(
     if name not in drafts:
         found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
         raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
-    source = HeadTarget(models.target, {}) if models.draft.is_head else None  # no micro-step is run here
-    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype, target=source)
+    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype)
     programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
     trainer = Trainer(programs, load_draft(models, config, dtype, progress))
     noted = trainer.load(folder / name)

@@ -33,8 +33,14 @@ LEAST_LOG_P = -100.0
 """Replaces log 0: its exponential is 0 in f32, and 0 times it is no NaN."""
 CLIP_NORM = 1.0
 """Largest norm of a mean gradient; a longer one is scaled down to it."""
-OF_ONE_LENGTH = ("accumulate", "evaluate")
+FEATURES = "features"
+"""The program that reads a head's target, on the devices of the target; the others run on the head's own."""
+OF_A_BATCH = ("accumulate", "evaluate")
+"""Programs that take a batch, and of a head the features before its tokens."""
+OF_ONE_LENGTH = (FEATURES, *OF_A_BATCH)
 """Programs that depend on the length of a micro-step."""
+TO_TIME = ("begin", FEATURES, "accumulate")
+"""Programs that `TrainPrograms.time_micro_step` runs."""
 TIMED_RUNS = 3
 """Micro-steps whose median is the measured time."""
 
@@ -229,11 +235,12 @@ class TrainPrograms:
         """Declare the programs.
 
         dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
-        first local one. counter: counts compilations while a program runs. target: of a head.
+        first local one. counter: counts compilations while a program runs. target: of a head; without it, a head has
+        no programs of OF_ONE_LENGTH.
         Raises UnsupportedModelError: the draft is a mixture of experts.
         """
         check_trainable(config)
-        assert config.is_head == (target is not None)
+        assert config.is_head or target is None
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self._target = target
         self.dtype = jnp.dtype(dtype)
@@ -261,10 +268,17 @@ class TrainPrograms:
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Run a program and return its result on the device. Arguments that `_declared` donates are used up."""
-        if name in OF_ONE_LENGTH and self._target is not None:
-            arguments = (*arguments, self._target.params)
         with self._counter or contextlib.nullcontext():
+            if name in OF_A_BATCH and self._target is not None:
+                arguments = (*arguments, self._features(self._target, arguments[-1]))
             return self.compiled[(name,)](*arguments)
+
+    def _features(self, target: HeadTarget, batch: PackedBatch) -> jax.Array:
+        """Return the features before a batch's tokens, f[F, T], on the head's device."""
+        features = self.compiled[(FEATURES,)](target.params, batch)
+        if target.placement.blocks:
+            jax.block_until_ready(features)
+        return features.addressable_data(0)
 
     def check(self, batch: PackedBatch) -> None:
         """Raise ConfigError if a batch's shape is not the compiled one."""
@@ -276,7 +290,7 @@ class TrainPrograms:
             )
 
     def time_micro_step(self) -> float:
-        """Measure the median seconds of a micro-step on zero weights. Needs "begin" and "accumulate"."""
+        """Measure the median seconds of a micro-step on zero weights. Needs TO_TIME."""
         state, base, sums = self._begin_with_zeros()
         batch, times = self._row_per_token(), []
         for _ in range(TIMED_RUNS + 1):  # the first one warms up
@@ -304,20 +318,20 @@ class TrainPrograms:
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
     def _sums_of(
-        self, trained: Trained, base: Params, batch: PackedBatch, target: tuple[Params, ...], decay: float
+        self, trained: Trained, base: Params, batch: PackedBatch, features: jax.Array | None, decay: float
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the sums of loss, overlap and weights. target: of a head. decay: as for `head_sums`."""
+        """Return the sums of loss, overlap and weights. features: of a head. decay: as for `head_sums`."""
         params = merged(trained, base, self.dtype)
-        if self._target is None:
+        if features is None:
             return *batch_sums(params, self.config, self.learn, batch), batch.weight.sum()
-        features = self._target.features(target[0], self.config, batch)
         return head_sums(params, self.config, self.learn, batch, features, decay)
 
     def _accumulate(
-        self, trained: Trained, base: Params, sums: GradientSums, batch: PackedBatch, *target: Params
-    ) -> GradientSums:
+        self, trained: Trained, base: Params, sums: GradientSums, batch: PackedBatch,
+        features: jax.Array | None = None,
+    ) -> GradientSums:  # fmt: skip
         def loss_of(trained: Trained) -> tuple[jax.Array, jax.Array]:
-            loss, _, weight = self._sums_of(trained, base, batch, target, STEP_DECAY)
+            loss, _, weight = self._sums_of(trained, base, batch, features, STEP_DECAY)
             return loss, weight
 
         (loss, weight), gradients = jax.value_and_grad(loss_of, has_aux=True)(trained)
@@ -338,9 +352,11 @@ class TrainPrograms:
         state = jax.lax.cond(finite, updated, lambda state: state, state)
         return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
-    def _evaluate(self, trained: Trained, base: Params, batch: PackedBatch, *target: Params) -> jax.Array:
+    def _evaluate(
+        self, trained: Trained, base: Params, batch: PackedBatch, features: jax.Array | None = None
+    ) -> jax.Array:
         """Return f32[3]: sums of overlap, loss and weights; of a head, over all steps alike."""
-        loss, overlap, weight = self._sums_of(trained, base, batch, target, 1.0)
+        loss, overlap, weight = self._sums_of(trained, base, batch, features, 1.0)
         return jnp.stack([overlap, loss, weight])
 
     def _declared(self) -> list[Declared]:
@@ -349,20 +365,34 @@ class TrainPrograms:
 
         params = self._abstract_params()
         state, base, sums = jax.tree.map(self._on_device, jax.eval_shape(self._begin, params))
-        batch = jax.tree.map(self._on_device, self._row_per_token())
         rate_share = self._on_device(jax.ShapeDtypeStruct((), jnp.float32))
-        target = () if self._target is None else (jax.tree.map(self._on_device, self._target.params),)
-        forward = (state.trained, base, batch, *target)
-        learning = (state.trained, base, sums, batch, *target)
         return [
             Declared(("begin",), jax.jit(self._begin), (params,)),
-            Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), learning),
+            *self._declared_of_one_length(state.trained, base, sums),
             Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums, rate_share)),
             Declared(("copy",), _in_place(lambda state, old: _copy(state), 1), (state, state)),
-            Declared(("evaluate",), jax.jit(self._evaluate), forward),
             Declared(("no_sums",), _in_place(lambda old: _no_sums(old.gradients), 0), (sums,)),
             Declared(("export",), jax.jit(export), (state.trained, base)),
         ]
+
+    def _declared_of_one_length(self, trained: Any, base: Any, sums: Any) -> list[Declared]:
+        target = self._target
+        if self.config.is_head and target is None:
+            return []
+        batch, declared, features = self._row_per_token(), [], ()
+        if target is not None:
+            there = jax.tree.map(lambda each: target.placement.abstract(each.shape, each.dtype), batch)
+            read = jax.jit(lambda params, batch: target.features(params, self.config, batch))
+            declared = [Declared((FEATURES,), read, (target.params, there))]
+            features = (self._on_device(jax.eval_shape(read, target.params, there)),)
+        here = jax.tree.map(self._on_device, batch)
+        return [
+            *declared,
+            Declared(
+                ("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (trained, base, sums, here, *features)
+            ),
+            Declared(("evaluate",), jax.jit(self._evaluate), (trained, base, here, *features)),
+        ]  # fmt: skip
 
     def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {name: shape for name, (shape, _) in param_specs(self.config).items()}

@@ -99,7 +99,7 @@ def resolve(
     is_head = draft is not None and draft.is_head
     deepest = config.max_depth
     if draft is not None and is_head:
-        _check_head(config, target, draft)
+        draft.check_target(target)
         models = [target]  # a head states the length that it was trained with
         if draft.medusa is not None:
             deepest = min(deepest, draft.medusa.num_heads)
@@ -156,15 +156,6 @@ def resolve(
         memory=memory,
         weight_format=_describe_weights(config, target),
     )
-
-
-def _check_head(config: EngineConfig, target: ModelConfig, draft: ModelConfig) -> None:
-    """Raise AdaServeError unless the target and this configuration can serve this head."""
-    draft.check_target(target)
-    if config.tp > 1 and config.learning is not None:  # it is trained through the target, which would be divided
-        raise ConfigError(
-            f"{draft.head_name} that learns needs tp 1, got {config.tp}; leave the learning out, or use a draft model"
-        )
 
 
 def dtype_of(config: EngineConfig) -> jnp.dtype:

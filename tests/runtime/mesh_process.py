@@ -1,7 +1,7 @@
 """Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on some of them.
 
 Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with "heads" and their
-kinds behind it heads.npz and heads.json, with a number of devices and a draft texts.json.
+kinds behind it heads.npz and heads.json, with "taught" taught.json, with a number of devices and a draft texts.json.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.distill.heads import HeadTarget
+from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.records import pack
+from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models import loading as converted
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.export import convert
@@ -26,6 +32,7 @@ from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.pools import pool_parts
 from adaserve_jax.runtime.sizing import adapter_bytes, page_bytes, weight_bytes
 from tests.conftest import optimised
+from tests.distill.made import made_record
 from tests.engines import NARROW
 from tests.models.adapters import write_adapter
 from tests.models.checkpoints import MIXTRAL, write_checkpoint, write_eagle3, write_medusa, write_mimo
@@ -170,6 +177,34 @@ def write_heads(folder: Path, kinds: list[str]) -> None:
     (folder / "heads.json").write_text(json.dumps(sizes))
 
 
+def teach_head(folder: Path) -> None:
+    """Loss and acceptance of a head before and after three optimiser steps, by devices of its target."""
+    target = write_checkpoint(folder / "target", num_hidden_layers=4)
+    read = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    head = write_eagle3(folder / "eagle3", eagle_config=read, own_embedding=False)
+    record = made_record(np.random.default_rng(1), 30, 12, top=64, vocab=320)
+    (batch,) = pack([record], 32, np.random.default_rng(0))
+    found = {}
+    for ways in (1, 2):
+        config = EngineConfig(target=str(target), draft=str(head), tp=ways, learning=LearnConfig(), **SMALL)
+        executor = load_executor(config)
+        assert executor.local_drafter is not None
+        source = HeadTarget(executor.target.config, executor.target.params, executor.target.placement)
+        programs = TrainPrograms(
+            executor.local_drafter.model.config, LearnConfig(learn_rate=0.01), 32, jnp.float32, target=source
+        )
+        programs.compile()
+        trainer = Trainer(programs, executor.draft_params(0))
+        scores = [trainer.evaluate(batch)]
+        for _ in range(3):
+            trainer.accumulate(batch)
+            assert trainer.apply().finite
+            scores.append(trainer.evaluate(batch))
+        found[ways] = [(each.loss_sum, each.overlap_sum) for each in scores]
+        executor.close()
+    (folder / "taught.json").write_text(json.dumps(found))
+
+
 def main(folder: Path, *, quick: bool) -> None:
     checkpoints = {
         name: write_family(folder / name, family, shards=name in QUICK)
@@ -229,6 +264,8 @@ if __name__ == "__main__":
     folder, what, *more = Path(sys.argv[1]), *sys.argv[2:]
     if what.isdigit():
         (folder / "texts.json").write_text(json.dumps(texts(int(what), *more)))
+    elif what == "taught":
+        teach_head(folder)
     elif what == "heads":
         write_heads(folder, more)
     else:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from adaserve_jax.config import EngineConfig, LearnConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.types import DraftTrees
@@ -142,8 +142,6 @@ def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path)
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 2, 9]}
     deep = str(write_eagle3(tmp_path / "deep", eagle_config=layers))
     assert "reads layers 0, 2, 9 of its target, which has 4; use a head" in refusal(draft=deep)
-    learning = refusal(tp=2, learning=LearnConfig())
-    assert "an EAGLE-3 head that learns needs tp 1, got 2; leave the learning out, or use a draft model" in learning
 
 
 def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig) -> None:
