@@ -41,8 +41,8 @@ class Scores:
 
 
 class Trainer:
-    """Trains a copy of a draft. Every call but the constructor runs at most one program, of a head its target's too, and
-    blocks until it is done. Not thread-safe."""
+    """Trains a copy of a draft. Every call but the constructor runs at most one program, of a head its target's too,
+    and blocks until it is done. Not thread-safe."""
 
     def __init__(self, programs: TrainPrograms, params: Params, target: str = "") -> None:
         """Begin with a copy of `params`, which is also the first good version.
