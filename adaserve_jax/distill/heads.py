@@ -71,9 +71,7 @@ class HeadTarget:
         def on_each_device(params: Params, batch: PackedBatch) -> jax.Array:
             outputs: dict[int, jax.Array] = {}
             attend = attend_dense(local, batch.segment)
-            hidden = decode(
-                params, local, batch.tokens, batch.position, attend, partition, watch=outputs.__setitem__
-            )  # fmt: skip
+            hidden = decode(params, local, batch.tokens, batch.position, attend, partition, watch=outputs.__setitem__)
             outputs[self.config.num_layers] = hidden
             return _after(jnp.concatenate([outputs[layer] for layer in layers]))
 

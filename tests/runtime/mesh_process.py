@@ -177,31 +177,34 @@ def write_heads(folder: Path, kinds: list[str]) -> None:
     (folder / "heads.json").write_text(json.dumps(sizes))
 
 
-def teach_head(folder: Path) -> None:
-    """Loss and acceptance of a head before and after three optimiser steps, by devices of its target."""
+def teach_heads(folder: Path) -> None:
+    """Loss and acceptance of heads before and after three optimiser steps, by kind and devices of the target."""
     target = write_checkpoint(folder / "target", num_hidden_layers=4)
     read = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
-    head = write_eagle3(folder / "eagle3", eagle_config=read, own_embedding=False)
+    heads = {
+        "eagle3": write_eagle3(folder / "eagle3", eagle_config=read, own_embedding=False),
+        "medusa": write_medusa(folder / "medusa", heads=DEPTH),
+    }
     record = made_record(np.random.default_rng(1), 30, 12, top=64, vocab=320)
     (batch,) = pack([record], 32, np.random.default_rng(0))
-    found = {}
-    for ways in (1, 2):
-        config = EngineConfig(target=str(target), draft=str(head), tp=ways, learning=LearnConfig(), **SMALL)
-        executor = load_executor(config)
-        assert executor.local_drafter is not None
-        source = HeadTarget(executor.target.config, executor.target.params, executor.target.placement)
-        programs = TrainPrograms(
-            executor.local_drafter.model.config, LearnConfig(learn_rate=0.01), 32, jnp.float32, target=source
-        )
-        programs.compile()
-        trainer = Trainer(programs, executor.draft_params(0))
-        scores = [trainer.evaluate(batch)]
-        for _ in range(3):
-            trainer.accumulate(batch)
-            assert trainer.apply().finite
-            scores.append(trainer.evaluate(batch))
-        found[ways] = [(each.loss_sum, each.overlap_sum) for each in scores]
-        executor.close()
+    learn, found = LearnConfig(learn_rate=0.01), {}
+    for kind, head in heads.items():
+        for ways in (1, 2):
+            executor = load_executor(
+                EngineConfig(target=str(target), draft=str(head), tp=ways, learning=learn, **SMALL)
+            )  # fmt: skip
+            assert executor.local_drafter is not None
+            source = HeadTarget(executor.target.config, executor.target.params, executor.target.placement)
+            programs = TrainPrograms(executor.local_drafter.model.config, learn, 32, jnp.float32, target=source)
+            programs.compile()
+            trainer = Trainer(programs, executor.draft_params(0))
+            scores = [trainer.evaluate(batch)]
+            for _ in range(3):
+                trainer.accumulate(batch)
+                assert trainer.apply().finite
+                scores.append(trainer.evaluate(batch))
+            found[f"{kind}-{ways}"] = [(each.loss_sum, each.overlap_sum) for each in scores]
+            executor.close()
     (folder / "taught.json").write_text(json.dumps(found))
 
 
@@ -265,7 +268,7 @@ if __name__ == "__main__":
     if what.isdigit():
         (folder / "texts.json").write_text(json.dumps(texts(int(what), *more)))
     elif what == "taught":
-        teach_head(folder)
+        teach_heads(folder)
     elif what == "heads":
         write_heads(folder, more)
     else:
