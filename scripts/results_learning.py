@@ -37,7 +37,7 @@ NARROW = (
 HEAD_SERVED = (64, 192, 384)
 HEAD = (
     f"| traffic | at the start | {' | '.join(f'after {count} requests' for count in HEAD_SERVED)} "
-    "| distilled offline, same prompts, two epochs | share of that | in as many steps as online | share of that "
+    "| distilled offline, same prompts, two epochs | share of that | in about as many steps as online | share of that "
     "| the embedded head | updates | training, s | serving, s |\n"
     f"|{'---|' * (10 + len(HEAD_SERVED))}"
 )

@@ -376,6 +376,7 @@ class TrainPrograms:
         ]
 
     def _declared_of_one_length(self, trained: Any, base: Any, sums: Any) -> list[Declared]:
+        """Declare the programs of OF_ONE_LENGTH, of a head with the features that its target's program returns."""
         target = self._target
         if self.config.is_head and target is None:
             return []

@@ -243,7 +243,8 @@ def offline_of(work: Path, start: str, domain: Domain, as_steps: LearnConfig | N
     """What `adaserve distill` makes of the prompts that are served, before any is.
 
     as_steps: of an online run, where an update of every `learn_every` requests draws `learn_steps` times as many: take
-    as many optimiser steps, of as many tokens. None: two epochs in steps of the usual size.
+    as many optimiser steps, of as many tokens, if texts are as long as they may be. None: two epochs in steps of the
+    usual size.
     """
     name = f"offline-{Path(start).name}-{domain.name}-{len(domain.served)}"
     if as_steps is None:

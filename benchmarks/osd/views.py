@@ -12,7 +12,7 @@ from typing import Any
 
 START, SHIPPED, OFFLINE, ONLINE = "start", "shipped", "offline", "online"
 EQUAL_STEPS = "offline_equal_steps"
-"""Distilled offline in as many optimiser steps, of as many tokens, as online learning takes."""
+"""Distilled offline in about as many optimiser steps, of about as many tokens, as online learning takes."""
 ONE, TAG, TOPIC = "one", "tag", "topic"
 Result = Mapping[str, Any]
 Run = Mapping[str, Any]
