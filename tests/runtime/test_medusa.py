@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from adaserve_jax.config import EngineConfig, LearnConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from tests.models.checkpoints import write_checkpoint, write_medusa
@@ -118,4 +118,3 @@ def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path)
     assert "a set of Medusa heads whose hidden_size is 40, and its target's is 32; use a head" in refusal(draft=wide)
     other = str(write_medusa(tmp_path / "other", vocab_size=300))
     assert "a set of Medusa heads whose vocab_size is 300, and its target's is 320; use a head" in refusal(draft=other)
-    assert "a set of Medusa heads that learns needs tp 1, got 2" in refusal(tp=2, learning=LearnConfig())
