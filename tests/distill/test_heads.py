@@ -146,7 +146,7 @@ def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
     assert not lacking.all()
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, rank: int) -> None:
     learn = LearnConfig(learn_rate=1e-2, learn_top_k=5, learn_lora_rank=rank)
     programs = TrainPrograms(pair.config, learn, SIZE, jnp.float32, target=pair.source)
@@ -281,6 +281,7 @@ def test_new_medusa_heads_say_what_the_target_says_and_learn(pair: Pair, tmp_pat
     assert ModelConfig.from_folder(tmp_path / "out", may_be_head=True) == config
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_from_prompts_as_a_draft_is(pair: Pair, tmp_path: Path) -> None:
     """A run that is stopped and resumed ends like one that is not, and what is written is a head of the same tokens."""
     rng = np.random.default_rng(0)

@@ -67,6 +67,7 @@ def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
     assert sum(a != b for a, b in zip(*results, strict=True)) <= 1
 
 
+@pytest.mark.slow
 def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
     """Versions rise and acceptance with them, the text stays, and what was learned is written as a head."""
     learned = tmp_path / "learned"

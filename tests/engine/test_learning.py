@@ -500,7 +500,10 @@ def test_training_stops_where_there_is_no_time_for_a_piece(loaded: Loaded, caplo
     assert serving.stats.delay_max_s == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("where", ["capture", "collect", "accumulate", "apply", "evaluate", "export", "set_draft"])
+@pytest.mark.parametrize("where", [
+    "collect", "apply", "set_draft",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("capture", "accumulate", "evaluate", "export")),
+])  # fmt: skip
 def test_what_fails_ends_learning_and_nothing_else(
     serving: Serving, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:

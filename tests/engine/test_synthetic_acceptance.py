@@ -24,7 +24,10 @@ def llm() -> Iterator[LLM]:
         yield each
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"frequency_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1.0}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"frequency_penalty": 0.5}))],
+)
 def test_chains_accept_the_length_on_average(llm: LLM, params: dict) -> None:
     sampling = SamplingParams(max_tokens=120, ignore_eos=True, seed=1, **params)
     found = [output.metrics for output in llm.generate(PROMPTS, sampling)]

@@ -36,8 +36,8 @@ QUICK = {
     "cpu": tuple(name for name, spec in TINY.items() if spec.dtype == "f32"),
     "canonical": ("tree", "windowed_prefill", CAPPED),
     "plain": ("tree_past_a_tile", "windowed_tree", CAPPED),
-    "mosaic_gpu": ("tree_eight_heads", CAPPED),  # always in bf16
-    "mosaic_tpu": ("bf16", CAPPED),
+    "mosaic_gpu": (CAPPED,),  # always in bf16
+    "mosaic_tpu": (CAPPED,),
 }
 """Shapes of every run. Compiling takes a second, simulation several. The kernels' own tests have other shapes."""
 

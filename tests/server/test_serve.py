@@ -177,7 +177,7 @@ def test_a_client_that_never_reads_holds_up_no_stop():
     assert code == 0, err
 
 
-@pytest.mark.parametrize(("options", "status"), [((), None), (("exit",), 70)])
+@pytest.mark.parametrize(("options", "status"), [pytest.param((), None, marks=pytest.mark.slow), (("exit",), 70)])
 def test_a_server_can_end_with_its_engine(options, status):
     with Program("scripted", 10.0, *options) as program:
         wait_until(lambda: program.status("/ready") == 200)
