@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -29,17 +29,29 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+for _library in ("OMP", "OPENBLAS"):  # threads of several workers would wait for each other
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+QUICK_ONLY = (
+    os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+)
+"""Whether this process never compiles as users do. XLA's older code for fusions takes a third of the time of its new
+one to compile, but a process has one of them only."""
+if QUICK_ONLY:
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
 
 OPTIMISED = (
-    "models", "tree", "runtime/test_compile.py", "runtime/test_families.py",
+    "models", "tree", "runtime/test_adapters.py", "runtime/test_compile.py", "runtime/test_families.py",
     "runtime/test_quantized_families.py", "runtime/test_sizing.py", "runtime/test_programs.py",
     "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
-"""Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is
-made sooner, without most of XLA's optimisations; `make test-slow` has them everywhere."""
+"""Where the last bits of numbers count, or what a program looks like: code is made as users run it, and of several
+workers only the first runs these files. Elsewhere code is made sooner, without most of XLA's optimisations; `make
+test-slow` has them everywhere."""
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
@@ -78,9 +90,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give OPTIMISED files to the first worker; it takes others after them, and the other workers have no such file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OptimisedInFirst(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            first = node.gateway.id == "gw0"
+            files = sorted(self.workqueue, key=lambda file: first and not _is_optimised(ROOT / file))
+            file = next((file for file in files if first or not _is_optimised(ROOT / file)), None)
+            if file is None:
+                node.shutdown()
+            else:
+                self.workqueue.move_to_end(file, last=False)
+                super()._assign_work_unit(node)
+
+    return OptimisedInFirst(config, log) if config.option.dist == "loadfile" else None
+
+
+def _is_optimised(file: Path) -> bool:
+    return file.relative_to(ROOT / "tests").as_posix().startswith(OPTIMISED)
+
+
 @contextlib.contextmanager
 def optimised() -> Iterator[None]:
-    """What is compiled meanwhile, by this process, is made as users run it."""
+    """What is compiled meanwhile, by this process, is made as users run it, unless it never does that."""
+    if QUICK_ONLY:
+        yield
+        return
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -94,14 +132,14 @@ def optimised() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
     """In the files that OPTIMISED names."""
-    path = request.path.relative_to(ROOT / "tests").as_posix()
-    with optimised() if path.startswith(OPTIMISED) else contextlib.nullcontext():
+    with optimised() if _is_optimised(request.path) else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def compiling(programs: str) -> Iterator[None]:
-    """Compile these programs, as users run them, in one worker at a time: the others find them in the cache."""
+    """Compile these programs, as users run them where that is done, in one worker at a time: the others find them in
+    the cache."""
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{programs}.lock").open("w") as lock, optimised():
