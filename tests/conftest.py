@@ -31,8 +31,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 for _library in ("OMP", "OPENBLAS"):  # threads of several workers would wait for each other
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+_FIRST_WORKER = "gw0"
 QUICK_ONLY = (
-    os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    os.environ.get("PYTEST_XDIST_WORKER", _FIRST_WORKER) != _FIRST_WORKER
+    and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 )
 """Whether this process never compiles as users do. XLA's older code for fusions takes a third of the time of its new
 one to compile, but a process has one of them only."""
@@ -97,7 +99,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class OptimisedInFirst(LoadFileScheduling):
         def _assign_work_unit(self, node: Any) -> None:
-            first = node.gateway.id == "gw0"
+            first = node.gateway.id == _FIRST_WORKER
             files = sorted(self.workqueue, key=lambda file: first and not _is_optimised(ROOT / file))
             file = next((file for file in files if first or not _is_optimised(ROOT / file)), None)
             if file is None:
