@@ -32,13 +32,13 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 for _library in ("OMP", "OPENBLAS"):  # threads of several workers would wait for each other
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 _FIRST_WORKER = "gw0"
-QUICK_ONLY = (
+OLDER_FUSIONS = (
     os.environ.get("PYTEST_XDIST_WORKER", _FIRST_WORKER) != _FIRST_WORKER
     and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 )
-"""Whether this process never compiles as users do. XLA's older code for fusions takes a third of the time of its new
-one to compile, but a process has one of them only."""
-if QUICK_ONLY:
+"""Whether this process compiles by XLA's older code for fusions. It takes a third of the time of the new one, and a
+process has one of them only."""
+if OLDER_FUSIONS:
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     )
@@ -117,10 +117,7 @@ def _is_optimised(file: Path) -> bool:
 
 @contextlib.contextmanager
 def optimised() -> Iterator[None]:
-    """What is compiled meanwhile, by this process, is made as users run it, unless it never does that."""
-    if QUICK_ONLY:
-        yield
-        return
+    """What is compiled meanwhile, by this process, is made as users run it, but for `OLDER_FUSIONS`."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -140,8 +137,7 @@ def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(programs: str) -> Iterator[None]:
-    """Compile these programs, as users run them where that is done, in one worker at a time: the others find them in
-    the cache."""
+    """Compile these programs, as users run them, in one worker at a time: the others find them in the cache."""
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{programs}.lock").open("w") as lock, optimised():

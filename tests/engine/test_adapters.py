@@ -61,6 +61,7 @@ def llm(folders: dict[str, Path]) -> Iterator[LLM]:
         assert llm.stats().compiles_after_ready == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_texts_are_those_of_merged_checkpoints(llm: LLM, merged: dict[str, list[list[int]]], policy: str) -> None:
     """Two adapters and the model alone in one batch, first with an empty prefix cache, then with hits."""

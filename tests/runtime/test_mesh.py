@@ -177,6 +177,7 @@ def test_a_head_reads_the_features_of_a_divided_target(tmp_path: Path, kinds: li
         assert sizes[f"{kind}-2"]["weights"] > sizes[f"{kind}-1"]["weights"]
 
 
+@pytest.mark.slow
 def test_heads_learn_beside_a_divided_target_as_beside_a_whole_one(tmp_path: Path) -> None:
     on_devices(tmp_path, "taught")
     found = {key: np.array(scores) for key, scores in json.loads((tmp_path / "taught.json").read_text()).items()}
