@@ -121,7 +121,8 @@ Every field of every body, as `/openapi.json` has it. What the routes do, and wh
 [http.md](http.md). A field with a default may be left out. Types are strict; `null` in a request means the default.
 """
 HTTP_ABOUT = {
-    "Requests": "Fields that no model here knows are ignored, and named in the header `x-adaserve-warning`.",
+    "Requests": "Fields that no model here knows are ignored, and named in the header `x-adaserve-warning`; those that "
+    "begin with `slo` are refused.",
     "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, responses as "
     "`ResponseEvent`, each as one event `data: {...}`; the last event is `data: [DONE]`.",
 }
