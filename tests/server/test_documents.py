@@ -15,7 +15,6 @@ from adaserve_jax import cluster
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors
 from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass
-from adaserve_jax.settings import settings_of
 from tests.documents import rows, section
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
