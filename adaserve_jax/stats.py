@@ -216,7 +216,7 @@ class LearningStats(Statistics):
     )
     left_out: dict[str, int] = counter(
         "learning_left_out", "Choices that were not learned from, by reason.", "reason", default=dict[str, int],
-        values=("opt_out", "abort", "error", "no_positions", "failed"),
+        values=("opt_out", "abort", "error", "no_positions", "adapter", "failed"),
     )  # fmt: skip
     micro_steps: int = counter("learning_micro_steps", "Pieces of training between steps.")
     train_s: float = counter("learning_train_seconds", "Seconds of the step loop that training took.", default=0.0)

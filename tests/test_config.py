@@ -133,7 +133,7 @@ def test_drafts_have_names_in_order() -> None:
     ("field", "values", "expected"),
     [
         ("learn_loss", ("mse", None), "one of kl, reverse_kl, jsd"),
-        ("learn_positions", ("some",), "one of all, overruled"),
+        ("learn_positions", ("some",), "one of all, wrong"),
         ("learn_every", (0, 1.5, True), "an integer >= 1"),
         ("learn_buffer", (7,), "an integer >= 8"),
         ("learn_lora_rank", (-1,), "an integer >= 0"),

@@ -20,7 +20,7 @@ from adaserve_jax.cli.terminal import number_table, progress_bar, resume_command
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.writing import TYPES, check_new
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.types import Progress
@@ -44,7 +44,7 @@ def distill(
     config: OfflineConfig,
     out: Annotated[Path, typer.Option(help="folder to write the draft to, new or empty: a Hugging Face checkpoint")],
     target: Annotated[
-        str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs none")
+        str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs it for heads alone")
     ] = "demo",
     draft: Annotated[
         str, typer.Option(help="checkpoint folder of the draft or head to begin with, 'demo' or 'demo-head'")
@@ -90,6 +90,8 @@ def distill(
     check_new(out)
     draft_folder = resolve_folder(draft, "draft")
     asks_target = from_checkpoint is None or "target" in given
+    if not asks_target and ModelConfig.from_folder(draft_folder, may_be_head=True).is_head:
+        raise ConfigError("--target is needed to write what a head learned: a head is read beside its target")
     target_folder = resolve_folder(target, "target") if asks_target else draft_folder
     with progress_bar() as progress, TemporaryDirectory(prefix="adaserve-head-") as new:
         progress("loading", 0, 1)

@@ -71,10 +71,11 @@ class Learner:
         self._names = executor.draft_names
         assert executor.local_drafter is not None, "a LearnConfig comes with a draft"
         models = executor.target, executor.local_drafter.model
+        self._teaches_head = executor.local_drafter.model.config.is_head
         self._top_k = min(config.learn_top_k, *(model.config.vocab_size for model in models))
         self._recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
-        only_overruled = config.learn_positions == "overruled"
-        self._watcher = Watcher(self._recorder, executor.capture, only_overruled=only_overruled)
+        only_wrong = config.learn_positions == "wrong"
+        self._watcher = Watcher(self._recorder, executor.capture, only_wrong=only_wrong)
         self._drafts: list[DraftUpdates] = []
         self._keeper: CheckpointSaver | None = None
         self._pieces: PieceScheduler  # set by `prepare`
@@ -120,8 +121,8 @@ class Learner:
 
     def _head_target(self) -> HeadTarget | None:
         """Return what a head reads of the target while it is trained; None for a draft model."""
-        drafter, target = self._executor.local_drafter, self._executor.target
-        if drafter is None or not drafter.model.config.is_head:
+        target = self._executor.target
+        if not self._teaches_head:
             return None
         # room for adapters is left out: they are exchanged in place, and heads learn from the model alone
         params = {name: w for name, w in target.params.items() if not name.endswith((LORA_A, LORA_B))}
@@ -148,7 +149,9 @@ class Learner:
     def added(self, choice: Sequence, *, learn: bool = True, tenant: str = "") -> None:
         """Begin to watch a choice. learn: whether its text may be learned from. tenant: account of the request."""
         with self._contained():
-            if learn and not self.failed:
+            if learn and not self.failed and choice.adapter and self._teaches_head:
+                self._watcher.leave_out("adapter")  # a head is taught with features of the model without it
+            elif learn and not self.failed:
                 if self._watcher.is_waiting:  # perhaps for an earlier text with the same id
                     self._take_in()
                 self._watcher.begin(choice, tenant)
@@ -173,7 +176,7 @@ class Learner:
             if self.failed:
                 return
             self._take_in()
-            self._count(plan, trees, outcome)
+            self._count(plan, trees, candidates, outcome)
             if capture:
                 self._watcher.ask(plan, trees, candidates, outcome, choice_ids)
             self._watcher.end(updates)
@@ -182,15 +185,15 @@ class Learner:
         for record in self._watcher.take_in():
             self._drafts[record.draft].add(record)
 
-    def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
-        """Count drafted and accepted tokens by draft."""
-        if trees.num_nodes == plan.num_decode:
+    def _count(self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> None:
+        """Count drafted and accepted tokens by draft, but not those that only text already seen proposed."""
+        if plan.draft is None or trees.num_nodes == plan.num_decode:
             return
-        drafted = trees.parent >= 0
+        drafted = (trees.candidate >= 0) & (trees.candidate < candidates.token.shape[1])
         hits = outcome.accepted & drafted
-        drafts = None if plan.draft is None else plan.draft.drafts
+        drafts = plan.draft.drafts
         if drafts is None:
-            self._drafted[0] += trees.num_nodes - plan.num_decode
+            self._drafted[0] += np.count_nonzero(drafted)
             self._accepted[0] += np.count_nonzero(hits)
         else:
             number, whose = len(self._names), drafts[trees.row]

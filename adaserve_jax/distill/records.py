@@ -128,6 +128,11 @@ class TextRecorder:
     def __contains__(self, choice_id: str) -> bool:
         return choice_id in self._texts
 
+    def clear(self) -> None:
+        """Forget every text."""
+        for choice_id in tuple(self._texts):
+            self.end(choice_id, keep=False)
+
     def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str) -> None:
         """Begin to watch a choice. All texts after one prompt are held out or none. prompt_ids is not copied. Raises
         ValueError if the choice is watched already."""
@@ -218,7 +223,7 @@ class TextRecorder:
                 raise IntegrityError(f"a text of the recorder counts {text.rows} rows, which is not what it has")
 
 
-def overruled_nodes(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
+def wrong_nodes(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
     """Find the nodes where the accept walk stopped because the target's token was none of the draft's candidates.
 
     They are indices of packed nodes, i64[n], in the order of rows. What the draft proposed counts, not what was
@@ -262,13 +267,13 @@ class Watcher:
 
     A step costs a few array operations, however many texts are watched. `left_out` counts choices without a record, by
     reason. capture: begins to fetch the scores at sampled positions of the last step, i32[M]: tree nodes in packed
-    order, then ends of prompts in row order. only_overruled: capture only positions where the draft was wrong.
+    order, then ends of prompts in row order. only_wrong: capture only positions where the draft was wrong.
     """
 
-    def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], Promise], *, only_overruled: bool):
+    def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], Promise], *, only_wrong: bool):
         self._recorder = recorder
         self._capture = capture
-        self._only_overruled = only_overruled
+        self._only_wrong = only_wrong
         self._promised: tuple[SampledRows, Promise] | None = None
         self._ended: list[tuple[str, FinishReason | None, np.ndarray]] = []
         """Id, finish reason and output i32[tokens] of the choices that ended in the last step."""
@@ -297,19 +302,16 @@ class Watcher:
     ) -> None:  # fmt: skip
         """Begin to capture the target's scores of the step just committed; call `take_in` before.
 
-        They are those of accepted nodes, roots included, and of the ends of prompts, or just of `overruled_nodes`.
+        They are those of accepted nodes, roots included, and of the ends of prompts, or just of `wrong_nodes`.
         """
         watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
         if not watched.any():
             return
-        if self._only_overruled:
-            nodes = overruled_nodes(plan, trees, candidates, outcome)
-        else:
-            nodes = np.flatnonzero(outcome.accepted)
+        nodes = wrong_nodes(plan, trees, candidates, outcome) if self._only_wrong else np.flatnonzero(outcome.accepted)
         row = trees.row[nodes]
         position = plan.ctx_len[row] + trees.depth[nodes]
         final = np.flatnonzero(plan.prefill_final)
-        if len(final) and not self._only_overruled:
+        if len(final) and not self._only_wrong:
             ends = plan.num_decode + final
             nodes = np.concatenate([nodes, trees.num_nodes + np.arange(len(final))])
             row = np.concatenate([row, ends])
@@ -344,9 +346,10 @@ class Watcher:
         return records
 
     def stop(self, reason: str) -> None:
-        """Forget everything; count the watched choices as left out."""
+        """Forget what is watched; count it as left out, or one choice where that is nothing, so that it shows."""
         self._promised, self._ended = None, []
         self.leave_out(reason, max(len(self._recorder), 1))
+        self._recorder.clear()
 
 
 class PackedBatch(NamedTuple):

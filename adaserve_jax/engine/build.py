@@ -33,7 +33,7 @@ from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.loading import device_name, find_pair
 from adaserve_jax.runtime.sizing import dtype_of
 from adaserve_jax.scheduler.acceptance import Calibrator
-from adaserve_jax.scheduler.policies import policy_of
+from adaserve_jax.scheduler.policies import find_policy, longest_chain, policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.synthetic_acceptance import rates_text
 from adaserve_jax.tree.acceptance_table import write_chances
@@ -197,6 +197,7 @@ class Assembly:
         """Compile, measure, connect to draft services and load what was learned before. Raises AdaServeError."""
         self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
         config, limits = self.config, self.executor.limits
+        find_policy(config.policy, longest_chain(config, limits.max_depth))  # Medusa heads may be fewer than max_depth
         earlier = None if self._warm_folder is None else self._warm_folder.load(config, limits)
         samples = self.executor.warm_up(self._progress, None if earlier is None else earlier.samples)
         self.samples = samples

@@ -26,7 +26,7 @@ from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.pallas_kernels.compat import compiling_for
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, Declared
-from adaserve_jax.runtime.loading import AbstractEngine, ModelPair, declare_shapes
+from adaserve_jax.runtime.loading import AbstractEngine, ModelPair, declare_shapes, read_draft
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.sizing import Resolved, page_bytes, resolve, weight_bytes
 from adaserve_jax.types import Progress
@@ -102,7 +102,7 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
     target = ModelConfig.from_folder(folder).for_context(config.max_context)
     draft = None
     if drafts:
-        draft = ModelConfig.of_draft(str(config.draft), drafts[0]).for_context(config.max_context)
+        draft = read_draft(str(config.draft), drafts[0], config.max_context)
     pair = ModelPair(folder, target, draft, tuple(drafts))
     return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 

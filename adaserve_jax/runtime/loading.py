@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Params, param_specs
@@ -70,7 +71,7 @@ def find_pair(config: EngineConfig) -> ModelPair:
 
     A head has its target's vocabulary, and needs no tokenizer.
     Raises CheckpointError: a folder cannot be read, or a vocabulary has too little of the target's, or is not the same
-    where drafts learn; ConfigError: a further draft is of another shape than the first.
+    where drafts learn; ConfigError: a further draft is of another shape than the first, or topics cannot be told.
     """
     target_folder = resolve_folder(config.target, "target")
     target = ModelConfig.from_folder(target_folder).for_context(config.max_context)
@@ -78,14 +79,12 @@ def find_pair(config: EngineConfig) -> ModelPair:
     first, folders, vocabularies = None, [], []
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft", config.target)
-        draft = ModelConfig.of_draft(path, folder).for_context(config.max_context)
+        draft = read_draft(path, folder, config.max_context)
         if draft.is_mtp and config.learning is not None:
             raise ConfigError(
                 f"learning needs a draft in a folder of its own, got {path!r}; train an EAGLE-3 head by `adaserve "
                 "distill --head eagle3`, or leave the learning out"
             )
-        if draft.eagle3 is not None and not has_own_embedding(folder):
-            draft = replace(draft, eagle3=replace(draft.eagle3, shares_embedding=True))
         first = first or draft
         for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
@@ -101,7 +100,21 @@ def find_pair(config: EngineConfig) -> ModelPair:
         if config.learning is not None:  # it learns from the target's tokens
             check_same_vocabulary(tokenizer, own, target.vocab_size, "a draft that learns")
         vocabularies.append(map_vocabulary(tokenizer, own, target.vocab_size, draft.vocab_size))
+    if first is not None and first.medusa is not None and len(folders) > 1 and config.route == "topic":
+        raise ConfigError(
+            "route must be tag or language with Medusa heads, which have no embedding to tell topics by, got 'topic'"
+        )
     return ModelPair(target_folder, target, first, tuple(folders), tuple(vocabularies))
+
+
+def read_draft(path: str, folder: Path, max_context: int) -> ModelConfig:
+    """Read a draft's configuration, and of an EAGLE-3 head's weights whether it shares its target's embedding; weights
+    that are missing are taken to have one of their own. Raises CheckpointError as `ModelConfig.of_draft` does."""
+    draft = ModelConfig.of_draft(path, folder).for_context(max_context)
+    with suppress(CheckpointError):
+        if draft.eagle3 is not None and not has_own_embedding(folder):
+            return replace(draft, eagle3=replace(draft.eagle3, shares_embedding=True))
+    return draft
 
 
 def resolve_pair(config: EngineConfig, pair: ModelPair, *, elastic: bool = False, training_bytes: int = 0) -> Resolved:

@@ -26,7 +26,7 @@ STILL = {"shipped": ("0.35", ":"), "offline": ("black", "--"), "start": ("0.6", 
 SAID = {
     "shipped": "the embedded draft", "offline": "distilled offline, same prompts", "start": "at the start",
     "online": "online", "one": "one draft", "tag": "one for each kind, by tag", "topic": "one for each kind, by topic",
-    "overruled": "overruled positions only", "lora": "low-rank update", "reverse_kl": "reverse KL", "jsd": "JSD",
+    "wrong": "wrong positions only", "lora": "low-rank update", "reverse_kl": "reverse KL", "jsd": "JSD",
 }  # fmt: skip
 
 app = typer.Typer(add_completion=False, help=__doc__)

@@ -48,7 +48,7 @@ LEARN_HEAD = replace(LEARN, learn_delay_ms=1000.0)
 """A head's micro-step runs the target too. Nothing waits for it here, since waves wait for what there is to learn."""
 VARIANTS: dict[str, LearnConfig] = {
     "online": LEARN,
-    "overruled": replace(LEARN, learn_positions="overruled"),
+    "wrong": replace(LEARN, learn_positions="wrong"),
     "reverse_kl": replace(LEARN, learn_loss="reverse_kl"),
     "jsd": replace(LEARN, learn_loss="jsd"),
     "lora": replace(LEARN, learn_lora_rank=16),
@@ -145,7 +145,15 @@ def medusa(
     each = domains(tuple(kinds.split(",")), gsm8k, requests, judged)
     (home,) = domains((taught,), gsm8k, 2 * requests, 0)
     heads = distilled(
-        work, "heads", home.served[requests:], "--head", "medusa", "--epochs", "4", "--step-tokens", "512"
+        work,
+        f"heads-{taught}-{requests}",
+        home.served[requests:],
+        "--head",
+        "medusa",
+        "--epochs",
+        "4",
+        "--step-tokens",
+        "512",
     )
     found, runs = {}, []
     for name, start, learn in (("heads", heads, LEARN_HEAD), ("draft", start_of(work), LEARN)):

@@ -21,7 +21,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import write_checkpoint, write_medusa
 from tests.program import run_program
 
 PROMPTS = ["the thing", "a thing in", "é", "the a", "ing ing", "thin", "", "the thing"]
@@ -158,6 +158,10 @@ def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFix
             "--draft-name has no effect with --prom",
         ),
         (["--out", "x", "--from-checkpoint", "y", "--json", "z"], "--json has no effect with --from-checkpoint"),
+        (
+            ["--out", "x", "--from-checkpoint", "y", "--draft", "heads"],
+            "--target is needed to write what a head learned",
+        ),
         (["--out", "x", "--from-checkpoint", "y", "--resume"], "--resume has no effect with --from-checkpoint"),
         (["--out", "x", "--from-checkpoint", "y", "--epochs", "2"], "--epochs has no effect with --from-checkpoint"),
         (["--out", "x", "--from-checkpoint", "y", "--format", "auto"], "--format has no effect with --from-checkpoint"),
@@ -174,6 +178,8 @@ def test_mistakes_are_one_line(
     Path("latin.txt").write_bytes(b"caf\xe9 and more")
     Path("one.txt").write_text("the thing\n")
     Path("azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,10,5\n")
+    if "heads" in arguments:
+        write_medusa(Path("heads"))
     if "other" in arguments:
         tokenizer = json.loads(Path("target/tokenizer.json").read_text())
         write_checkpoint(Path("other"))
@@ -181,7 +187,8 @@ def test_mistakes_are_one_line(
         Path("other/tokenizer.json").write_text(json.dumps(tokenizer))
     pair = [] if "--draft" in arguments else ["--draft", "draft"]
     before = sorted(place.rglob("*"))
-    assert run_program("distill", "--target", "target", *pair, *arguments) == 2
+    target = [] if "heads" in arguments else ["--target", "target"]
+    assert run_program("distill", *target, *pair, *arguments) == 2
     out, err = capsys.readouterr()
     line = err.splitlines()[-1]
     assert out == "" and line.startswith("adaserve: error: ") and message in line

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.distill.records import overruled_nodes
+from adaserve_jax.distill.records import wrong_nodes
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import Pending
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
@@ -85,7 +85,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, clock.now())
         outcome = executor.verify(plan, trees)
-        wrong = overruled_nodes(plan, trees, candidates, outcome)
+        wrong = wrong_nodes(plan, trees, candidates, outcome)
         assert outcome.accepted[wrong].all() and (np.diff(trees.row[wrong]) > 0).all()
         assert not len(wrong) or trees.row[wrong[-1]] < plan.num_decode
         for update in scheduler.commit(plan, trees, candidates, outcome, clock.now()):

@@ -13,6 +13,7 @@ from adaserve_jax.errors import UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
 from tests.engines import DEMO, EXACT
+from tests.models.adapters import write_adapter
 from tests.models.checkpoints import write_eagle3
 from tests.program import run_program
 
@@ -69,9 +70,15 @@ def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
 
 @pytest.mark.slow
 def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
-    """Versions rise and acceptance with them, the text stays, and what was learned is written as a head."""
+    """Versions rise and acceptance with them, the text stays, and what was learned is written as a head. Texts of
+    adapters, whose features are not the model's own, teach it nothing."""
     learned = tmp_path / "learned"
-    options = DEMO | {"num_pages": 128, "policy": "spec:3", "max_width": 1, "token_edges": (64,)}
+    adapter = write_adapter(tmp_path / "adapter", resolve_folder("demo", "target"), seed=1, rank=4, alpha=1.0)
+    options = (
+        DEMO
+        | {"lora": (f"code={adapter}",)}
+        | {"num_pages": 128, "policy": "spec:3", "max_width": 1, "token_edges": (64,)}
+    )
     learning = LearnConfig(
         learn_every=4, learn_steps=4, learn_held_out=0.25, learn_rate=3e-3, learn_share=1.0, learn_delay_ms=500.0,
         learn_folder=str(learned),
@@ -85,6 +92,8 @@ def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
             prompts = [f"x{rounds} = [{index}, " for index in range(8)]
             llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
         assert sum(a != b for a, b in zip(_texts(llm, 0.0), before, strict=True)) <= 1
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=TOKENS), adapter="code")
+        assert llm.stats().learning.left_out["adapter"] == 1
     options = ["--from-checkpoint", str(learned), "--draft", str(head), "--target", "demo", "--out"]
     assert run_program("distill", *options, str(tmp_path / "out")) == 0
     written = ModelConfig.from_folder(tmp_path / "out", may_be_head=True)

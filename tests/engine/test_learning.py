@@ -171,7 +171,7 @@ class Text:
 
 
 class Observed:
-    """A learner, and where the target overruled a draft by a walk down each tree that is written out by hand: the
+    """A learner, and where a draft was wrong by a walk down each tree that is written out by hand: the
     positions by choice id."""
 
     def __init__(self, learner: Learner):
@@ -183,13 +183,13 @@ class Observed:
 
     def stepped(self, plan: Any, trees: Any, candidates: Any, outcome: Any, choice_ids: Any, *rest: Any, **how: Any):
         for row in range(plan.num_decode):
-            depth = overruled_at(row, trees, candidates, outcome)
+            depth = wrong_at(row, trees, candidates, outcome)
             if depth is not None:
                 self.wrong[choice_ids[row]].append(int(plan.ctx_len[row]) + depth)
         self._learner.stepped(plan, trees, candidates, outcome, choice_ids, *rest, **how)
 
 
-def overruled_at(row: int, trees: Any, candidates: Any, outcome: Any) -> int | None:
+def wrong_at(row: int, trees: Any, candidates: Any, outcome: Any) -> int | None:
     """The depth at which the target drew what the draft did not propose, though it proposed something; or None."""
     (node,) = (n for n in range(trees.num_nodes) if trees.row[n] == row and trees.parent[n] < 0)
     for depth in range(int(outcome.counts[row])):
@@ -334,6 +334,17 @@ def test_an_engine_learns_from_all_but_who_opts_out_or_is_cut_short(loaded: Load
     assert 0 < stats.drafted_tokens["other"] < stats.drafted_tokens["default"]
 
 
+def test_tokens_that_only_text_proposed_count_for_no_draft(loaded: Loaded) -> None:
+    llm = LLM.over(loaded.engine)
+    llm.set_policy("spec:2@suffix")
+    before = llm.stats()
+    llm.generate([[5, 6, 7, 8] * 4] * 2, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
+    after = llm.stats()
+    llm.set_policy("spec:2")
+    assert after.scheduler.draft_tokens > before.scheduler.draft_tokens
+    assert after.learning.drafted_tokens == before.learning.drafted_tokens
+
+
 def test_what_is_served_again_is_guessed_better_and_no_text_changes(serving: Serving) -> None:
     before = sum(text.accepted for text in serving.serve_again())
     versions = [serving.version]
@@ -378,8 +389,8 @@ def test_records_hold_what_the_target_thought(loaded: Loaded, tmp_path: Path) ->
     assert {5, 6} <= begins <= set(range(5, 11))
 
 
-def test_only_where_the_target_overruled_the_draft(loaded: Loaded, tmp_path: Path) -> None:
-    serving = Serving(loaded, learn_positions="overruled", **kept_in(tmp_path))
+def test_only_where_the_draft_was_wrong(loaded: Loaded, tmp_path: Path) -> None:
+    serving = Serving(loaded, learn_positions="wrong", **kept_in(tmp_path))
     texts = {f"r{number}/0": text for number, text in enumerate(serving.serve(), 1)}
     expected = []
     for choice_id, positions in serving.observed.wrong.items():

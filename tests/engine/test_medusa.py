@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.llm import GenerateOutput
+from adaserve_jax.errors import ConfigError
 from tests.engines import DEMO
 from tests.models.checkpoints import write_medusa
 
@@ -37,3 +39,11 @@ def test_the_text_is_the_targets_and_heads_that_know_nothing_share_its_noise(tmp
         _outputs(llm, "adaserve")
     accepted = sum(output.metrics.accepted_tokens for output in found)
     assert accepted > 0.6 * sum(output.metrics.drafted_tokens for output in found) > 0
+
+
+def test_a_chain_longer_than_there_are_heads_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    heads = write_medusa(tmp_path, size=256, vocab_size=2048, heads=3)
+    with pytest.raises(
+        ConfigError, match=r"at least 4, but max_depth is 3; load a draft \(Medusa needs as many heads\)"
+    ):
+        LLM(draft=str(heads), policy="spec:4", **DEMO)

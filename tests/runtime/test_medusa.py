@@ -118,3 +118,7 @@ def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path)
     assert "a set of Medusa heads whose hidden_size is 40, and its target's is 32; use a head" in refusal(draft=wide)
     other = str(write_medusa(tmp_path / "other", vocab_size=300))
     assert "a set of Medusa heads whose vocab_size is 300, and its target's is 320; use a head" in refusal(draft=other)
+    heads = [str(write_medusa(tmp_path / name)) for name in ("first", "second")]
+    assert "route must be tag or language with Medusa heads, which have no embedding" in refusal(
+        draft=heads[0], drafts=(f"b={heads[1]}",), route="topic"
+    )

@@ -154,6 +154,14 @@ def test_a_head_is_fed_one_token_beyond_what_the_target_has_computed():
     assert drafted
 
 
+def test_a_head_begins_at_the_second_token_of_a_text():
+    run = Run.of(limits_of(draft_is_head=True), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=1, tokens=30))
+    first, second = (run.step()[0].draft for _ in range(2))
+    assert first is None or not first.speculates.any()
+    assert second is not None and second.speculates.all()
+
+
 def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
     run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="spec:2")
     run.scheduler.add(request_of("a", prompt=200, tokens=40))

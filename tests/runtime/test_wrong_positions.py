@@ -1,10 +1,10 @@
-"""Where the target overruled the draft: against a walk written down node by node, over random trees."""
+"""Where the draft was wrong: against a walk written down node by node, over random trees."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.distill.records import overruled_nodes
+from adaserve_jax.distill.records import wrong_nodes
 from adaserve_jax.types import CandidateTrees, DraftTrees, RowSampling, StepOutcome, StepPlan
 
 DEPTH, WIDTH, VOCAB = 3, 3, 6
@@ -22,7 +22,7 @@ def plan_of(num_decode: int, num_rows: int) -> StepPlan:
 
 
 def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome, list[int]]:
-    """A step whose target draws a token after each node, and the nodes where it overruled the draft, by walking."""
+    """A step whose target draws a token after each node, and the nodes where the draft was wrong, by walking."""
     rows, prompts = int(rng.integers(1, 5)), int(rng.integers(0, 3))
     columns = DEPTH * WIDTH
     token = np.zeros((rows, columns), np.int32)
@@ -74,7 +74,7 @@ def test_the_nodes_are_those_of_the_walk() -> None:
     seen = {True: 0, False: 0}
     for _ in range(400):
         plan, *step, expected = random_step(rng)
-        assert overruled_nodes(plan, *step).tolist() == expected
+        assert wrong_nodes(plan, *step).tolist() == expected
         seen[True] += len(expected)
         seen[False] += plan.num_decode - len(expected)
     assert min(seen.values()) > 200
@@ -100,9 +100,9 @@ def test_the_cases_one_by_one() -> None:
         tokens[0, : len(drawn)] = drawn
         accepted = np.array([True, len(drawn) > 1])
         outcome = StepOutcome(tokens, np.array([len(drawn)], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled_nodes(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
+        assert wrong_nodes(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
         cut = StepOutcome(tokens, np.array([len(drawn) - 1], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled_nodes(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
+        assert wrong_nodes(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
         none = CandidateTrees.empty(1)
-        assert overruled_nodes(plan_of(1, 1), trees, none, outcome).tolist() == []
-    assert overruled_nodes(plan_of(0, 2), trees, CandidateTrees.empty(0), outcome).tolist() == []
+        assert wrong_nodes(plan_of(1, 1), trees, none, outcome).tolist() == []
+    assert wrong_nodes(plan_of(0, 2), trees, CandidateTrees.empty(0), outcome).tolist() == []
