@@ -1,6 +1,6 @@
 """Tables of docs/results.md about drafts that learn: acceptance by requests, time per token, what learning costs.
 
-Of results that benchmarks/osd/online_learning.py, learning_latency.py and learning_cost.py wrote. Imports no jax.
+Of results that benchmarks/osd/online_learning.py, latency.py and cost.py wrote. Imports no jax.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ LATENCY = (
 )
 COST = (
     "| load | pairs of turns | attainment without learning | with | cost, points | tokens/s without | with "
-    "| training while requests ran, s | while idle, s | longest piece, ms | versions |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
+    "| training while requests ran, s | while idle, s | versions |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -127,12 +127,12 @@ def cost_table(result: dict[str, Any]) -> str:
             rows.append(line(
                 f"{each['load']:g}", str(each["pairs"]), f"{attainment['plain']:.1%}", f"{attainment['learning']:.1%}",
                 f"{100 * each['attainment_cost']:.1f}", f"{rates['plain']:.1f}", f"{rates['learning']:.1f}",
-                f"{each['delayed_s']:.2f}", f"{each['idle_s']:.1f}", f"{1e3 * each['delay_max_s']:.0f}",
-                str(each["versions"]),
+                f"{each['delayed_s']:.2f}", f"{each['idle_s']:.1f}", str(each["versions"]),
             ))  # fmt: skip
     about = (
         f"Policy `{result['policy']}`; loads are shares of {result['capacity_rps']:g} requests/s; pieces of training "
-        f"of at most {result['learn']['learn_delay_ms']:g} ms; programs compiled after the start: "
+        f"of at most {result['learn']['learn_delay_ms']:g} ms, the longest {1e3 * result['delay_max_s']:.0f} ms; "
+        "programs compiled after the start: "
         f"{result['compiles_after_ready']}."
     )
     return "\n\n".join([about, "\n".join([COST, *rows]), _where(result)])

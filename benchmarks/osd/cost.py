@@ -1,4 +1,4 @@
-"""What learning costs those who are served: the same requests, at the same times, with learning and without.
+"""Measure what learning costs those who are served: the same requests, at the same times, with it and without.
 
     python -m benchmarks.osd.cost --out benchmarks/results/learning-cost-110m-cpu.json
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
 from adaserve_jax.workloads.workload import Workload, load_workload
 from benchmarks.engine.throughput import grown_target
 from benchmarks.nightjar.offload import grown_draft
+from benchmarks.osd.runs import wait_until_learned
 
 DRAIN_S = 60.0
 PLAIN, LEARNING = "plain", "learning"
@@ -41,7 +41,7 @@ PLAIN, LEARNING = "plain", "learning"
 
 @dataclass(frozen=True)
 class Turn:
-    """One engine's run. *_s: seconds of training by when it ran; delay_max_s: the longest piece of any turn so far."""
+    """One engine's run. *_s: seconds of training by when it ran"""
 
     load: float
     repeat: int
@@ -55,7 +55,6 @@ class Turn:
     idle_s: float = 0.0
     micro_steps: int = 0
     versions: int = 0
-    delay_max_s: float = 0.0
 
 
 class Side:
@@ -68,10 +67,7 @@ class Side:
         return asdict(self.engine.client.stats().learning)
 
     def rest(self) -> None:
-        """Until nothing is left to be learned."""
-        learner = self.engine.client.assembly.learner
-        while learner is not None and not learner.is_idle:
-            time.sleep(0.01)
+        wait_until_learned(self.engine.client)
 
     def turn(self, due: list[Due], load: float, repeat: int) -> Turn:
         before = self.learning()
@@ -88,7 +84,6 @@ class Side:
             idle_s=after["train_s"] - before["train_s"] - (during["delay_s"] - before["delay_s"]),
             micro_steps=after["micro_steps"] - before["micro_steps"],
             versions=sum(after["updates"].values()) - sum(before["updates"].values()),
-            delay_max_s=after["delay_max_s"],
         )  # fmt: skip
 
 
@@ -149,6 +144,7 @@ def write(
     result = {
         "commit": source_commit(), "machine": machine_name(), "policy": config.policy, "capacity_rps": capacity,
         "learn": asdict(learn), "loads": [of_load(turns, load) for load in sorted({turn.load for turn in turns})],
+        "delay_max_s": max(side.learning()["delay_max_s"] for side in sides),
         "compiles_after_ready": sum(side.engine.compiles_after_ready() for side in sides),
         "turns": [asdict(turn) for turn in turns],
     }  # fmt: skip
@@ -157,7 +153,7 @@ def write(
 
 
 def of_load(turns: list[Turn], load: float) -> dict[str, Any]:
-    """Means over turns; cost: of attainment, by pairs."""
+    """Return means over the turns of a load; the cost of attainment, by pairs."""
     by = {
         name: [turn for turn in turns if turn.load == load and turn.engine == name] for name in (PLAIN, LEARNING)
     }  # fmt: skip
@@ -174,7 +170,6 @@ def of_load(turns: list[Turn], load: float) -> dict[str, Any]:
             "delayed_s": sum(turn.delayed_s for turn in by[LEARNING]),
             "idle_s": sum(turn.idle_s for turn in by[LEARNING]),
             "versions": sum(turn.versions for turn in by[LEARNING]),
-            "delay_max_s": max(turn.delay_max_s for turn in by[LEARNING]),
         }
     return found
 

@@ -20,12 +20,14 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.osd.views import OFFLINE, ONE, ONLINE, SHIPPED, START, TAG, TOPIC, way
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-STILL = {"shipped": ("0.35", ":"), "offline": ("black", "--"), "start": ("0.6", "-.")}
+STILL = {SHIPPED: ("0.35", ":"), OFFLINE: ("black", "--"), START: ("0.6", "-.")}
 """Drafts that do not learn."""
 SAID = {
-    "shipped": "the embedded draft", "offline": "distilled offline, same prompts", "start": "at the start",
-    "online": "online", "one": "one draft", "tag": "one for each kind, by tag", "topic": "one for each kind, by topic",
+    SHIPPED: "the embedded draft", OFFLINE: "distilled offline, same prompts", START: "at the start",
+    ONLINE: "online", ONE: "one draft", TAG: "one for each kind, by tag", TOPIC: "one for each kind, by topic",
     "wrong": "wrong positions only", "lora": "low-rank update", "reverse_kl": "reverse KL", "jsd": "JSD",
 }  # fmt: skip
 
@@ -83,9 +85,9 @@ def _still(panel: Axes, result: dict[str, Any], domain: str, names: tuple[str, .
 def _narrow(results: list[tuple[str, dict[str, Any]]]) -> Figure:
     figure, panels = _panels(len(results))
     for panel, (domain, result) in zip(panels, results, strict=True):
-        _still(panel, result, domain, ("shipped", "offline"))
+        _still(panel, result, domain, (SHIPPED, OFFLINE))
         for colour, run in zip(COLOURS, result["runs"], strict=False):
-            _curve(panel, run, domain, color=colour, label=SAID[run["name"].split("/")[1]])
+            _curve(panel, run, domain, color=colour, label=SAID[way(run)])
         panel.set_title(domain)
         panel.legend(fontsize=8, loc="lower right")
     return figure
@@ -115,7 +117,7 @@ def _mixed(result: dict[str, Any]) -> Figure:
     figure, panels = _panels(len(domains))
     for panel, domain in zip(panels, domains, strict=True):
         for colour, run in zip(COLOURS, result["runs"], strict=False):
-            _curve(panel, run, domain, color=colour, label=SAID[run["name"].split("/")[1]])
+            _curve(panel, run, domain, color=colour, label=SAID[way(run)])
         panel.set_title(f"{domain}, all kinds served at once")
         panel.legend(fontsize=8, loc="lower right")
     return figure

@@ -55,12 +55,12 @@ class Row:
 
 
 def closed_form(acceptance: float, chain: int, draft_share: float) -> float:
-    """Source: online speculative decoding eq. 1."""
+    """Return the speedup that online speculative decoding predicts (eq. 1)."""
     return sum(acceptance**depth for depth in range(chain + 1)) / (chain * draft_share + 1)
 
 
 def chance_of(kept: float, chain: int) -> float:
-    """a with a + a^2 + ... + a^chain = kept, by bisection."""
+    """Return the chance a with a + a^2 + ... + a^chain = kept, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -90,7 +90,7 @@ def main(
 
 
 def of_grown(draft: str, folder: Path) -> str:
-    """The draft for the grown target: a head grows with it, into `folder`."""
+    """Return the folder of the draft for the grown target: a head grows with it, into `folder`."""
     head = resolve_folder(draft, "draft")
     is_head = ModelConfig.from_folder(head, may_be_head=True).is_head
     return str(grown_head(head, SIZE, folder)) if is_head else draft

@@ -1,4 +1,4 @@
-"""What learning from the traffic makes of a draft that does not know it: acceptance by requests served.
+"""Measure what learning from the traffic makes of a draft that does not know it: acceptance by requests served.
 
     python -m benchmarks.osd.online_learning narrow code --work FOLDER --out benchmarks/results/online-learning
     python -m benchmarks.osd.online_learning narrow maths --gsm8k train.jsonl.gz ...
@@ -11,7 +11,8 @@ The draft begins with a top layer of random weights, for mixed traffic with no t
 with random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving
 taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs; of a head, also in as many
 optimiser steps as online. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
-nothing is left to be learned from the last, so that training takes no time from serving. `figures.py` draws them.
+nothing is left to be learned from the last, so that training takes no time from serving. `figures.py` draws narrow,
+shift and mixed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +30,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import typer
 
+from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
@@ -38,7 +41,7 @@ from adaserve_jax.models.loading import load_params
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks.osd.prompts import NAMES, Domain, domains, write_prompts
 from benchmarks.osd.runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
-from benchmarks.osd.views import EQUAL_STEPS, OFFLINE, SHIPPED, START
+from benchmarks.osd.views import EQUAL_STEPS, OFFLINE, ONE, SHIPPED, START, TAG, TOPIC
 
 DEMO, HEAD = "demo", "demo-head"
 RATE = 1e-3
@@ -78,6 +81,14 @@ def note(text: str) -> None:
     notes().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
+def _chosen(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    names = comma_list(option, text, str)
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"expected some of {', '.join(known)}, got {name!r}", param_hint=f"--{option}")
+    return names
+
+
 @app.command()
 def narrow(
     domain: Annotated[str, typer.Argument(help=f"one of {', '.join(NAMES)}")],
@@ -100,7 +111,7 @@ def narrow(
     note(f"{domain}: {found}")
     stream = [Asked(domain, prompt) for prompt in each.served]
     runs = []
-    for name in variants.split(","):
+    for name in _chosen("variants", variants, VARIANTS):
         config = learning_config(start, VARIANTS[name], {}, "tag", policy)
         keep = work / f"{name}-{domain}"
         runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note, keep=keep))
@@ -142,7 +153,7 @@ def medusa(
     taught: Annotated[str, typer.Option(help="kind of prompts that the heads are distilled from at first")] = "maths",
 ) -> None:  # fmt: skip
     """Medusa heads that were distilled from one kind of traffic, and a draft: what serving each kind teaches them."""
-    each = domains(tuple(kinds.split(",")), gsm8k, requests, judged)
+    each = domains(_chosen("kinds", kinds, NAMES), gsm8k, requests, judged)
     (home,) = domains((taught,), gsm8k, 2 * requests, 0)
     heads = distilled(
         work,
@@ -176,7 +187,7 @@ def shift(
     """Four kinds of traffic, one after another."""
     each = domains(NAMES, gsm8k, requests // len(NAMES), judged)
     stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
-    _of_all("shift", each, [("one", stream, {}, "tag")], start_of(work), out, every, policy)
+    _of_all("shift", each, [(ONE, stream, {}, "tag")], start_of(work), out, every, policy)
 
 
 @app.command()
@@ -188,7 +199,7 @@ def mixed(
 ) -> None:  # fmt: skip
     """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic. Drafts have one
     layer here: the less a draft can hold, the more there is to gain by giving each kind its own."""
-    names = tuple(kinds.split(","))
+    names, wanted = _chosen("kinds", kinds, NAMES), _chosen("which", which, (ONE, TAG, TOPIC))
     each = domains(names, gsm8k, requests // len(names), judged)
     stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
     random.Random(0).shuffle(stream)
@@ -197,8 +208,8 @@ def mixed(
     tagged = [replace(asked, tag=asked.domain) for asked in stream]
     # By topic: a tenth of the clients say what they ask, and that is what the others are told apart by.
     some = [replace(asked, tag=asked.domain if index % 10 == 0 else "") for index, asked in enumerate(stream)]
-    ways = [("one", stream, {}, "tag"), ("tag", tagged, drafts, "tag"), ("topic", some, drafts, "topic")]
-    chosen = [way for way in ways if way[0] in which.split(",")]
+    ways = [(ONE, stream, {}, "tag"), (TAG, tagged, drafts, "tag"), (TOPIC, some, drafts, "topic")]
+    chosen = [way for way in ways if way[0] in wanted]
     _of_all("mixed", each, chosen, start, out, every, policy, replace(LEARN, learn_steps=steps))
 
 
@@ -219,7 +230,7 @@ def _of_all(
 
 
 def start_of(work: Path, draft: str = DEMO) -> str:
-    """The embedded draft or head with a top layer of random weights, as a folder."""
+    """Write the embedded draft or head with a top layer of random weights unless it is there; return its folder."""
     folder = work / ("start" if draft == DEMO else f"start-{draft}")
     if not (folder / "config.json").exists():
         source = resolve_folder(draft, "draft")
@@ -230,7 +241,7 @@ def start_of(work: Path, draft: str = DEMO) -> str:
 
 
 def one_layer_of(work: Path) -> str:
-    """The embedded draft without the layers above its first, as a folder."""
+    """Write the embedded draft without the layers above its first unless it is there; return its folder."""
     folder, shape = work / "one-layer", work / "one-layer-shape"
     if not (folder / "config.json").exists():
         source = resolve_folder(DEMO, "draft")
@@ -248,7 +259,7 @@ def one_layer_of(work: Path) -> str:
 
 
 def offline_of(work: Path, start: str, domain: Domain, as_steps: LearnConfig | None = None) -> str:
-    """What `adaserve distill` makes of the prompts that are served, before any is.
+    """Distil a draft offline from the prompts that will be served, unless it is there; return its folder.
 
     as_steps: of an online run, where an update of every `learn_every` requests draws `learn_steps` times as many: take
     as many optimiser steps, of as many tokens, if texts are as long as they may be. None: two epochs in steps of the
@@ -262,7 +273,7 @@ def offline_of(work: Path, start: str, domain: Domain, as_steps: LearnConfig | N
 
 
 def distilled(work: Path, name: str, prompts: list[str], *options: str) -> str:
-    """The folder `name` in `work`, written by `adaserve distill` unless it is there."""
+    """Run `adaserve distill` unless the folder `name` in `work` is there; return that folder."""
     folder = work / name
     if not (folder / "config.json").exists():
         file = work / f"{name}.jsonl"
@@ -281,7 +292,7 @@ def write(
     path: Path, policy: str, found: dict[str, dict[str, float]], runs: list[Run],
     domains_in_order: list[str] | None = None,
 ) -> None:  # fmt: skip
-    """found: acceptance by domain of drafts that do not learn."""
+    """Write a result. found: acceptance by domain of drafts that do not learn."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "commit": source_commit(), "machine": machine_name(), "policy": policy, "max_tokens": MAX_TOKENS,

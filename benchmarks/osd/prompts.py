@@ -39,10 +39,9 @@ class Domain:
     judged: list[str]
 
 
-def domains(names: tuple[str, ...], gsm8k: Path | None, served: int, judged: int, seed: int = 0) -> list[Domain]:
-    """So many prompts of each kind, the same for the same seed. gsm8k: train.jsonl.gz, for maths. Raises
-    ConfigError."""
-    return [_BUILD[name](gsm8k, served, judged, random.Random(f"{seed}/{name}")) for name in names]
+def domains(names: tuple[str, ...], gsm8k: Path | None, served: int, judged: int) -> list[Domain]:
+    """Return so many prompts of each kind, always the same. gsm8k: train.jsonl.gz, for maths. Raises ConfigError."""
+    return [_BUILD[name](gsm8k, served, judged, random.Random(f"0/{name}")) for name in names]
 
 
 def _code(_: Path | None, served: int, judged: int, rng: random.Random) -> Domain:
@@ -85,7 +84,7 @@ def _cut(name: str, texts: list[str], served: int, judged: int, rng: random.Rand
 
 
 def _cuts(texts: list[str], count: int, rng: random.Random) -> list[str]:
-    """From places drawn evenly over all lines."""
+    """Cut prompts from places drawn evenly over all lines."""
     if not texts:
         raise ConfigError("this Python has no source files of its library, of which prompts are cut")
     lines = [text.splitlines(keepends=True) for text in texts]
@@ -123,7 +122,7 @@ def _gsm8k(path: Path | None) -> list[str]:
 
 
 def _wishes() -> Iterator[str]:
-    """What the library's documented functions would be asked for with."""
+    """Yield requests for the library's documented functions."""
     for parts, text in library_files():
         if is_test(parts):
             continue
@@ -151,7 +150,7 @@ def write(
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
-    """As `adaserve distill` reads them."""
+    """Write prompts as `adaserve distill` reads them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax import LLM, EngineConfig, SamplingParams
+from adaserve_jax.distill.heads import HeadTarget
+from adaserve_jax.distill.offline import Scorer
+from adaserve_jax.distill.programs import batch_sums, head_sums
+from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.export import export
 from adaserve_jax.models.loading import load_params
-from benchmarks.osd.judge import Judge
 
 WAVE = 8
 """Requests that come together; the next ones come when nothing is left to be learned from them."""
@@ -25,6 +32,8 @@ MAX_TOKENS, TEMPERATURE = 64, 1.0
 MAX_CONTEXT = 512
 F32 = np.dtype(np.float32)
 SERVED_WINDOW = 50
+JUDGED_TOKENS = 512
+"""Tokens of a packed batch that is judged."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Asked:
 
 @dataclass
 class Point:
-    """After so many requests. acceptance: by domain, on its judged texts, of the draft that serves it. served: accepted
+    """Acceptance after so many requests: by domain, on its judged texts, of the draft that serves it. served: accepted
     drafted tokens per verification, of the latest SERVED_WINDOW requests, by domain."""
 
     requests: int
@@ -49,10 +58,10 @@ class Point:
 
 @dataclass
 class Run:
-    """Everything that is known of one. seconds: of serving and of training."""
+    """Result of one run."""
 
     name: str
-    learn: dict[str, Any] | None
+    learn: dict[str, Any]
     points: list[Point]
     learning: dict[str, Any]
     serve_s: float
@@ -64,8 +73,53 @@ def sampling(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=index, ignore_eos=True)
 
 
+class Judge:
+    """Measures the acceptance of drafts on texts of the target that nobody was served.
+
+    It is exact over the whole vocabulary: the mean over positions of sum min(p, q); of a head, over the levels that a
+    head is trained for, too. texts: (tokens i32[n], tokens of the prompt) by domain.
+    """
+
+    def __init__(
+        self, target: ModelConfig, target_params: Params, draft: ModelConfig,
+        texts: Mapping[str, Sequence[tuple[np.ndarray, int]]], temperature: float,
+    ) -> None:  # fmt: skip
+        top_k = draft.vocab_size
+        scorer = Scorer(target, top_k=top_k, vocab_size=top_k, temperature=temperature)
+        self._batches: dict[str, list[PackedBatch]] = {}
+        for name, each in texts.items():
+            records = scorer.records(target_params, [text for text, _ in each], [prompt - 1 for _, prompt in each])
+            packed = pack(records, JUDGED_TOKENS, np.random.default_rng(0))
+            self._batches[name] = [PackedBatch(*map(jnp.asarray, batch)) for batch in packed]
+        learn = LearnConfig(learn_top_k=top_k, learn_temperature=temperature)
+        self._target_params = target_params
+        self._sums: Any = jax.jit(partial(_sums, draft, target, learn))
+
+    def acceptance(self, params: Params) -> dict[str, float]:
+        """Return the acceptance by domain."""
+        found = {}
+        for name, batches in self._batches.items():
+            sums = [np.asarray(self._sums(params, self._target_params, batch)) for batch in batches]
+            overlap, rows = np.sum(sums, axis=0)
+            found[name] = float(overlap / rows)
+        return found
+
+
+def _sums(
+    draft: ModelConfig, target: ModelConfig, learn: LearnConfig, params: Params, target_params: Params,
+    batch: PackedBatch,
+) -> jax.Array:  # fmt: skip
+    """Return the sums of overlaps and of weights, f32[2]."""
+    if not draft.is_head:
+        overlap, weight = batch_sums(params, draft, learn, batch)[1], batch.weight.sum()
+    else:
+        features = HeadTarget(target, target_params).features(target_params, draft, batch)
+        _, overlap, weight = head_sums(params, draft, learn, batch, features, 1.0)
+    return jnp.stack([overlap, weight])
+
+
 def judge_of(target: str, draft: str, judged: dict[str, list[str]]) -> Judge:
-    """Has the target, alone, write a text after each prompt."""
+    """Let the target, alone, write a text after each prompt, and return their judge."""
     with LLM(target, None, policy="ar", max_context=MAX_CONTEXT) as llm:
         texts = {
             name: [
@@ -80,11 +134,11 @@ def judge_of(target: str, draft: str, judged: dict[str, list[str]]) -> Judge:
     return Judge(config, load_params(folder, config, F32), head_or_draft, texts, TEMPERATURE)
 
 
-def acceptance_of(draft: str, judge: Judge, target: str = "demo") -> dict[str, float]:
+def acceptance_of(draft: str, judge: Judge) -> dict[str, float]:
     """Return the acceptance of a draft or a head as it lies in a folder."""
     folder = resolve_folder(draft, "draft")
     config = ModelConfig.from_folder(folder, may_be_head=True)
-    return judge.acceptance(load_params(folder, config, F32, target=resolve_folder(target, "target")))
+    return judge.acceptance(load_params(folder, config, F32, target=resolve_folder("demo", "target")))
 
 
 def run(
@@ -98,7 +152,7 @@ def run(
     with LLM.over(engine) as llm:
         watch = _Watch(engine, judge)
         points = [watch.point(0)]
-        serve_s = wait_s = 0.0
+        serve_s = 0.0
         for first in range(0, len(stream), WAVE):
             wave = stream[first : first + WAVE]
             began = time.monotonic()
@@ -106,11 +160,8 @@ def run(
                 [each.prompt for each in wave], [sampling(first + i) for i in range(len(wave))],
                 draft_tag=[each.tag for each in wave],
             )  # fmt: skip
-            done = time.monotonic()
-            learner = engine.assembly.learner
-            while learner is not None and not learner.is_idle:
-                time.sleep(0.002)
-            serve_s, wait_s = serve_s + done - began, wait_s + time.monotonic() - done
+            serve_s += time.monotonic() - began
+            wait_until_learned(engine)
             for asked, output in zip(wave, outputs, strict=True):
                 watch.served(asked.domain, output.metrics.accepted_tokens, output.metrics.verify_steps)
             served = first + len(wave)
@@ -122,8 +173,15 @@ def run(
         if keep is not None:
             shutil.rmtree(keep, ignore_errors=True)
             export(engine.executor.draft_params(0), resolve_folder(str(config.draft), "draft"), keep, dtype="f32")
-    learn = None if config.learning is None else asdict(config.learning)
-    return Run(name, learn, points, asdict(learning), serve_s, learning.train_s, compiles)
+    assert config.learning is not None
+    return Run(name, asdict(config.learning), points, asdict(learning), serve_s, learning.train_s, compiles)
+
+
+def wait_until_learned(engine: LocalEngine) -> None:
+    """Wait until nothing is left to be learned."""
+    learner = engine.assembly.learner
+    while learner is not None and not learner.is_idle:
+        time.sleep(0.002)
 
 
 class _Watch:
@@ -151,9 +209,7 @@ class _Watch:
         return Point(requests, acceptance, served, dict(learning.version))
 
 
-def learning_config(
-    draft: str, learn: LearnConfig | None, drafts: dict[str, str], route: str, policy: str
-) -> EngineConfig:
+def learning_config(draft: str, learn: LearnConfig, drafts: dict[str, str], route: str, policy: str) -> EngineConfig:
     named = tuple(f"{name}={folder}" for name, folder in drafts.items())
     return EngineConfig(
         draft=draft, drafts=named, route=route, policy=policy, learning=learn, max_context=MAX_CONTEXT,

@@ -1,4 +1,4 @@
-"""What benchmarks/osd/online_learning.py wrote, as numbers: acceptance by requests, and what was gained while served.
+"""Read results of benchmarks/osd/online_learning.py: acceptance by requests, and what was gained while served.
 
 Knows what its files hold, and neither files nor papers.
 """
@@ -36,7 +36,7 @@ class Phase:
 
 
 def way(run: Run) -> str:
-    """How it learned or was routed: `lora` of `code/lora`."""
+    """Return how a run learned or was routed: `lora` of `code/lora`."""
     return run["name"].partition("/")[2]
 
 
@@ -45,7 +45,7 @@ def runs_by_way(result: Result) -> dict[str, Run]:
 
 
 def curve(run: Run, domain: str) -> dict[int, float]:
-    """Acceptance by requests served."""
+    """Return the acceptance by requests served."""
     return {point["requests"]: point["acceptance"][domain] for point in run["points"]}
 
 
@@ -54,13 +54,15 @@ def last(run: Run, domain: str) -> float:
 
 
 def once_served(run: Run, domain: str, requests: int) -> float | None:
-    """At the first point with at least so many requests; None where there is none."""
+    """Return the acceptance at the first point with at least so many requests; None where there is none."""
     return next((value for at, value in curve(run, domain).items() if at >= requests), None)
 
 
 def phases(result: Result) -> list[Phase]:
-    """Of the first run, in order. Acceptance at a boundary is that of the nearest point: waves of requests may go
-    beyond it."""
+    """Return the stretches of the first run, in order.
+
+    Acceptance at a boundary is that of the nearest point: waves of requests may go beyond it.
+    """
     run = result["runs"][0]
     found, first = [], 0
     for domain, asked in groupby(result["order"]):

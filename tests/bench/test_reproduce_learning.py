@@ -280,12 +280,15 @@ def test_tables_of_time_and_cost(tables) -> None:
     load = {
         "load": 0.5, "pairs": 4, "attainment": {"plain": 0.99, "learning": 0.97}, "attainment_cost": 0.02,
         "throughput_tps": {"plain": 80.0, "learning": 79.5}, "delayed_s": 1.5, "idle_s": 40.0, "versions": 9,
-        "delay_max_s": 0.052,
     }  # fmt: skip
     cost = WHERE | {
-        "capacity_rps": 2.5, "learn": {"learn_delay_ms": 50.0}, "compiles_after_ready": 0,
+        "capacity_rps": 2.5, "learn": {"learn_delay_ms": 50.0}, "compiles_after_ready": 0, "delay_max_s": 0.052,
         "loads": [load, {"load": 1.2, "pairs": 0}],
     }  # fmt: skip
     table = made.cost_table(cost)
-    assert "| 0.5 | 4 | 99.0% | 97.0% | 2.0 | 80.0 | 79.5 | 1.50 | 40.0 | 52 | 9 |" in table and "| 1.2 |" not in table
+    assert (
+        "| 0.5 | 4 | 99.0% | 97.0% | 2.0 | 80.0 | 79.5 | 1.50 | 40.0 | 9 |" in table
+        and "the longest 52 ms" in table
+        and "| 1.2 |" not in table
+    )
     assert parts["learning-latency"] is made.latency_table and parts["learning-cost"] is made.cost_table
