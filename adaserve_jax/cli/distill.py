@@ -99,13 +99,13 @@ def distill(
 
         begins_with = None
         if head != "none":
-            from adaserve_jax.distill.heads import write_new_head, write_new_medusa
+            from adaserve_jax.distill.heads import write_new_eagle3, write_new_medusa
 
             draft_folder, begins_with = Path(new) / "head", f"a new {head} head"
             if head == "medusa":
                 write_new_medusa(target_folder, draft_folder)
             else:
-                write_new_head(target_folder, draft_folder, config.seed)
+                write_new_eagle3(target_folder, draft_folder, config.seed)
         models = Models.find(target_folder, draft_folder, begins_with)
         if from_checkpoint is not None:
             params, noted = load_online_draft(models, from_checkpoint, draft_name, config, _type(dtype), progress)

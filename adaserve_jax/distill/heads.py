@@ -45,7 +45,7 @@ HEAD_STEPS = 5
 STEP_DECAY = 0.8
 """Factor of each step's loss on that of the one before: deeper nodes are drafted less often."""
 FROZEN = ("embed", HEAD_ROW)
-"""Weights of an EAGLE-3 head that are not trained: it shares its target's embedding."""
+"""Weights of an EAGLE-3 head that are not trained, whether its embedding is its target's or its own."""
 MEDUSA_HEADS = 4
 """Heads of a new set of Medusa heads, as the published ones have."""
 
@@ -119,17 +119,17 @@ def _logits_of(target: ModelConfig) -> str:
     return "embed" if target.tie_embeddings else "head"
 
 
-def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
+def write_new_eagle3(target_folder: Path, out: Path, seed: int = 0) -> None:
     """Write an EAGLE-3 head for a target, to begin training with. It has the target's shape, norm and logits.
 
-    The layer adds nothing at first and `fc` passes the last feature on, so a new head says at each position what the
-    target said one position before.
+    The layer adds nothing at first and `fc` passes the last feature on. So a new head says at each position about what
+    the target said one position before, and just that for targets of fewer than 8 layers, whose last layer is read.
     """
     target = ModelConfig.from_folder(target_folder)
     scores = _logits_of(target)
     params = load_params(target_folder, target, without=param_specs(target).keys() - {scores, "norm"})
     path = target_folder / "config.json"
-    config = new_head_folder(out, head_settings(target, text_settings(read_json(path), path)))
+    config = new_head_folder(out, eagle3_settings(target, text_settings(read_json(path), path)))
     head = init_params(config, seed)
     d = config.hidden_size
     head |= {name: jnp.zeros_like(head[name]) for name in ("layers.0.out", "layers.0.down")}
@@ -139,7 +139,7 @@ def write_new_head(target_folder: Path, out: Path, seed: int = 0) -> None:
     export_head(head, out)
 
 
-def head_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
+def eagle3_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a new head. given: the target's."""
     layers = target.num_layers
     published = Eagle3Config(target.hidden_size, target.vocab_size)

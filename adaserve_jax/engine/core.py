@@ -289,7 +289,7 @@ class EngineCore:
         return [replace(self._tracker.chunk(update), error=error, error_code=code, error_param=param)]
 
     def learn(self) -> None:
-        """Run a micro-step of training between two steps if there is time for one."""
+        """Run a piece of training between two steps if there is time for one."""
         if self._learner is not None and self.has_work:
             self._learner.work(self.scheduler.slack_s(self.clock()))
 
@@ -304,7 +304,7 @@ class EngineCore:
         return None if self._learner is None else self._learner.idle_for_s
 
     def work_while_idle(self) -> bool:
-        """Without requests, bring the draft back by one part, or run a micro-step of training.
+        """Without requests, bring the draft back by one part, or run a piece of training.
 
         Never waits for the draft's weights; may wait for the copy of cached pages. Return True if there may be more
         training to do at once.

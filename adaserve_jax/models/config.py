@@ -44,8 +44,8 @@ MTP = "mtp"
 Activation = Literal["silu", "gelu_tanh"]
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 """Settings that say how many experts there are; the first that is set holds, since transformers 5 renames the last."""
-_HEAD_SUFFIX = "Eagle3"
-_HEAD_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+_EAGLE3_SUFFIX = "Eagle3"
+_EAGLE3_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures of the layer of EAGLE-3 heads."""
 FEATURE_LAYERS = 3
 """Layers of its target that an EAGLE-3 head reads."""
@@ -302,10 +302,10 @@ class ModelConfig:
         given = text_settings(read_json(path), path)
         if "medusa_num_heads" in given:
             return _medusa(Settings(given, path), may_be_head=may_be_head)
-        is_head = _is_head(given)
-        if is_head and not may_be_head:
+        is_eagle3 = _is_eagle3(given)
+        if is_eagle3 and not may_be_head:
             raise UnsupportedModelError(f"{path}: this is an EAGLE-3 head, which is no model without its target")
-        family = _family(given, path, is_head=is_head)
+        family = _family(given, path, is_eagle3=is_eagle3)
         values = Settings(family.defaults | given, path)
         _refuse_unsupported(values, family)
         heads = values.integer("num_attention_heads")
@@ -351,7 +351,7 @@ class ModelConfig:
             head_dim=head_dim,
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
-            tie_embeddings=not is_head and bool(values.get("tie_word_embeddings")),
+            tie_embeddings=not is_eagle3 and bool(values.get("tie_word_embeddings")),
             max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
@@ -381,7 +381,7 @@ class ModelConfig:
             query_growth=read_query_growth(values) if family.query_growth else None,
             fused_tensors=family.fused_tensors,
             sinks=family.sinks,
-            eagle3=_eagle3(values) if is_head else None,
+            eagle3=_eagle3(values) if is_eagle3 else None,
             mtp=_mtp(values, family, layers),
             weight_format=read_format(values),
         )
@@ -392,9 +392,9 @@ def _architecture(given: dict[str, Any]) -> Any:
     return asked[0] if isinstance(asked, list) and len(asked) == 1 else ARCHITECTURE_OF_TYPE.get(str(asked))
 
 
-def _is_head(given: dict[str, Any]) -> bool:
+def _is_eagle3(given: dict[str, Any]) -> bool:
     """Return True for the configuration of an EAGLE-3 head: SpecForge names the architecture, EAGLE the vocabulary."""
-    return str(_architecture(given)).endswith(_HEAD_SUFFIX) or "draft_vocab_size" in given
+    return str(_architecture(given)).endswith(_EAGLE3_SUFFIX) or "draft_vocab_size" in given
 
 
 def _eagle3(values: Settings) -> Eagle3Config:
@@ -445,15 +445,15 @@ def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:
     )  # fmt: skip
 
 
-def _family(given: dict[str, Any], path: Path, *, is_head: bool = False) -> Family:
+def _family(given: dict[str, Any], path: Path, *, is_eagle3: bool = False) -> Family:
     asked = given.get("architectures") or given.get("model_type")
     name = _architecture(given)
-    if is_head:
-        name = str(name).removesuffix(_HEAD_SUFFIX)
-        if name not in _HEAD_FAMILIES:
+    if is_eagle3:
+        name = str(name).removesuffix(_EAGLE3_SUFFIX)
+        if name not in _EAGLE3_FAMILIES:
             raise UnsupportedModelError(
                 f"{path}: an EAGLE-3 head of architectures {asked!r} is not supported; use one whose layer is that of "
-                f"{' or '.join(_HEAD_FAMILIES)}"
+                f"{' or '.join(_EAGLE3_FAMILIES)}"
             )
     if name in FAMILIES:
         return FAMILIES[name]

@@ -345,7 +345,7 @@ class MedusaHead(nnx.Module):
 
 
 class MedusaHeads(nnx.Module):
-    """All heads; each reads the same feature. layers: none, for who asks a model for them."""
+    """All heads; each reads the same feature. layers: none, since heads have no KV."""
 
     layers = ()
 

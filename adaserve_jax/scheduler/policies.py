@@ -56,7 +56,7 @@ TETRIS_EXTRA = 2
 """Tokens that `tetris:<k>` drafts beyond k, to choose from."""
 DSD_PROBE_STEPS = 50
 SARATHI_TOKENS = 512
-SUFFIX = ".py"
+PYTHON_SUFFIX = ".py"
 PREFILL_PARTS = 8
 """Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
 1024.
@@ -288,7 +288,7 @@ POLICIES: dict[str, Policy] = {
 
 def names_a_file(name: str) -> bool:
     """Return whether a policy's name is `FILE.py` or `FILE.py:NAME`."""
-    return _without_sources(name).partition(":")[0].endswith(SUFFIX)
+    return _without_sources(name).partition(":")[0].endswith(PYTHON_SUFFIX)
 
 
 def policy_from_file(name: str) -> Policy:
@@ -424,7 +424,7 @@ GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
 """Names that commands take in place of several policies."""
 
 
-def expand(names: Sequence[str]) -> tuple[str, ...]:
+def without_groups(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names of groups by their policies, each once."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
 

@@ -20,7 +20,7 @@ from corpus import ASSISTANT, MIX, Document, documents
 from safetensors.numpy import load_file
 
 from adaserve_jax import LLM, SamplingParams
-from adaserve_jax.distill.heads import head_settings
+from adaserve_jax.distill.heads import eagle3_settings
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params
 from adaserve_jax.models.export import export_head, new_head_folder
@@ -57,14 +57,14 @@ def beginning(document: Document, rng: random.Random) -> str:
     return document.text[start : start + rng.randint(*PROMPT_CHARS)].rstrip() or document.text[: PROMPT_CHARS[0]]
 
 
-def write_new_head(out: Path, seed: int) -> None:
+def write_new_eagle3(out: Path, seed: int) -> None:
     """Write a head of the draft's width, with its embedding and, as logits, the same rows.
 
     `fc` begins random and the layer adds nothing at first.
     """
     target = ModelConfig.from_folder(DEMO / "target")
     draft = ModelConfig.from_folder(DEMO / "draft")
-    settings = head_settings(target, read_json(DEMO / "target/config.json")) | {
+    settings = eagle3_settings(target, read_json(DEMO / "target/config.json")) | {
         "hidden_size": draft.hidden_size, "target_hidden_size": target.hidden_size, "intermediate_size": INTERMEDIATE,
         "num_attention_heads": draft.num_heads, "num_key_value_heads": draft.num_kv_heads,
     }  # fmt: skip
@@ -139,7 +139,7 @@ def main() -> None:
     if not (args.work / "new").exists():
         lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts(args.gsm8k, args.prompts, seed=0)]
         (args.work / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-        write_new_head(args.work / "new", seed=0)
+        write_new_eagle3(args.work / "new", seed=0)
     if not (args.work / "head").exists():
         texts = ["--max-tokens", "160", "--temperature", "0.8", "--held-out", "0.03", "--round-prompts", "128"]
         distill(args.work, [*texts, "--step-tokens", "1024", "--epochs", str(args.epochs), "--rate", str(args.rate)])

@@ -18,9 +18,9 @@ from adaserve_jax.distill.heads import (
     HEAD_STEPS,
     STEP_DECAY,
     HeadTarget,
-    head_settings,
+    eagle3_settings,
     head_steps,
-    write_new_head,
+    write_new_eagle3,
     write_new_medusa,
 )
 from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
@@ -177,7 +177,7 @@ def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, 
 
 def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=3, seed=7, tie_word_embeddings=True)
-    write_new_head(target, tmp_path / "head")
+    write_new_eagle3(target, tmp_path / "head")
     config = ModelConfig.from_folder(tmp_path / "head", may_be_head=True)
     params = load_params(tmp_path / "head", config, target=target)
     tokens = np.random.default_rng(3).integers(0, 320, 9)
@@ -194,7 +194,7 @@ def test_new_heads_of_a_target_with_scaled_logits_begin_with_its_logits(tmp_path
     granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 4.0}
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=3, **granite)
     write_new_medusa(target, tmp_path / "medusa")
-    write_new_head(target, tmp_path / "head")
+    write_new_eagle3(target, tmp_path / "head")
     model = ModelConfig.from_folder(target)
     params = load_params(target, model)
     hidden = np.random.default_rng(3).standard_normal((32, 5)).astype(np.float32)
@@ -233,7 +233,7 @@ def test_a_new_head_has_the_rotary_base_of_its_target_and_a_scaling_that_its_lay
     values = {name: value for name, value in (CONFIG | given).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     target = ModelConfig.from_folder(tmp_path)
-    head = new_head_folder(tmp_path / "head", head_settings(target, values))
+    head = new_head_folder(tmp_path / "head", eagle3_settings(target, values))
     assert (head.rope_theta, head.rope_scaling) == (theta, scaling)
 
 
