@@ -1,6 +1,8 @@
 """A server under everything that clients do, for as long as one likes: nothing lost, nothing leaked.
 
     python -m benchmarks.server.soak --out soak.json --minutes 10
+    python -m benchmarks.server.soak --out soak.json --elastic             # the draft's memory comes and goes
+    python -m benchmarks.server.soak --out soak.json --kill-service-s 20   # a draft service dies every 20 seconds
 
 The embedded pair in deterministic mode behind `adaserve serve`, and so many clients at once, each of which does one
 thing after the other, drawn at random: streams and bodies read to their end, streams left in the middle, connections
@@ -13,8 +15,11 @@ of both processes is what it was when they had warmed up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -32,6 +37,7 @@ from benchmarks.server.http_load import (
     Served,
     adaserve,
     command_line,
+    free_port,
     parse_samples,
     request,
     rss_mib,
@@ -40,6 +46,10 @@ from benchmarks.server.http_load import (
 
 CASES = 48
 MAX_BODY = 65536
+FEW_PAGES = 64
+"""With `--elastic`; 16 requests of the cases' length need about 150."""
+IN_TURNS = Path(__file__).with_name("in_turns.py")
+"""A policy that speculates and does not."""
 SAMPLE_S = 1.0
 IDLE_LIMIT_S = 30.0
 HANG_LIMIT_S = 120.0
@@ -197,8 +207,33 @@ async def alone(port: int, draws: random.Random) -> list[Case]:
     return cases
 
 
-async def run(server: Served, streams: int, minutes: float, seed: int) -> tuple[Soak, list[tuple[float, float]]]:
-    """The soak, and the memory of both processes, MiB, at each sample."""
+class MortalService:
+    """`adaserve draft` at one address, which is killed and started again."""
+
+    def __init__(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "adaserve_jax.cli", "draft", "--model", "demo", "--listen", self.address,
+            "--max-depth", "4", "--max-width", "3", "--max-context", "512",
+        ]  # fmt: skip
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def kill_and_start(self) -> None:
+        self.kill()
+        self._process = self._start()
+
+
+async def run(
+    server: Served, streams: int, minutes: float, seed: int, service: MortalService | None, kill_every_s: float
+) -> tuple[Soak, list[tuple[float, float]]]:
+    """Return the soak, and the memory of both processes, MiB, at each sample."""
     draws = random.Random(seed)
     cases = await alone(server.port, draws)
     soak = Soak(server.port, cases, draws, time.monotonic() + 60 * minutes)
@@ -210,7 +245,14 @@ async def run(server: Served, streams: int, minutes: float, seed: int) -> tuple[
             memory.append((rss_mib(pids[0]), rss_mib(pids[1])))
             await asyncio.sleep(SAMPLE_S)
 
-    await asyncio.gather(watch(), *(soak.client() for _ in range(streams)))
+    async def kill(service: MortalService) -> None:
+        while time.monotonic() + kill_every_s < soak.end_s:
+            await asyncio.sleep(kill_every_s)
+            service.kill_and_start()
+            soak.counts["service killed"] += 1
+
+    killing = [] if service is None else [kill(service)]
+    await asyncio.gather(watch(), *killing, *(soak.client() for _ in range(streams)))
     return soak, memory
 
 
@@ -237,15 +279,29 @@ def main(
     streams: Annotated[int, typer.Option(help="clients at once")] = 64,
     slots: Annotated[int, typer.Option(help="requests that run at once")] = 16,
     seed: Annotated[int, typer.Option(help="of what the clients do")] = 0,
+    elastic: Annotated[bool, typer.Option("--elastic", help="with few pages, so that memory is exchanged")] = False,
+    kill_service_s: Annotated[float, typer.Option(help="draft by a service that is killed so often; 0: by none")] = 0.0,
 ) -> None:
     """Soak a server, and fail when anything was lost or leaked."""
     commit = source_commit()  # of what is measured, however long that takes
-    options = {
+    options: dict[str, Any] = {
         "deterministic": True, "max_requests": slots, "max_batch_tokens": 64, "max_body_bytes": MAX_BODY,
         "max_queue_wait": 0.0,  # so that all of them are served, however slow the machine
     }  # fmt: skip
-    with served(adaserve(**options)) as server:
-        soak, memory = asyncio.run(run(server, streams, minutes, seed))
+    shown = []
+    """Counters that must have risen."""
+    if elastic:
+        options |= {"num_pages": FEW_PAGES, "elastic": "on", "policy": str(IN_TURNS)}
+        shown += [f'adaserve_swaps_total{{kind="{kind}"}}' for kind in ("expand", "contract")]
+    with contextlib.ExitStack() as held:
+        service = None
+        if kill_service_s:
+            service = MortalService()
+            held.callback(service.kill)
+            options |= {"drafter": f"grpc://{service.address}", "policy": "spec:3"}
+            shown += ["adaserve_drafter_trees_total", "adaserve_drafter_lost_total"]
+        server = held.enter_context(served(adaserve(**options)))
+        soak, memory = asyncio.run(run(server, streams, minutes, seed, service, kill_service_s))
         last = asyncio.run(settle(server.port))
         health = asyncio.run(request(server.port, path="/health")).body["status"]
     names = ("server", "engine")
@@ -255,6 +311,8 @@ def main(
     for name in ("adaserve_requests_running", "adaserve_requests_waiting", USED, "adaserve_compiles_after_ready_total",
                  "adaserve_engine_restarts_total"):  # fmt: skip
         soak.expect(last[name] == 0, f"{name} is {last[name]:g} at the end")
+    for name in shown:
+        soak.expect(last.get(name, 0) > 0, f"{name} is 0 at the end")
     soak.expect(health == "ok", f"/health says {health}")
     report = {
         "commit": commit,
@@ -264,6 +322,7 @@ def main(
         "streams": streams,
         "did": dict(soak.counts),
         "memory_mib": {name: {"warm": warm, "end": end} for name, (warm, end) in drifts.items()},
+        "counters": {name: last.get(name, 0.0) for name in shown},
         "engine_steps": last["adaserve_steps_total"],
         "compiles_after_ready": last["adaserve_compiles_after_ready_total"],
         "failures": soak.failures,

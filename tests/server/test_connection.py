@@ -171,3 +171,16 @@ def test_a_target_in_absolute_form_is_its_path(server, target, status, said):
         connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
         answer = rest_of(connection)
     assert answer.startswith(b"HTTP/1.1 " + status) and said in answer, answer
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_of_the_server(impatient, caplog):
+    for path in (b"/v1/completions", b"/v1/chat/completions", b"/tokenize"):
+        with connect(impatient) as connection:
+            connection.sendall(
+                b"POST "
+                + path
+                + b" HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
+            )
+            time.sleep(PATIENCE_S / 4)
+    goes_on(impatient)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
