@@ -2,7 +2,7 @@
 
     python -m benchmarks.server.soak --out soak.json --minutes 10
     python -m benchmarks.server.soak --out soak.json --elastic             # the draft's memory comes and goes
-    python -m benchmarks.server.soak --out soak.json --kill-service-s 20   # a draft service dies every 20 seconds
+    python -m benchmarks.server.soak --out soak.json --kill-service-s 75   # a draft service dies every 75 seconds
 
 The embedded pair in deterministic mode behind `adaserve serve`, and so many clients at once, each of which does one
 thing after the other, drawn at random: streams and bodies read to their end, streams left in the middle, connections
@@ -213,13 +213,15 @@ class MortalService:
     def __init__(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self._process = self._start()
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it says that it is ready
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [
             sys.executable, "-m", "adaserve_jax.cli", "draft", "--model", "demo", "--listen", self.address,
-            "--max-depth", "4", "--max-width", "3", "--max-context", "512",
+            "--max-depth", "4", "--max-width", "3", "--max-context", "512", "--http", "",
         ]  # fmt: skip
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
         self._process.kill()
