@@ -1,6 +1,6 @@
 """Tables of docs/results.md about drafts that learn: acceptance by requests, time per token, what learning costs.
 
-Of results that benchmarks/osd/online_learning.py, latency.py and cost.py wrote. Imports no jax.
+Reads results of benchmarks/osd/online_learning.py, latency.py and cost.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def cost_table(result: dict[str, Any]) -> str:
             ))  # fmt: skip
     about = (
         f"Policy `{result['policy']}`; loads are shares of {result['capacity_rps']:g} requests/s; pieces of training "
-        f"of at most {result['learn']['learn_delay_ms']:g} ms, the longest {1e3 * result['delay_max_s']:.0f} ms; "
+        f"of at most {result['learn']['learn_delay_ms']:g} ms, the longest that requests waited for "
+        f"{1e3 * result['delay_max_s']:.0f} ms; "
         "programs compiled after the start: "
         f"{result['compiles_after_ready']}."
     )

@@ -6,7 +6,7 @@ device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
-learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
+osd/latency.py and osd/cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
 star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-heads.json: of starsd/heads.py;
 peers-*.json: of peers/compare.py;
 restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;

@@ -98,8 +98,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class OptimisedInFirst(LoadFileScheduling):
+        def schedule(self) -> None:
+            # surplus workers are taken from the end, and that must not be the first one
+            self.assigned_work = dict(sorted(self.assigned_work.items(), key=lambda each: each[0].gateway.id))
+            super().schedule()
+
         def _assign_work_unit(self, node: Any) -> None:
-            first = node.gateway.id == _FIRST_WORKER
+            has_first = any(each.gateway.id == _FIRST_WORKER for each in self.nodes)
+            first = node.gateway.id == _FIRST_WORKER or not has_first  # it crashed, and another took its place
             files = sorted(self.workqueue, key=lambda file: first and not _is_optimised(ROOT / file))
             file = next((file for file in files if first or not _is_optimised(ROOT / file)), None)
             if file is None:
@@ -117,7 +123,7 @@ def _is_optimised(file: Path) -> bool:
 
 @contextlib.contextmanager
 def optimised() -> Iterator[None]:
-    """What is compiled meanwhile, by this process, is made as users run it, but for `OLDER_FUSIONS`."""
+    """Compile with XLA's optimisations meanwhile, in this process; `OLDER_FUSIONS` stays as it is."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -130,14 +136,15 @@ def optimised() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In the files that OPTIMISED names."""
+    """Compile with XLA's optimisations in the files that OPTIMISED names."""
     with optimised() if _is_optimised(request.path) else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def compiling(programs: str) -> Iterator[None]:
-    """Compile these programs, as users run them, in one worker at a time: the others find them in the cache."""
+    """Compile these programs with XLA's optimisations, in one worker at a time: those with the same `XLA_FLAGS` find
+    them in the cache."""
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{programs}.lock").open("w") as lock, optimised():

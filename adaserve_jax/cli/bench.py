@@ -65,7 +65,7 @@ from adaserve_jax.report.multi_slo import targets_text
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.results.submission import FILE as SUBMISSION
 from adaserve_jax.results.submission import Submission, SuitePoint
-from adaserve_jax.scheduler.policies import file_hashes, policy_of, without_groups
+from adaserve_jax.scheduler.policies import expand_groups, file_hashes, policy_of
 from adaserve_jax.settings import Panel, options_of
 from adaserve_jax.workloads.arrivals import EXAMPLES
 from adaserve_jax.workloads.mixing import as_chat as send_as_chat
@@ -289,7 +289,7 @@ def bench(
     for note in requests.notes:
         say(f"{requests.name}: {note}")
     given = BenchPlan(
-        policies=without_groups(comma_list("policies", policies, str)),
+        policies=expand_groups(comma_list("policies", policies, str)),
         rates=(None,) if rates == AUTO else numbers_above_0("rates", rates, or_trace=True),
         duration_s=duration,
         seed=seed,

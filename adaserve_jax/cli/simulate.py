@@ -27,7 +27,7 @@ from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.routing.routers import ROUTERS, find_router
-from adaserve_jax.scheduler.policies import find_policy, named_sources, without_groups
+from adaserve_jax.scheduler.policies import expand_groups, find_policy, named_sources
 from adaserve_jax.settings import options_of
 from adaserve_jax.sim.acceptance import load_acceptance
 from adaserve_jax.sim.machines import load_machine, packaged_machines
@@ -141,7 +141,7 @@ def simulate(
 
     Every policy runs on every trace with every rate, mix, SLO scale and number of replicas.
     """
-    names = without_groups(comma_list("policies", policies, str))
+    names = expand_groups(comma_list("policies", policies, str))
     simulated = load_machine(machine)
     counts = (max_requests, max_prefill_tokens, requests, num_pages, extension_pages)
     finite = all(math.isfinite(value) for value in (ttft_slo, time_scale, drain))

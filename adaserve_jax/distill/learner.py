@@ -186,7 +186,7 @@ class Learner:
             self._drafts[record.draft].add(record)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> None:
-        """Count drafted and accepted tokens by draft, but not those that only text already seen proposed."""
+        """Count drafted and accepted tokens by draft, without those that only text already seen proposed."""
         if plan.draft is None or trees.num_nodes == plan.num_decode:
             return
         drafted = (trees.candidate >= 0) & (trees.candidate < candidates.token.shape[1])

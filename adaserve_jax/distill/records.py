@@ -346,7 +346,7 @@ class Watcher:
         return records
 
     def stop(self, reason: str) -> None:
-        """Forget what is watched; count it as left out, or one choice where that is nothing, so that it shows."""
+        """Forget the watched choices and count them as left out; one where there is none, so that the reason shows."""
         self._promised, self._ended = None, []
         self.leave_out(reason, max(len(self._recorder), 1))
         self._recorder.clear()

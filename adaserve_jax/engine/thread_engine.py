@@ -36,7 +36,7 @@ from adaserve_jax.types import Progress
 IDLE_POLL_S = 0.01
 """Seconds between two looks at the draft that is brought back while no request is open."""
 YIELD_S = 0.0005
-"""Seconds between two idle micro-steps of training, in which waiting threads get the lock."""
+"""Seconds between two idle pieces of training, in which waiting threads get the lock."""
 _log = logging.getLogger(__name__)
 
 

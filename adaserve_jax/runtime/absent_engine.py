@@ -90,8 +90,8 @@ class AbsentEngine:
 
 
 def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> AbsentEngine:
-    """Plan an engine for an absent device from the models' configurations alone; weights and vocabularies may be
-    missing. layers: to compile; 0: all.
+    """Plan an engine for an absent device from the models' configurations, and from a head's weights where they are
+    there; weights and vocabularies may be missing. layers: to compile; 0: all.
 
     Raises CheckpointError, ConfigError: as `plan_shapes` does; ConfigError: the device's compiler is not installed.
     """
@@ -102,7 +102,7 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
     target = ModelConfig.from_folder(folder).for_context(config.max_context)
     draft = None
     if drafts:
-        draft = read_draft(str(config.draft), drafts[0], config.max_context)
+        draft = read_draft(str(config.draft), drafts[0], config.max_context, may_lack_weights=True)
     pair = ModelPair(folder, target, draft, tuple(drafts))
     return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -107,11 +107,14 @@ def find_pair(config: EngineConfig) -> ModelPair:
     return ModelPair(target_folder, target, first, tuple(folders), tuple(vocabularies))
 
 
-def read_draft(path: str, folder: Path, max_context: int) -> ModelConfig:
-    """Read a draft's configuration, and of an EAGLE-3 head's weights whether it shares its target's embedding; weights
-    that are missing are taken to have one of their own. Raises CheckpointError as `ModelConfig.of_draft` does."""
+def read_draft(path: str, folder: Path, max_context: int, *, may_lack_weights: bool = False) -> ModelConfig:
+    """Read a draft's configuration; an EAGLE-3 head's weights say whether it has an embedding of its own.
+
+    may_lack_weights: assume one where they cannot be read. Raises CheckpointError: as `ModelConfig.of_draft`, or the
+    weights cannot be read.
+    """
     draft = ModelConfig.of_draft(path, folder).for_context(max_context)
-    with suppress(CheckpointError):
+    with suppress(CheckpointError) if may_lack_weights else nullcontext():
         if draft.eagle3 is not None and not has_own_embedding(folder):
             return replace(draft, eagle3=replace(draft.eagle3, shares_embedding=True))
     return draft

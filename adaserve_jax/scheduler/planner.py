@@ -156,7 +156,7 @@ class Planner:
         suffix = None if self._suffix is None else self._suffix.propose(decode, remaining)
         can_speculate = self._draft.can_speculate(remaining, lag)
         if self._limits.draft_is_head:
-            can_speculate &= batch.table.num_tokens[decode] > 1  # a head begins at the second token of a text
+            can_speculate &= batch.table.num_tokens[decode] > 1  # it reads the feature of the token before
         if suffix is not None:
             can_speculate &= ~suffix.covered
         spare = self._limits.max_tree_tokens - len(decode) - len(prefill)

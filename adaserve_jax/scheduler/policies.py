@@ -424,7 +424,7 @@ GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
 """Names that commands take in place of several policies."""
 
 
-def without_groups(names: Sequence[str]) -> tuple[str, ...]:
+def expand_groups(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names of groups by their policies, each once."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
 
@@ -501,7 +501,7 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     if depth > max_depth:
         has = f"max_depth is {max_depth}" if max_depth else "there is no draft"
         raise ConfigError(
-            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft (Medusa needs as "
-            "many heads) and raise max_depth, or choose a smaller k"
+            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft and raise "
+            "max_depth (Medusa heads draft no deeper than there are heads), or choose a smaller k"
         )
     return POLICIES[f"{family}:<k>"], depth

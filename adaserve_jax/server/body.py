@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
 from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import RequestError
@@ -44,13 +43,10 @@ class BoundedRoute(APIRoute):
 
         async def bounded(request: Request) -> Response:
             state: ServerState = request.app.state.server
-            try:
-                if request.method == "POST" and state.phase != "starting":
-                    async with turn if len(await request.body()) > LARGE_BYTES else nullcontext():
-                        await _check(request, state)
-                return await handle(request)
-            except ClientDisconnect:
-                return Response(status_code=400)  # which nobody reads
+            if request.method == "POST" and state.phase != "starting":
+                async with turn if len(await request.body()) > LARGE_BYTES else nullcontext():
+                    await _check(request, state)
+            return await handle(request)
 
         return bounded
 

@@ -7,6 +7,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve_jax.server.auth import Account, Keyring, RateLimited
@@ -63,6 +64,8 @@ class RequestBoundaryMiddleware:
 
         try:
             await self.app(scope, receive, send_with_headers)
+        except ClientDisconnect:  # while its body was read: nobody is left to answer
+            return
         except Exception:
             _log.exception("request %s failed", request_id)
             if started:

@@ -41,7 +41,7 @@ PLAIN, LEARNING = "plain", "learning"
 
 @dataclass(frozen=True)
 class Turn:
-    """One engine's run. *_s: seconds of training by when it ran"""
+    """One engine's run. delayed_s, idle_s: seconds of training while requests ran, and afterwards."""
 
     load: float
     repeat: int

@@ -85,7 +85,7 @@ def _chosen(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     names = comma_list(option, text, str)
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"expected some of {', '.join(known)}, got {name!r}", param_hint=f"--{option}")
+            raise typer.BadParameter(f"expected some of {', '.join(known)}, got {name!r}", param_hint=option)
     return names
 
 
@@ -102,6 +102,7 @@ def narrow(
     variants: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(VARIANTS)}")] = "online",
 ) -> None:
     """One kind of traffic: online against the same prompts offline."""
+    (domain,), names = _chosen("domain", domain, NAMES), _chosen("--variants", variants, VARIANTS)
     (each,) = domains((domain,), gsm8k, requests, judged)
     start = start_of(work)
     judge = judge_of(DEMO, DEMO, {domain: each.judged})
@@ -111,7 +112,7 @@ def narrow(
     note(f"{domain}: {found}")
     stream = [Asked(domain, prompt) for prompt in each.served]
     runs = []
-    for name in _chosen("variants", variants, VARIANTS):
+    for name in names:
         config = learning_config(start, VARIANTS[name], {}, "tag", policy)
         keep = work / f"{name}-{domain}"
         runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note, keep=keep))
@@ -130,6 +131,7 @@ def head(
     policy: Policy = "spec:4",
 ) -> None:
     """One kind of traffic: the embedded EAGLE-3 head online against the same prompts offline."""
+    (domain,) = _chosen("domain", domain, NAMES)
     (each,) = domains((domain,), gsm8k, requests, judged)
     start = start_of(work, HEAD)
     judge = judge_of(DEMO, start, {domain: each.judged})
@@ -153,8 +155,8 @@ def medusa(
     taught: Annotated[str, typer.Option(help="kind of prompts that the heads are distilled from at first")] = "maths",
 ) -> None:  # fmt: skip
     """Medusa heads that were distilled from one kind of traffic, and a draft: what serving each kind teaches them."""
-    each = domains(_chosen("kinds", kinds, NAMES), gsm8k, requests, judged)
-    (home,) = domains((taught,), gsm8k, 2 * requests, 0)
+    each = domains(_chosen("--kinds", kinds, NAMES), gsm8k, requests, judged)
+    (home,) = domains(_chosen("--taught", taught, NAMES), gsm8k, 2 * requests, 0)
     heads = distilled(
         work,
         f"heads-{taught}-{requests}",
@@ -199,7 +201,7 @@ def mixed(
 ) -> None:  # fmt: skip
     """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic. Drafts have one
     layer here: the less a draft can hold, the more there is to gain by giving each kind its own."""
-    names, wanted = _chosen("kinds", kinds, NAMES), _chosen("which", which, (ONE, TAG, TOPIC))
+    names, wanted = _chosen("--kinds", kinds, NAMES), _chosen("--which", which, (ONE, TAG, TOPIC))
     each = domains(names, gsm8k, requests // len(names), judged)
     stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
     random.Random(0).shuffle(stream)

@@ -76,8 +76,8 @@ def sampling(index: int) -> SamplingParams:
 class Judge:
     """Measures the acceptance of drafts on texts of the target that nobody was served.
 
-    It is exact over the whole vocabulary: the mean over positions of sum min(p, q); of a head, over the levels that a
-    head is trained for, too. texts: (tokens i32[n], tokens of the prompt) by domain.
+    It is exact over the whole vocabulary: the mean over positions of sum min(p, q), and for a head also over the
+    levels that it is trained for. texts: (tokens i32[n], tokens of the prompt) by domain.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def _sums(
 
 
 def judge_of(target: str, draft: str, judged: dict[str, list[str]]) -> Judge:
-    """Let the target, alone, write a text after each prompt, and return their judge."""
+    """Let the target, alone, write a text after each prompt; return a Judge of these texts."""
     with LLM(target, None, policy="ar", max_context=MAX_CONTEXT) as llm:
         texts = {
             name: [

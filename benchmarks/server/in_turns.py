@@ -14,6 +14,8 @@ STEPS = 400
 
 @dataclass
 class InTurns(Controller):
+    """Drafts chains of 2 for STEPS steps, then nothing for as many."""
+
     limits: Limits
     step: int = 0
 

@@ -49,7 +49,7 @@ MAX_BODY = 65536
 FEW_PAGES = 64
 """With `--elastic`; 16 requests of the cases' length need about 150."""
 IN_TURNS = Path(__file__).with_name("in_turns.py")
-"""A policy that speculates and does not."""
+"""Policy file that drafts for some steps and not for as many."""
 SAMPLE_S = 1.0
 IDLE_LIMIT_S = 30.0
 HANG_LIMIT_S = 120.0
@@ -214,7 +214,8 @@ class MortalService:
         self.address = f"127.0.0.1:{free_port()}"
         self._process = self._start()
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it says that it is ready
+        if not self._process.stdout.readline():  # it says that it is ready
+            raise SystemExit("error: the draft service did not start")
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [
@@ -282,26 +283,29 @@ def main(
     slots: Annotated[int, typer.Option(help="requests that run at once")] = 16,
     seed: Annotated[int, typer.Option(help="of what the clients do")] = 0,
     elastic: Annotated[bool, typer.Option("--elastic", help="with few pages, so that memory is exchanged")] = False,
-    kill_service_s: Annotated[float, typer.Option(help="draft by a service that is killed so often; 0: by none")] = 0.0,
+    kill_service_s: Annotated[
+        float, typer.Option(help="seconds between two kills of the draft service; 0: no draft service")
+    ] = 0.0,
 ) -> None:
     """Soak a server, and fail when anything was lost or leaked."""
+    if elastic and kill_service_s:
+        raise typer.BadParameter("give --elastic or --kill-service-s: with a service no draft here has memory to give")
     commit = source_commit()  # of what is measured, however long that takes
     options: dict[str, Any] = {
         "deterministic": True, "max_requests": slots, "max_batch_tokens": 64, "max_body_bytes": MAX_BODY,
         "max_queue_wait": 0.0,  # so that all of them are served, however slow the machine
     }  # fmt: skip
-    shown = []
-    """Counters that must have risen."""
+    risen: list[str] = []  # counters that must be above 0 at the end
     if elastic:
         options |= {"num_pages": FEW_PAGES, "elastic": "on", "policy": str(IN_TURNS)}
-        shown += [f'adaserve_swaps_total{{kind="{kind}"}}' for kind in ("expand", "contract")]
+        risen += [f'adaserve_swaps_total{{kind="{kind}"}}' for kind in ("expand", "contract")]
     with contextlib.ExitStack() as held:
         service = None
         if kill_service_s:
             service = MortalService()
             held.callback(service.kill)
             options |= {"drafter": f"grpc://{service.address}", "policy": "spec:3"}
-            shown += ["adaserve_drafter_trees_total", "adaserve_drafter_lost_total"]
+            risen += ["adaserve_drafter_trees_total", "adaserve_drafter_lost_total"]
         server = held.enter_context(served(adaserve(**options)))
         soak, memory = asyncio.run(run(server, streams, minutes, seed, service, kill_service_s))
         last = asyncio.run(settle(server.port))
@@ -313,7 +317,7 @@ def main(
     for name in ("adaserve_requests_running", "adaserve_requests_waiting", USED, "adaserve_compiles_after_ready_total",
                  "adaserve_engine_restarts_total"):  # fmt: skip
         soak.expect(last[name] == 0, f"{name} is {last[name]:g} at the end")
-    for name in shown:
+    for name in risen:
         soak.expect(last.get(name, 0) > 0, f"{name} is 0 at the end")
     soak.expect(health == "ok", f"/health says {health}")
     report = {
@@ -324,7 +328,7 @@ def main(
         "streams": streams,
         "did": dict(soak.counts),
         "memory_mib": {name: {"warm": warm, "end": end} for name, (warm, end) in drifts.items()},
-        "counters": {name: last.get(name, 0.0) for name in shown},
+        "counters": {name: last.get(name, 0.0) for name in risen},
         "engine_steps": last["adaserve_steps_total"],
         "compiles_after_ready": last["adaserve_compiles_after_ready_total"],
         "failures": soak.failures,

@@ -288,7 +288,7 @@ def test_tables_of_time_and_cost(tables) -> None:
     table = made.cost_table(cost)
     assert (
         "| 0.5 | 4 | 99.0% | 97.0% | 2.0 | 80.0 | 79.5 | 1.50 | 40.0 | 9 |" in table
-        and "the longest 52 ms" in table
+        and "the longest that requests waited for 52 ms" in table
         and "| 1.2 |" not in table
     )
     assert parts["learning-latency"] is made.latency_table and parts["learning-cost"] is made.cost_table

@@ -334,15 +334,45 @@ def test_an_engine_learns_from_all_but_who_opts_out_or_is_cut_short(loaded: Load
     assert 0 < stats.drafted_tokens["other"] < stats.drafted_tokens["default"]
 
 
-def test_tokens_that_only_text_proposed_count_for_no_draft(loaded: Loaded) -> None:
-    llm = LLM.over(loaded.engine)
-    llm.set_policy("spec:2@suffix")
-    before = llm.stats()
-    llm.generate([[5, 6, 7, 8] * 4] * 2, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
-    after = llm.stats()
+def test_tokens_that_only_text_proposed_count_for_no_draft(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trees of both sources, those nodes count whose path is among the draft's candidates."""
+    llm, learner = LLM.over(loaded.engine), loaded.engine.assembly.learner
+    assert learner is not None
+    stepped, by_draft, by_text = learner.stepped, 0, 0
+
+    def observed(plan: Any, trees: Any, candidates: Any, *rest: Any, **how: Any) -> None:
+        nonlocal by_draft, by_text
+        found = sum(is_drafted(node, trees, candidates) for node in range(trees.num_nodes) if trees.parent[node] >= 0)
+        by_draft, by_text = by_draft + found, by_text + trees.num_nodes - plan.num_decode - found
+        stepped(plan, trees, candidates, *rest, **how)
+
+    monkeypatch.setattr(learner, "stepped", observed)
+    before = sum(llm.stats().learning.drafted_tokens.values())
+    for policy in ("spec:2@suffix+model", "spec:2@suffix"):
+        llm.set_policy(policy)
+        llm.generate(
+            [[5, 6, 7, 8] * 4, *PROMPTS[:3]], SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        )
     llm.set_policy("spec:2")
-    assert after.scheduler.draft_tokens > before.scheduler.draft_tokens
-    assert after.learning.drafted_tokens == before.learning.drafted_tokens
+    assert by_draft and by_text
+    assert sum(llm.stats().learning.drafted_tokens.values()) - before == by_draft
+
+
+def is_drafted(node: int, trees: Any, candidates: Any) -> bool:
+    """Whether the path to a node is one of the draft's candidates."""
+    path = []
+    while trees.parent[node] >= 0:
+        path.append(trees.token[node])
+        node = trees.parent[node]
+    column = -1
+    for token in path[::-1]:
+        row = trees.row[node]
+        same = (candidates.parent[row] == column) & (candidates.token[row] == token)
+        here = np.flatnonzero(same & np.isfinite(candidates.log_f[row]))
+        if not len(here):
+            return False
+        column = here[0]
+    return True
 
 
 def test_what_is_served_again_is_guessed_better_and_no_text_changes(serving: Serving) -> None:

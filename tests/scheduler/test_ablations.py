@@ -8,14 +8,14 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.policies import ABLATIONS, HALVES, LADDER, ORDERS, POLICIES, find_policy, without_groups
+from adaserve_jax.scheduler.policies import ABLATIONS, HALVES, LADDER, ORDERS, POLICIES, expand_groups, find_policy
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, limits_of, random_load
 
 
 def test_groups_stand_for_their_policies_each_once():
-    assert without_groups(("ar", "orders", "adaserve", "ladder")) == ("ar", *ORDERS, *LADDER[:-1])
-    assert without_groups(("halves",)) == HALVES == ("half-model", "half-bandit", "adaserve")
+    assert expand_groups(("ar", "orders", "adaserve", "ladder")) == ("ar", *ORDERS, *LADDER[:-1])
+    assert expand_groups(("halves",)) == HALVES == ("half-model", "half-bandit", "adaserve")
     assert LADDER[-1] == ORDERS[-1] == "adaserve"
     with pytest.raises(ConfigError, match=r"unknown policy 'ladders'; known policies are adaserve, .*ladder-slo"):
         find_policy("ladders", 4)

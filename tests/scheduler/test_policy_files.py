@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.policies import file_hashes, find_policy, without_groups
+from adaserve_jax.scheduler.policies import expand_groups, file_hashes, find_policy
 from tests.scheduler.harness import Run, expected_text, limits_of, request_of
 
 HEAD = """
@@ -116,7 +116,7 @@ def test_a_hash_tells_versions_of_a_file_apart(tmp_path):
 
 def test_it_stands_beside_names_of_the_package(tmp_path):
     path = written(tmp_path, ONE)
-    assert without_groups(("halves", path))[-2:] == ("adaserve", path)
+    assert expand_groups(("halves", path))[-2:] == ("adaserve", path)
     assert find_policy("spec:2", 4)[1] == 2
 
 

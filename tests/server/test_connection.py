@@ -181,6 +181,5 @@ def test_a_client_that_leaves_within_its_body_is_no_error_of_the_server(impatien
                 + path
                 + b" HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{"
             )
-            time.sleep(PATIENCE_S / 4)
     goes_on(impatient)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
