@@ -149,6 +149,7 @@ def test_all_that_learning_reports_is_exposed_and_counts_begin_at_zero():
         ("adaserve_learning_left_out_total", "abort"): 0,
         ("adaserve_learning_left_out_total", "error"): 0,
         ("adaserve_learning_left_out_total", "no_positions"): 0,
+        ("adaserve_learning_left_out_total", "adapter"): 0,
         ("adaserve_learning_left_out_total", "failed"): 0,
         ("adaserve_learning_micro_steps_total",): 12,
         ("adaserve_learning_train_seconds_total",): 0.75,
