@@ -23,7 +23,7 @@ class LearnConfig(Settings):
     learn_beta: float = setting(0.5, "weight of the target in the mixture of jsd, between 0 and 1", ge=0, le=1)
     learn_temperature: float = setting(1.0, "temperature at which both distributions are compared", gt=0)
     learn_positions: Literal["all", "wrong"] = setting(
-        "all", "positions that are learned from: all, wrong: only those where the draft was wrong"
+        "all", "positions that are learned from: all, or wrong: only those where the draft was wrong"
     )
     learn_top_k: int = setting(
         64, "likeliest tokens of the target kept for each position; the others count as one", ge=1

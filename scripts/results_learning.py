@@ -132,9 +132,7 @@ def cost_table(result: dict[str, Any]) -> str:
     about = (
         f"Policy `{result['policy']}`; loads are shares of {result['capacity_rps']:g} requests/s; pieces of training "
         f"of at most {result['learn']['learn_delay_ms']:g} ms, the longest that requests waited for "
-        f"{1e3 * result['delay_max_s']:.0f} ms; "
-        "programs compiled after the start: "
-        f"{result['compiles_after_ready']}."
+        f"{1e3 * result['delay_max_s']:.0f} ms; programs compiled after the start: {result['compiles_after_ready']}."
     )
     return "\n\n".join([about, "\n".join([COST, *rows]), _where(result)])
 
