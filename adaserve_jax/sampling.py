@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
+
+import numpy as np
 
 from adaserve_jax.errors import RequestError
 
@@ -25,6 +27,12 @@ MAX_GRAMMAR_CHARS = 16 * 1024
 MAX_CHOICE_TEXTS, MAX_CHOICE_CHARS = 1024, 64 * 1024
 MAX_ALLOWED_IDS = 64 * 1024
 MAX_TOOLS, MAX_TOOLS_CHARS = 128, 256 * 1024
+INTEGERS = {"max_tokens": (1, 2**31 - 1), "top_k": (0, 2**31 - 1), "n": (1, MAX_CHOICES)}
+NUMBERS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100), "min_p": (0, 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+}  # fmt: skip
+"""Least and largest value of fields of SamplingParams."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "tool_calls"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "choice", "grammar", "tool_calls")
@@ -205,13 +213,10 @@ class SamplingParams:
             require(isinstance(listed, Iterable), name, expected, value)
             object.__setattr__(self, name, tuple(listed))
         stop = self.stop
-        for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
+        for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             require(is_integer(value, low, high), name, f"an integer from {low} to {high}", value)
-        for name, low, high in (
-            ("temperature", 0.0, 100.0), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0), ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
-        ):  # fmt: skip
+        for name, (low, high) in NUMBERS.items():
             value = getattr(self, name)
             ok = is_number(value) and low <= value <= high
             require(ok, name, f"a number from {low:g} to {high:g}", value)
@@ -297,3 +302,46 @@ class SamplingParams:
             if (source := getattr(self, kind)) not in (None, ()):
                 return source, kind
         return None
+
+
+Value = TypeVar("Value")
+
+
+class RowSampling(NamedTuple, Generic[Value]):
+    """Sampling parameters that the device applies: the values of one row, or an array of R rows each.
+
+    seed: u64[R] on the host, u32[R, 2] on the device; choice, top_k: i32[R]; the others f32[R]. Every field but seed
+    and choice has the name of its field in `SamplingParams`. Each is a column of the slot table, of the step arrays and
+    of a draft service's sessions under its name.
+    """
+
+    seed: Value
+    choice: Value
+    temperature: Value
+    top_k: Value
+    top_p: Value
+    min_p: Value
+
+    @staticmethod
+    def greedy(rows: int) -> RowSampling[np.ndarray]:
+        """Return writable columns of rows that draw at temperature 0 from all tokens."""
+        columns = {name: np.full(rows, value, dtype) for name, (dtype, value) in ROW_SAMPLING.items()}
+        return RowSampling(np.zeros(rows, np.uint64), **columns)
+
+    @staticmethod
+    def of(rows: Iterable[RowSampling[float]]) -> RowSampling[np.ndarray]:
+        """Return the columns of rows."""
+        types = [np.dtype(np.uint64), *(dtype for dtype, _ in ROW_SAMPLING.values())]
+        said = list(rows)
+        return RowSampling(*(np.array([row[index] for row in said], dtype) for index, dtype in enumerate(types)))
+
+    def take(self, rows: Any) -> RowSampling[Value]:
+        """Return the parameters of these rows, by index."""
+        return RowSampling(*(cast("Any", column)[rows] for column in self))
+
+
+_I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
+ROW_SAMPLING: dict[str, tuple[np.dtype[Any], float]] = {
+    "choice": (_I32, 0), "temperature": (_F32, 0.0), "top_k": (_I32, 0), "top_p": (_F32, 1.0), "min_p": (_F32, 0.0),
+}  # fmt: skip
+"""Type of each column of `RowSampling` but the seed, in order, and its value in a row of `RowSampling.greedy`."""

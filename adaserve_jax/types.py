@@ -12,14 +12,14 @@ probability of a token, from which chances are calibrated.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from adaserve_jax.request_metrics import RequestMetrics
-from adaserve_jax.sampling import SamplingParams, is_finite, require
+from adaserve_jax.sampling import RowSampling, SamplingParams, is_finite, require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -177,46 +177,6 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
-class RowSampling:
-    """Sampling parameters of rows that the device applies. seed: u64[R]; choice, top_k: i32[R]; the others f32[R].
-
-    Every field but the seed has the name of its field in `SamplingParams` or `Sequence`, and is a column of the slot
-    table and of the device's step arrays under it.
-    """
-
-    seed: np.ndarray
-    choice: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-
-    @classmethod
-    def greedy(cls, rows: int) -> RowSampling:
-        """Return writable columns of rows that draw at temperature 0 from all tokens."""
-        columns = {name: np.full(rows, value, dtype) for name, (dtype, value) in ROW_SAMPLING.items()}
-        return cls(np.zeros(rows, np.uint64), **columns)
-
-    @classmethod
-    def of(cls, rows: Iterable[Any]) -> RowSampling:
-        """Return the columns of rows that each have an attribute of every field's name."""
-        said = list(rows)
-        types = {"seed": np.dtype(np.uint64)} | {name: dtype for name, (dtype, _) in ROW_SAMPLING.items()}
-        return cls(**{name: np.array([getattr(row, name) for row in said], dtype) for name, dtype in types.items()})
-
-    def take(self, rows: np.ndarray) -> RowSampling:
-        """Return the parameters of these rows, by index."""
-        return RowSampling(self.seed[rows], **{name: getattr(self, name)[rows] for name in ROW_SAMPLING})
-
-
-_I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
-ROW_SAMPLING: dict[str, tuple[np.dtype[Any], float]] = {
-    "choice": (_I32, 0), "temperature": (_F32, 0.0), "top_k": (_I32, 0), "top_p": (_F32, 1.0), "min_p": (_F32, 0.0),
-}  # fmt: skip
-"""Type of each column of `RowSampling` but the seed, and its value in a row of `RowSampling.greedy`."""
-
-
-@dataclass(frozen=True, eq=False)
 class DraftPlan:
     """Work of the draft in one step.
 
@@ -295,7 +255,7 @@ class StepPlan:
     root_token: np.ndarray
     ctx_len: np.ndarray
     page_table: np.ndarray
-    sampling: RowSampling
+    sampling: RowSampling[np.ndarray]
     prefill_tokens: np.ndarray
     prefill_counts: np.ndarray
     prefill_final: np.ndarray

@@ -35,7 +35,7 @@ from adaserve_jax.models.rope import (
 )
 from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.models.text_model import WITH_IMAGES, text_settings
-from adaserve_jax.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from adaserve_jax.sampling import NUMBERS
 from adaserve_jax.types import SamplingParams
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
@@ -595,18 +595,18 @@ class GenerationDefaults:
         if not path.exists():
             return cls()
         given = Settings(read_json(path), path)
-        penalty = _number(given, "repetition_penalty", MAX_REPETITION_PENALTY, least=MIN_REPETITION_PENALTY)
-        top_p = _number(given, "top_p", 1.0)
+        penalty = _number(given, "repetition_penalty")
+        top_p = _number(given, "top_p", (0, 1))
         if given.get("do_sample") is False or top_p == 0:
             return cls(temperature=0.0, repetition_penalty=penalty)
         top_k = given.get("top_k")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
             raise given.wrong("top_k", top_k, "an integer")
         return cls(
-            temperature=_number(given, "temperature", 100.0),
+            temperature=_number(given, "temperature"),
             top_p=top_p,
             top_k=None if top_k is None else top_k if 0 < top_k < 2**31 else 0,
-            min_p=_number(given, "min_p", 1.0),
+            min_p=_number(given, "min_p"),
             repetition_penalty=penalty,
         )
 
@@ -619,7 +619,8 @@ class GenerationDefaults:
         return SamplingParams(**self.given())
 
 
-def _number(given: Settings, name: str, most: float, least: float = 0.0) -> float | None:
+def _number(given: Settings, name: str, bounds: tuple[float, float] | None = None) -> float | None:
+    least, most = bounds or NUMBERS[name]
     value = given.get(name)
     if value is None:
         return None

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from adaserve_jax.runtime.compile import Bucket
+from adaserve_jax.sampling import ROW_SAMPLING, RowSampling
 from adaserve_jax.tree.sampling import DeviceSampling
 from adaserve_jax.tree.verify import PADDING, PREFILL
-from adaserve_jax.types import ROW_SAMPLING, DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import DraftTrees, StepPlan
 
 FLOAT_FIELDS = frozenset({"presence", "frequency", "repetition", "bias"}) | {
     name for name, (dtype, _) in ROW_SAMPLING.items() if dtype == np.float32
@@ -97,7 +98,7 @@ def sampler_of(fields: dict[str, jax.Array]) -> DeviceSampling:
     return DeviceSampling(seed, **{name: fields[name] for name in ROW_SAMPLING})
 
 
-def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: RowSampling) -> None:
+def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: RowSampling[np.ndarray]) -> None:
     """Write page tables and sampling parameters into the first rows. Unused rows are greedy."""
     rows = len(page_table)
     views["page_table"][:rows, : page_table.shape[1]] = page_table

@@ -25,7 +25,8 @@ from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.sizing import Resolved
-from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepOutcome, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, StepOutcome, StepPlan
 
 TYPICAL_CONTEXT = 256
 """Tokens of context at which the cost table anchors its lines, where max_context allows it."""

@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from adaserve_jax.request_metrics import RequestMetrics
-from adaserve_jax.sampling import ANSWERING
-from adaserve_jax.types import ROW_SAMPLING, Limits, RowSampling, Sequence
+from adaserve_jax.sampling import ANSWERING, ROW_SAMPLING, RowSampling
+from adaserve_jax.types import Limits, Sequence
 
 NO_SLOT = -1
 

@@ -9,7 +9,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 from starlette.datastructures import Headers
@@ -37,10 +37,9 @@ TARGET_HEADERS = {
 }
 """Headers in which gateways send targets, by field of the body: the current name and the older one."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-_SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words",
-)  # fmt: skip
+_TRANSLATED = {"max_tokens", "prompt_logprobs", "logit_bias", "allowed_token_ids", "json_schema", "regex"}
+_SAMPLING_FIELDS = ({each.name for each in fields(SamplingParams)} & set(GenerationBody.model_fields)) - _TRANSLATED
+"""Fields that a body and SamplingParams share in one form."""
 T = TypeVar("T")
 AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.acceptance_table import ChanceTable
 
 PROTOCOL_VERSION = 1
@@ -95,35 +95,19 @@ REFUSALS = (
 or waiting drafts; rate: too many messages; too_long: longer than max_context; invalid: malformed message."""
 
 
-class SessionSampling(NamedTuple):
-    """Sampling parameters of one request. The draft needs them because its noise must be the target's."""
-
-    seed: int
-    choice: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+SessionSampling = RowSampling[float]
+"""Sampling parameters of one request. The draft needs them because its noise must be the target's."""
 
 
 @dataclass(frozen=True, eq=False)
 class Open:
     """Open a session, or reopen it with a higher epoch. tokens: i32[n], its whole text so far; the service keeps the KV
-    of the common prefix. The other fields are those of `SessionSampling`."""
+    of the common prefix."""
 
     session: int
     epoch: int
     tokens: np.ndarray
-    seed: int
-    choice: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @property
-    def sampling(self) -> SessionSampling:
-        return SessionSampling(self.seed, self.choice, self.temperature, self.top_k, self.top_p, self.min_p)
+    sampling: SessionSampling
 
 
 @dataclass(eq=False, slots=True)  # not frozen: a frozen one takes four times as long to create

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from adaserve_jax.sampling import INTEGERS, NUMBERS
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.messages import (
     REFUSALS,
@@ -29,6 +30,7 @@ from adaserve_jax.star.messages import (
     Open,
     Refused,
     Resync,
+    SessionSampling,
     Tree,
     Welcome,
     WireError,
@@ -230,6 +232,7 @@ def _are_valid(nodes: np.ndarray, log_q: np.ndarray, ends: list[int], bounds: li
 
 _CONVERTED: dict[str, Callable[[Any], Any]] = {
     "tokens": lambda m: np.array(m.tokens[:], np.int32),
+    "sampling": lambda m: SessionSampling(*(getattr(m, name) for name in SessionSampling._fields)),
     "level_s": lambda m: {(each.rows, each.width): each.seconds for each in m.level_times},
     "catchup_s": lambda m: {each.tokens: each.seconds for each in m.catchup_times},
 }
@@ -242,6 +245,8 @@ def _write(to: Any, m: FromTarget | FromService) -> None:
             setattr(to, name, getattr(m, name))
     if isinstance(m, Open):
         to.tokens.extend(m.tokens.tolist())
+        for name, value in m.sampling._asdict().items():
+            setattr(to, name, value)
     elif isinstance(m, Refused):
         to.message = m.message[: DEFAULT_CAPS.text]
     elif isinstance(m, Welcome):
@@ -307,8 +312,9 @@ _CHECKS: dict[type, dict[str, Check]] = {
         "verify_s": _seconds, "plain_s": _seconds,
     },
     Open: {
-        "session": _SESSION, "choice": _within(0, LARGEST), "top_k": _within(0, LARGEST),
-        "temperature": _within(0, 100), "min_p": _within(0, 1),
+        "session": _SESSION, "choice": _within(0, LARGEST),
+        **{name: _within(*NUMBERS[name]) for name in SessionSampling._fields if name in NUMBERS},
+        **{name: _within(*INTEGERS[name]) for name in SessionSampling._fields if name in INTEGERS},
         "top_p": lambda value, _: None if 0 < value <= 1 else ("above 0 and at most 1", value),
         "tokens": _tokens,
     },

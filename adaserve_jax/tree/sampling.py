@@ -7,12 +7,12 @@ choice, position and token id. The noise does not depend on the tree, which make
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
+
+from adaserve_jax.sampling import RowSampling
 
 MASKED = float("-inf")
 """Score of a token that cannot be drawn."""
@@ -57,19 +57,8 @@ def _threefry(key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array)
     return first, second
 
 
-class DeviceSampling(NamedTuple):
-    """Sampling parameters of R rows. seed: u32[R, 2]; choice, top_k: i32[R]; the others f32[R]."""
-
-    seed: jax.Array
-    choice: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-
-    def take(self, index: jax.Array) -> DeviceSampling:
-        """Return the parameters of rows `index`."""
-        return DeviceSampling(*(leaf[index] for leaf in self))
+DeviceSampling = RowSampling[jax.Array]
+"""Sampling parameters of R rows on the device."""
 
 
 def _filtered(scaled: jax.Array, sampler: DeviceSampling) -> jax.Array:

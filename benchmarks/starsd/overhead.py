@@ -32,10 +32,11 @@ from rich.console import Console
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.client.drafter import RemoteDrafter
 from adaserve_jax.star.client.link import OnFrame, OnLost, Stream, Transport
-from adaserve_jax.star.messages import Draft, FromService, Hello, Open, Tree
+from adaserve_jax.star.messages import Draft, FromService, Hello, Open, SessionSampling, Tree
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.service.limits import DraftLimits, Quotas
@@ -44,7 +45,7 @@ from adaserve_jax.star.service.worker import Worker
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import METHOD, Caps, WireError, read_service_frame, target_frame
 from adaserve_jax.tree.acceptance_table import ChanceTable
-from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 
 WIDTH = 4
 AIM_MS = 0.5
@@ -175,7 +176,9 @@ class Protocol:
         self._frames.send(target_frame([Hello("frames", "v", "c")]))
         read_service_frame(self._frames.receive())
         self._sessions = range(1, rows + 1)
-        self._frames.send(target_frame([Open(s, 1, TEXT, s, 0, 1.0, 0, 1.0, 0.0) for s in self._sessions]))
+        self._frames.send(
+            target_frame([Open(s, 1, TEXT, SessionSampling(s, 0, 1.0, 0, 1.0, 0.0)) for s in self._sessions])
+        )
         self._length, self._round = len(TEXT), 0
         self.sizes = 0, 0
         self.close = self._frames.close

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.messages import Draft, FromService, FromTarget, Hello, Open, Tree, Welcome
+from adaserve_jax.star.messages import Draft, FromService, FromTarget, Hello, Open, SessionSampling, Tree, Welcome
 from adaserve_jax.star.service.admission import ServiceTime
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.dispatch import DraftBatch
@@ -211,7 +211,7 @@ class _Run:
         frame: list[FromTarget] = []
         for row, (length, news) in enumerate(zip(target.lengths, target.news, strict=True)):
             if not target.round:
-                frame.append(Open(row + 1, 1, PROMPT, 0, 0, 0.0, 0, 1.0, 0.0))
+                frame.append(Open(row + 1, 1, PROMPT, SessionSampling(0, 0, 0.0, 0, 1.0, 0.0)))
             tokens = np.zeros(news, np.int32)
             frame.append(
                 Draft(row + 1, 1, target.round, length - news, tokens, self._plan.depth, 1, True, math.inf, FOREVER_S)

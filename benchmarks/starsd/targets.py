@@ -19,11 +19,12 @@ import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.client.drafter import RemoteDrafter
 from adaserve_jax.star.messages import Hello, cells_hash
 from adaserve_jax.tree.acceptance_table import read_chances
-from adaserve_jax.types import CandidateTrees, Drafter, DraftPlan, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, Drafter, DraftPlan, StepPlan
 
 DEADLINE_MS = 5_000.0
 """So late that no round of a measurement goes without its tree."""

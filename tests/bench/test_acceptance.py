@@ -15,6 +15,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.sim.acceptance import (
     MISS,
     AcceptanceModel,
@@ -25,7 +26,7 @@ from adaserve_jax.sim.acceptance import (
 )
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
-from adaserve_jax.types import DraftTrees, RowSampling, StepOutcome, StepPlan
+from adaserve_jax.types import DraftTrees, StepOutcome, StepPlan
 from adaserve_jax.workloads.workload import load_workload
 from tests.bench.test_cluster import short_trace
 

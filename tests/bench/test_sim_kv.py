@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.sim.kv import SimKV
-from adaserve_jax.types import DraftPlan, Limits, RowSampling, StepPlan
+from adaserve_jax.types import DraftPlan, Limits, StepPlan
 
 LIMITS = Limits(4, (64,), 16, 32, 4, 6, 2, 2, extension_pages=3)
 PROMPT = [5, 6, 7, 8, 9, 1, 2, 3, 4, 5]

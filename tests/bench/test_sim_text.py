@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.sim.replica import TokenTimes
 from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, kv_terms, search, tokens_after
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, StepPlan
 
 VOCAB = 97
 LIMITS = Limits(64, (1, 64, 1024), 1024, 4096, 16, 4096, 5, 3)

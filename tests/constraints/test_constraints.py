@@ -12,7 +12,8 @@ from adaserve_jax.constraints.bad_words import BadWords, spellings
 from adaserve_jax.constraints.constraints import ConstrainedSequence, Constraints
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
 from adaserve_jax.errors import RequestError
-from adaserve_jax.types import DraftTrees, RowSampling, SamplingParams, Sequence, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import DraftTrees, SamplingParams, Sequence, StepPlan
 from tests.constraints.definition import VOCAB, Letters
 
 PROMPT = np.array([2, 3, 3], np.int32)

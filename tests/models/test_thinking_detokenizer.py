@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
-from adaserve_jax.sampling import SamplingParams, Thinking
-from adaserve_jax.types import DraftTrees, RowSampling, Sequence, StepPlan
+from adaserve_jax.sampling import RowSampling, SamplingParams, Thinking
+from adaserve_jax.types import DraftTrees, Sequence, StepPlan
 
 OPENING, CLOSING, BLANK = 4, 5, 6
 SPELLED = {1: "a", 2: "b", 3: "c", OPENING: "<", CLOSING: ">", BLANK: " "}

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, StepPlan
 from tests.oracles.eagle3 import Head
 from tests.oracles.mtp import MtpLayer
 

@@ -18,8 +18,9 @@ from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.verify import PREFILL
-from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import DraftTrees, StepPlan
 
 PAGE, LENGTH, CHUNK = 32, 600, 96
 MAX_PAGES = LENGTH // PAGE + 2

@@ -16,7 +16,8 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import row_edges
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import plan_memory
-from adaserve_jax.types import DraftTrees, LogitEdits, RowSampling, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import DraftTrees, LogitEdits, StepPlan
 from tests.engines import TINY
 from tests.hlo import instructions
 from tests.models.checkpoints import write_checkpoint

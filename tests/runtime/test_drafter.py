@@ -17,7 +17,8 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import find_pair
 from adaserve_jax.runtime.sizing import resolve
-from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 from tests.engines import compile_only
 from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint
 

@@ -19,8 +19,9 @@ from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.pools import InFlight, commit, pool_head_dim
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify, step_layout
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.verify import PREFILL
-from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import DraftTrees, StepPlan
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 

@@ -19,13 +19,13 @@ from adaserve_jax.runtime.pools import NO_PAGE, InFlight
 from adaserve_jax.runtime.programs import VerifyResult, outcome_sizes
 from adaserve_jax.runtime.resample import Resampler, prompt_logprobs, step_logprobs, unpack_report
 from adaserve_jax.runtime.step_layout import pack_verify, step_layout
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.sampling import DeviceSampling, draw
 from adaserve_jax.types import (
     DraftTrees,
     Limits,
     LogitEdits,
     Logprobs,
-    RowSampling,
     SamplingParams,
     ScoredPrompts,
     Sequence,

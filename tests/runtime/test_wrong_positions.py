@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve_jax.distill.records import wrong_nodes
-from adaserve_jax.types import CandidateTrees, DraftTrees, RowSampling, StepOutcome, StepPlan
+from adaserve_jax.sampling import RowSampling
+from adaserve_jax.types import CandidateTrees, DraftTrees, StepOutcome, StepPlan
 
 DEPTH, WIDTH, VOCAB = 3, 3, 6
 NOTHING = np.zeros(0, np.int32)

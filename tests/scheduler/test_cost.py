@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
-from adaserve_jax.types import (
-    CostSamples,
-    DraftPlan,
-    Limits,
-    RowSampling,
-    StepOutcome,
-    StepPlan,
-    context_load,
-    scaled_samples,
-)
+from adaserve_jax.types import CostSamples, DraftPlan, Limits, StepOutcome, StepPlan, context_load, scaled_samples
 
 LIMITS = Limits(8, (1, 4, 16, 64), 32, 256, 16, 64, 4, 4)
 VERIFY = {(e, r): 0.01 * (1 + e / 16) * (1 + r / 100) for e in LIMITS.token_edges for r in (1, 8)}

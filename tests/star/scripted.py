@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.client.drafter import RemoteDrafter
 from adaserve_jax.star.client.link import OnFrame, OnLost
 from adaserve_jax.star.messages import (
@@ -31,7 +32,7 @@ from adaserve_jax.star.messages import (
     WireError,
 )
 from adaserve_jax.tree.acceptance_table import ChanceTable
-from adaserve_jax.types import DraftPlan, RowSampling, StepPlan
+from adaserve_jax.types import DraftPlan, StepPlan
 
 VOCABULARY = 512
 DEPTHS, RANKS, BINS = 3, 2, 4

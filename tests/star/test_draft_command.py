@@ -18,7 +18,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import weights_hash
-from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree, cells_hash
+from adaserve_jax.star.messages import Draft, Hello, Open, Refused, SessionSampling, Tree, cells_hash
 from adaserve_jax.tree.acceptance_table import read_chances
 from tests.conftest import ROOT
 from tests.star.streams import HANG_S, Target, until
@@ -53,7 +53,7 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
         target = Target(int(found[1]))
         target.send(hello)
         target.receive()
-        target.send(Open(1, 1, text, 0, 0, 0.0, 0, 1.0, 0.0),
+        target.send(Open(1, 1, text, SessionSampling(0, 0, 0.0, 0, 1.0, 0.0)),
                     Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
         tree = target.receive()
         assert isinstance(tree, Tree) and len(tree.index) == 8

@@ -41,7 +41,7 @@ def test_the_service_is_told_how_each_request_samples_and_when_its_token_is_due(
     row = Row(0, text(5), seed=2**63, temperature=0.7, due_s=0.031)
     scene.propose([row, Row(1, text(5))], calibrated=False)
     opened, draft = opens(scene)[0], drafts(scene)[0]
-    said = (opened.seed, opened.choice, opened.temperature, opened.top_k, opened.top_p, opened.min_p)
+    said = opened.sampling
     assert said == sampling_of(row)
     assert (draft.depth, draft.width, draft.calibrated, draft.due_s, draft.give_up_s) == (3, 2, False, 0.031, 0.1)
     assert drafts(scene)[1].due_s == np.inf

@@ -295,7 +295,7 @@ import sys, threading
 import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.client.channel import GrpcTransport
-from adaserve_jax.star.messages import Draft, Hello, Open, Tree, Welcome
+from adaserve_jax.star.messages import Draft, Hello, Open, SessionSampling, Tree, Welcome
 address, vocabulary, cells = sys.argv[1:]
 def received(frame):
     for message in frame:
@@ -305,7 +305,7 @@ stream = GrpcTransport(address, DrafterConfig(("grpc://" + address,))).open(rece
 text = np.arange(1, 101, dtype=np.int32)
 stream.send([Hello("dies", vocabulary, cells)])
 for number in range(1, 4):
-    stream.send([Open(number, 1, text, 0, 0, 0.0, 0, 1.0, 0.0),
+    stream.send([Open(number, 1, text, SessionSampling(0, 0, 0.0, 0, 1.0, 0.0)),
                  Draft(number, 1, 1, 100, text[:0], 3, 1, True, float("inf"), 100.0)])
 threading.Event().wait()
 """

@@ -21,6 +21,7 @@ from adaserve_jax.results.provenance import weights_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.warmup import Effort
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, SessionSampling, Tree, cells_hash
 from adaserve_jax.star.service.dispatch import DraftBatch, DraftBatchRow
 from adaserve_jax.star.service.main import DraftService
@@ -28,7 +29,7 @@ from adaserve_jax.star.service.metrics import PREFIX, ServiceCollector
 from adaserve_jax.star.service.model import DraftModel, load
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.tree.beam import AcceptanceTable
-from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
 from tests.star.streams import HANG_S, Target
@@ -264,7 +265,7 @@ def test_over_the_wire_trees_are_those_of_a_local_drafter(service: DraftService,
     assert (welcome.max_depth, welcome.max_width, welcome.max_context) == (4, 3, 128)
     assert welcome.level_s == model.samples.draft_level_s and welcome.catchup_s == model.samples.catchup_s
     for key, text in enumerate(texts()):
-        target.send(Open(key + 1, 1, text[:-5], *SAMPLINGS[key]))
+        target.send(Open(key + 1, 1, text[:-5], SAMPLINGS[key]))
     for turn, (depth, width) in enumerate(((4, 3), (2, 1), (3, 2)), 1):
         drafts = [
             Draft(key + 1, 1, turn, len(text) - 6 + turn, text[-6 + turn : -5 + turn], depth, width, True, 1.0, HANG_S)
@@ -287,9 +288,9 @@ def test_what_does_not_fit_is_refused(service: DraftService, model: DraftModel):
     target.receive()
     plain = SAMPLINGS[0]
     target.send(
-        Open(1, 1, np.zeros(125, np.int32), *plain),
+        Open(1, 1, np.zeros(125, np.int32), plain),
         Draft(1, 1, 1, 125, np.zeros(0, np.int32), 4, 3, True, 1.0, 1.0),
-        Open(2, 1, np.array([model.vocabulary], np.int32), *plain),
+        Open(2, 1, np.array([model.vocabulary], np.int32), plain),
     )
     refused = {(each := target.receive()).session: each.code for _ in range(2)}
     assert refused == {1: "too_long", 2: "invalid"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star import wire
-from adaserve_jax.star.messages import Close, Draft, Hello, Load, Open, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.messages import Close, Draft, Hello, Load, Open, Refused, Resync, SessionSampling, Tree, Welcome
 from adaserve_jax.star.wire import Caps, WireError
 
 STAR = Path(wire.__file__).parent
@@ -38,7 +38,7 @@ def tree(**changed: Any) -> Tree:
 
 
 HELLO = Hello("target-1", "abc", "def", "v1", 1, 0.02, 0.01)
-OPEN = Open(3, 1, ints(1, 2, 3), 2**64 - 1, 2, 0.5, 40, 0.75, 0.125)
+OPEN = Open(3, 1, ints(1, 2, 3), SessionSampling(2**64 - 1, 2, 0.5, 40, 0.75, 0.125))
 DRAFT = Draft(3, 1, 8, 12, ints(4, 5), 4, 2, True, INF, 0.1)
 FROM_TARGET = [HELLO, OPEN, DRAFT, dataclasses.replace(DRAFT, depth=0, width=0, tokens=ints(), due_s=-0.5), Close(3)]
 WELCOME = Welcome("v1", 5, 4, 2048, 64, 60.0, {(1, 4): 0.001, (8, 4): 0.002}, {4: 0.001})
@@ -104,14 +104,14 @@ CAPS = Caps(tokens=8, vocabulary=100, depth=5, width=4, messages=3, text=12)
         (dataclasses.replace(OPEN, tokens=ints(1, 100)), "Open.tokens"),
         (dataclasses.replace(OPEN, tokens=ints(-1)), "Open.tokens"),
         (dataclasses.replace(OPEN, tokens=ints(*range(9))), "Open.tokens"),
-        (dataclasses.replace(OPEN, choice=-1), "Open.choice"),
-        (dataclasses.replace(OPEN, top_k=-1), "Open.top_k"),
-        (dataclasses.replace(OPEN, temperature=NAN), "Open.temperature"),
-        (dataclasses.replace(OPEN, temperature=-0.5), "Open.temperature"),
-        (dataclasses.replace(OPEN, temperature=INF), "Open.temperature"),
-        (dataclasses.replace(OPEN, top_p=0.0), "Open.top_p"),
-        (dataclasses.replace(OPEN, top_p=NAN), "Open.top_p"),
-        (dataclasses.replace(OPEN, min_p=1.5), "Open.min_p"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(choice=-1)), "Open.choice"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(top_k=-1)), "Open.top_k"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(temperature=NAN)), "Open.temperature"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(temperature=-0.5)), "Open.temperature"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(temperature=INF)), "Open.temperature"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(top_p=0.0)), "Open.top_p"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(top_p=NAN)), "Open.top_p"),
+        (dataclasses.replace(OPEN, sampling=OPEN.sampling._replace(min_p=1.5)), "Open.min_p"),
         (dataclasses.replace(DRAFT, session=0), "Draft.session"),
         (dataclasses.replace(DRAFT, tokens=ints(-7)), "Draft.tokens"),
         (dataclasses.replace(DRAFT, base=2**32 - 1), "Draft.base"),

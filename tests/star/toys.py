@@ -44,7 +44,7 @@ def hello(target_id: str = "a", **changes) -> Hello:
 
 
 def opened(session: int, epoch: int, tokens, sampling: SessionSampling = PLAIN) -> Open:
-    return Open(session, epoch, np.asarray(tokens, np.int32), *sampling)
+    return Open(session, epoch, np.asarray(tokens, np.int32), sampling)
 
 
 def draft(session: int, epoch: int, number: int, base: int, tokens, **changes) -> Draft:

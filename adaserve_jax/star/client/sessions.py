@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.client.link import Link
 from adaserve_jax.star.client.trees import DraftRound, TreeRequest
 from adaserve_jax.star.messages import Close, Draft, FromTarget, Open, SessionSampling
-from adaserve_jax.types import DraftPlan, RowSampling, StepPlan
+from adaserve_jax.types import DraftPlan, StepPlan
 
 _INITIAL_TOKENS = 256
 """Initial capacity of a session's text."""
@@ -127,8 +128,8 @@ class SessionTable:
         return session
 
 
-def _sampling(rows: RowSampling, row: int) -> SessionSampling:
-    return SessionSampling(*(getattr(rows, name)[row].item() for name in SessionSampling._fields))
+def _sampling(rows: RowSampling[np.ndarray], row: int) -> SessionSampling:
+    return SessionSampling(*(column[row].item() for column in rows))
 
 
 def least_loaded(key: str, links: Iterable[Link]) -> Link | None:
@@ -265,7 +266,7 @@ class SessionPlacer:
         session.epoch += 1
         session.stream = link.generation
         session.sent = session.length
-        messages.append(Open(session.number, session.epoch, session.tokens(), *session.sampling))
+        messages.append(Open(session.number, session.epoch, session.tokens(), session.sampling))
 
     def _draft(
         self, session: RemoteSession, draft: DraftPlan, row: int, depth: int, width: int, give_up_s: float

@@ -35,11 +35,12 @@ from adaserve_jax.runtime.sizing import (
     weight_bytes,
 )
 from adaserve_jax.runtime.warmup import WARM_UP, Effort, measure_draft
+from adaserve_jax.sampling import RowSampling
 from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
 from adaserve_jax.tree.beam import AcceptanceTable
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, Limits, Progress, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, Limits, Progress, StepPlan
 
 
 class DraftModel:
