@@ -221,7 +221,7 @@ class ModelPrograms:
         carry: _BeamCarry | None = None
         if self.config.medusa is not None:
             assert root.feature is not None
-            heads = range(self.config.medusa.num_heads)
+            heads = range(1, max_depth) or (0,)  # a search of one level reads none, but its loop is traced
             by_head = jnp.stack([medusa_logits(params, self.config, head, root.feature) for head in heads])
             forward = partial(_next_head, by_head)
         else:
@@ -295,8 +295,9 @@ def _next_head(
     by_head: jax.Array, carry: None, level: jax.Array, token: jax.Array, position: jax.Array, visible: jax.Array
 ) -> tuple[jax.Array, None]:
     """Return the scores of the children of one level of the beam, f32[R, W, V]: those of the next Medusa head for all
-    nodes alike. by_head: f32[heads, R, V]; the first head has made the first level. The rest is a `BeamForward`'s."""
-    scores = lax.dynamic_index_in_dim(by_head, level + 1, axis=0, keepdims=False)
+    nodes alike. by_head: f32[levels, R, V], of the second head on; the first has made the first level. The rest is a
+    `BeamForward`'s."""
+    scores = lax.dynamic_index_in_dim(by_head, level, axis=0, keepdims=False)
     return jnp.broadcast_to(scores[:, None], (*token.shape, scores.shape[-1])), carry
 
 
