@@ -55,7 +55,7 @@ CODES: dict[str, str] = {
     "invalid_request": "400: the engine refuses the request for the reason given",
     "invalid_schema": "400: response_format or tools hold no JSON schema, or one that cannot be enforced",
     "invalid_slo": (
-        "400: a target is not a finite number above 0, the class is unknown, or an unknown field begins with `slo`"
+        "400: a target is not a finite number above 0, the class is unknown, or an unknown field looks like a target"
     ),
     "invalid_text": "400: a text is not valid Unicode",
     "invalid_value": "400: a field has a wrong type or is out of range",

@@ -47,12 +47,16 @@ class _Choice:
     text: list[str] = field(default_factory=list)
 
 
+FORM_CODES = frozenset({"invalid_grammar", "invalid_schema"})
+
+
 @dataclass(eq=False)
 class Generation:
     """The choices of one HTTP request; choice c of prompt p has index p * n + c. Used on the event loop.
 
     requests: one per prompt. reservation: room for all choices; a choice's share is given back when the engine ends it,
-    whether or not somebody still reads.
+    whether or not somebody still reads. form_name: the body's field that asks for a text of a form, for the error of
+    one that cannot be enforced; "": the engine's name of it.
     """
 
     state: ServerState
@@ -60,6 +64,7 @@ class Generation:
     reservation: Reservation
     origin: Origin = field(default_factory=Origin)
     deltas: DeltaBuilder = field(default_factory=DeltaBuilder)
+    form_name: str = ""
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
     _receiver: Receiver | None = None
@@ -223,7 +228,10 @@ class Generation:
             return from_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
         wait_s = self.state.retry_after_s() if code == OverloadedError.code else self.state.client.stats().back_in_s
-        return from_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
+        message, param = chunk.error or "the engine failed on this request", chunk.error_param
+        if self.form_name and param not in (None, "tools") and code in FORM_CODES:
+            message, param = message.replace(param, self.form_name, 1), self.form_name
+        return from_code(message, code, param, wait_s)
 
     def _choices_of(self, position: int) -> list[_Choice]:
         first = position * self.choices_per_prompt

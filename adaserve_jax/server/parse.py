@@ -283,10 +283,11 @@ def _class_of(
             name = allowed[0]
     name = DEFAULT_CLASS if name is None else name
     if name not in allowed:
-        param = "slo_class" if body.slo_class is not None else "service_tier"
-        raise RequestError(
-            f"{param} must be one of {', '.join(allowed)}, got {name!r}", param=param, code="invalid_slo"
-        )
+        param, got, named = "slo_class", body.slo_class, allowed
+        if got is None:
+            tiers = [tier for tier, meant in settings.tiers().items() if meant in allowed]
+            param, got, named = "service_tier", body.service_tier, [*allowed, *sorted(set(tiers) - set(allowed))]
+        raise RequestError(f"{param} must be one of {', '.join(named)}, got {got!r}", param=param, code="invalid_slo")
     return classes[name]
 
 

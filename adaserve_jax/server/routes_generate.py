@@ -15,6 +15,7 @@ from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.auth import Account, RateLimited
 from adaserve_jax.server.body import BoundedRoute
+from adaserve_jax.server.constraint_fields import constraints_of
 from adaserve_jax.server.conversation import chat_prompt, encode_chat
 from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.formatting import (
@@ -98,11 +99,14 @@ def warning_headers(body: RequestModel, query: Iterable[str]) -> Mapping[str, st
     return headers
 
 
+_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e")
+
+
 def _check_target_names(body: RequestModel) -> None:
     """Raise ApiError for an unknown field that looks like a target: what is served without it would be too slow."""
     known = [name for name in type(body).model_fields if name.startswith("slo_")]
     for name in body.ignored_fields():
-        if name.startswith("slo"):
+        if _LIKE_A_TARGET.search(name):
             raise invalid(
                 f"{name:.40} is not a field; targets are {', '.join(known)}", param=name[:40], code="invalid_slo"
             )
@@ -248,7 +252,8 @@ async def begin(
         if isinstance(error, RateLimited) or (reservation is None and isinstance(error, QueueFullError)):
             state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
         raise
-    generation = Generation(state, requests, reservation, origin, deltas)
+    _, form_names = constraints_of(body, None)
+    generation = Generation(state, requests, reservation, origin, deltas, next(iter(form_names.values()), ""))
     generation.start()  # gives back by itself what does not begin
     return generation
 

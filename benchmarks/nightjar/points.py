@@ -122,7 +122,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a run: all of it, or a quick one to see it work."""
+    """Sizes of a run: all of it, or a quick one to see it work. loads: names of CLASSES; none: all loads and pools."""
 
     requests: int = REQUESTS
     saturating: int = SATURATING
@@ -130,6 +130,7 @@ class Scale:
     methods: tuple[str, ...] = METHODS
     seeds: int = 3
     quick: bool = False
+    loads: tuple[str, ...] = ()
 
     def runs(self, policy: str) -> bool:
         return not self.quick or policy in self.methods
@@ -208,14 +209,15 @@ def chains(setup: Setup) -> list[str]:
 
 
 def _of_setup(setup: Setup, scale: Scale, seed: int) -> Iterator[Point]:
-    for load, share in [(POISSON, share) for share in scale.shares] + [(DYNAMIC, DYNAMIC_SHARE)]:
+    asked = [CLASSES[name] for name in scale.loads]
+    for load, share in asked or [(POISSON, share) for share in scale.shares] + [(DYNAMIC, DYNAMIC_SHARE)]:
         if load not in setup.loads:
             continue
         policies = scale.methods if (load, share) in CLASSES.values() else (*CONTEXTUAL, MAIN)
         for policy in dict.fromkeys((*policies, *(chains(setup) if load == POISSON else ()))):
             if scale.runs(policy):
                 yield Point(setup, load, share, policy, seed)
-    if setup.pages is not None:
+    if setup.pages is not None and not asked:
         yield from _elastic(setup, scale, seed)
 
 

@@ -38,7 +38,9 @@ from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.simulation import simulate
 from adaserve_jax.workloads.traces import Trace
 from benchmarks.nightjar.points import (
+    CLASSES,
     QUICK,
+    REQUESTS,
     Point,
     Scale,
     Setup,
@@ -159,6 +161,8 @@ def nightjar_tables(
     azure: Annotated[Path | None, typer.Option(help="AzureLLMInferenceTrace_conv.csv, .gz or not")] = None,
     setups: Annotated[str, typer.Option(help="setups to run, separated by commas; none: all")] = "",
     seeds: Annotated[int, typer.Option(help="independent runs of each point")] = 3,
+    requests: Annotated[int, typer.Option(help="requests of a Poisson load")] = REQUESTS,
+    loads: Annotated[str, typer.Option(help="of low, high, dynamic, separated by commas; none: all, and pools")] = "",
     minutes: Annotated[float, typer.Option(help="begin no point after so many minutes")] = 120.0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
     report_only: Annotated[bool, typer.Option(help="run nothing: write the report of nightjar-lines.json")] = False,
@@ -172,9 +176,12 @@ def nightjar_tables(
         return
     if not quick and azure is None:
         raise ConfigError("--azure: give Azure's conversation trace, or --quick for a made one")
-    if seeds < 1 or jobs < 0 or not minutes > 0:
-        raise ConfigError("--seeds must be at least 1, --jobs not below 0, and --minutes above 0")
-    scale = QUICK if quick else replace(Scale(), seeds=seeds)
+    if seeds < 1 or requests < 1 or jobs < 0 or not minutes > 0:
+        raise ConfigError("--seeds and --requests must be at least 1, --jobs not below 0, and --minutes above 0")
+    only = comma_list("loads", loads, str)
+    if unknown := sorted(set(only) - CLASSES.keys()):
+        raise ConfigError(f"--loads must be of {', '.join(CLASSES)}, got {unknown[0]!r}")
+    scale = QUICK if quick else replace(Scale(), seeds=seeds, requests=requests, loads=tuple(only))
     segment = made_segment() if azure is None else segment_of(azure)
     chosen = find_setups(comma_list("setups", setups, str))
     make_folder(out)

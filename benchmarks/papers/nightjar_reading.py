@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from adaserve_jax.report.document import Figure, Table
@@ -43,6 +44,7 @@ def methods(step: str) -> Read:
             "low: busy times plain": _times(low, OURS, BUSY, PLAIN),
             "low: busy times best": _times_best(low, BUSY),
             "high: times plain": _times(high, OURS, THROUGHPUT, PLAIN),
+            "high: times best": _times_best(high, THROUGHPUT),
             "high: times SD": _times(high, OURS, THROUGHPUT, "spec:3"),
             "dynamic: latency times plain": _times(dynamic, OURS, LATENCY, PLAIN),
             "least times best": least(_times_best(view, THROUGHPUT) for view in views.values()),
@@ -56,6 +58,30 @@ def methods(step: str) -> Read:
         return values, [_bars(views), *(_method_table(name, view) for name, view in views.items())]
 
     return _read(step, of)
+
+
+def methods_and_longer(step: str, longer: str) -> Read:
+    """`methods`, and what of its loss at the high load is left in a longer run."""
+
+    def read(folders: Folders) -> Found:
+        found, long = methods(step)(folders), methods(longer)(folders)
+        best, best_longer = (each.values["high: times best"] for each in (found, long))
+        lost = best is not None and best_longer is not None and best < 1
+        left = (1 - best_longer) / (1 - best) if lost else None
+        return replace(found, values={**found.values, "high: loss left in a longer run": left})
+
+    return read
+
+
+def methods_on_both(step: str, larger: str) -> Read:
+    """`methods`, and its means on another machine, named `larger: ...`."""
+
+    def read(folders: Folders) -> Found:
+        found, other = methods(step)(folders), methods(larger)(folders)
+        means = {f"larger: {name}": value for name, value in other.values.items() if name.startswith("mean ")}
+        return replace(found, values={**found.values, **means})
+
+    return read
 
 
 def lengths(step: str) -> Read:

@@ -66,7 +66,7 @@ def list_entries(
 @app.command()
 def run(
     names: Annotated[list[str], typer.Argument(help="figures, or papers for all of theirs")],
-    out: Annotated[Path, typer.Option(help="folder for results; the same again goes on")],
+    out: Annotated[Path | None, typer.Option(help="folder for results; the same again goes on")] = None,
     size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "cpu",
     data: Annotated[
         Path | None, typer.Option(help="folder of AdaServe's and Azure's traces and GSM8K; none: made workloads")
@@ -79,6 +79,8 @@ def run(
     if show:
         for entry, form in forms:
             _show(entry, size, form)
+    elif out is None:
+        raise ConfigError("--out: give a folder for the results, or --show to see the commands")
     else:
         make_folder(out)
         try:

@@ -160,6 +160,13 @@ def test_nightjars_numbers_are_ratios_at_its_loads(modules, tmp_path: Path) -> N
     assert read.lengths("s")(folders).values["least times best length"] == pytest.approx(0.9)
     assert read.offload("s")(folders).values == {"most times": 1.05, "least times": 1.05}
     assert read.thresholds("s")(folders).values == {"best times off": 1.15, "best threshold": 0.2}
+    long = [nightjar_line(modules, policy, tps, 4, *at["high"]) for policy, tps in (("ar", 100), ("nightjar", 96))]
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "nightjar-lines.json").write_text(json.dumps(result | {"lines": [*map(asdict, long)]}))
+    folders["long"] = tmp_path / "long"
+    longer = read.methods_and_longer("s", "long")(folders).values
+    assert longer == values | {"high: loss left in a longer run": pytest.approx(0.4)}, "4 % of what was 10 %"
+    assert read.methods_on_both("s", "long")(folders).values["larger: mean throughput over ar"] == pytest.approx(0.96)
 
 
 def test_a_dynamic_load_is_cut_into_intervals(modules) -> None:

@@ -235,12 +235,13 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert streamed.headers["x-adaserve-warning"] == "ignored fields: colour"
 
 
-def test_an_unknown_field_that_looks_like_a_target_is_refused(server):
+@pytest.mark.parametrize("name", ["slo_tpot", "tpot_ms", "ttft_slo_ms", "e2e_ms"])
+def test_an_unknown_field_that_looks_like_a_target_is_refused(server, name):
     before = len(server.engine.submitted)
-    answer = server.post(prompt="x", slo_tpot=5)
+    answer = server.post(prompt="x", **{name: 5})
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_slo", "slo_tpot")
-    assert error["message"].startswith("slo_tpot is not a field; targets are slo_tpot_ms, ")
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_slo", name)
+    assert error["message"].startswith(f"{name} is not a field; targets are slo_tpot_ms, ")
     assert len(server.engine.submitted) == before
 
 

@@ -262,10 +262,13 @@ def test_a_key_bounds_the_time_to_the_first_token(keyed, asked_ms, given_ms):
 
 
 def test_a_class_that_the_key_may_not_use_is_refused(keyed):
-    for body, param in (({"slo_class": "vip"}, "slo_class"), ({"service_tier": "priority"}, "service_tier")):
+    for body, param, named in (
+        ({"slo_class": "vip"}, "slo_class", "batch, bulk, got 'vip'"),
+        ({"service_tier": "priority"}, "service_tier", "batch, bulk, flex, got 'priority'"),
+    ):
         error = post(keyed, "slow", **body).json()["error"]
         assert (error["code"], error["param"]) == ("invalid_slo", param)
-        assert "must be one of batch, bulk, got" in error["message"]
+        assert error["message"] == f"{param} must be one of {named}"
     assert post(keyed, "free", slo_class="vip").status_code == 200
     assert keyed.engine.submitted[-1].priority == -3
 

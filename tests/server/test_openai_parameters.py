@@ -146,9 +146,10 @@ def test_a_form_holds_and_is_the_same_in_pieces_and_with_every_seed_again(demo, 
 @pytest.mark.parametrize(
     ("form", "param", "text"),
     [
-        ({"guided_regex": "("}, "regex", "regex must be a regular expression that can be enforced"),
-        ({"ebnf": "answer"}, "grammar", "neither Lark, which has a rule"),
-        ({"guided_json": {"type": "no such type"}}, "response_format", "no such type"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex must be a regular expression that can be enforced"),
+        ({"ebnf": "answer"}, "ebnf", "neither Lark, which has a rule"),
+        ({"guided_json": {"type": "no such type"}}, "guided_json", "guided_json must hold a JSON schema that can be"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs must be a regular"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "no such type"}}}},
          "response_format", "no such type"),
     ],
