@@ -6,6 +6,10 @@ SLO_INFEASIBLE = "slo_infeasible"
 """Code of the error about a target that this machine cannot reach."""
 
 
+ERROR_PREFIX = "adaserve: error: "
+"""Beginning of the line with which a command says why it ends."""
+
+
 class AdaServeError(Exception):
     """Base of every error that this package raises for its callers.
 

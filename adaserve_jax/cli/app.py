@@ -25,7 +25,7 @@ from adaserve_jax.cli.profile import profile
 from adaserve_jax.cli.report import report
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.cli.simulate import simulate
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.errors import ERROR_PREFIX, AdaServeError
 from adaserve_jax.logs import log_to_stderr
 
 ERROR_STATUS = 2
@@ -94,5 +94,5 @@ def main() -> None:
 
 
 def _fail(message: str) -> int:
-    print(f"adaserve: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{ERROR_PREFIX}{' '.join(message.split())}", file=sys.stderr)
     return ERROR_STATUS

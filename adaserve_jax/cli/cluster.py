@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import typer
 from adaserve_jax.cli.options import Command, Group, takes
 from adaserve_jax.cli.terminal import SERVER_PACKAGES, needs
 from adaserve_jax.cluster.settings import RouterSettings
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ERROR_PREFIX, AdaServeError, ConfigError
 
 PACKAGES = SERVER_PACKAGES | {"h11": "server", "ray": "cluster"}
 LOOK_EVERY_S = 0.2
@@ -91,32 +92,46 @@ def up(
 
 
 def _detach(folder: Any) -> None:
-    """Start the same command in a session of its own; return once it serves.
+    """Start the same command in a session of its own; return once it serves, and print its log until then.
 
-    Raises AdaServeError with the end of its log when it ends before.
+    Raises AdaServeError with its error when it ends before.
     """
     command = [sys.executable, "-m", "adaserve_jax.cli", *(each for each in sys.argv[1:] if each != "--detach")]
     folder.make()
     log = folder.logs / "cluster.log"
-    with log.open("ab") as output:
+    with log.open("ab") as output, log.open("rb") as shown:
+        shown.seek(0, os.SEEK_END)
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+        why = ""
+        try:
+            while True:
+                has_ended = child.poll() is not None
+                for line in shown.read().decode(errors="replace").splitlines():
+                    if line.startswith(ERROR_PREFIX):
+                        why = line.removeprefix(ERROR_PREFIX)
+                    else:
+                        typer.echo(line)
+                if has_ended:
+                    raise AdaServeError(
+                        f"{why or 'no error'} (the cluster ended with status {child.returncode}: {log})"
+                    )
+                if (url := _url_once_ready(folder, child.pid)) is not None:
+                    typer.echo(f"the cluster serves on {url} in the background; its log is {log}")
+                    return
+                time.sleep(LOOK_EVERY_S)
+        except KeyboardInterrupt:
+            child.terminate()  # it is in a session of its own
+            raise
+
+
+def _url_once_ready(folder: Any, pid: int) -> str | None:
     try:
-        while child.poll() is None:
-            time.sleep(LOOK_EVERY_S)
-            try:
-                state = folder.read()
-            except ConfigError:
-                continue
-            if state["pid"] == child.pid and state["phase"] == "ready":
-                typer.echo(f"the cluster serves on {state['url']}; its log is {log}")
-                return
-    except KeyboardInterrupt:
-        child.terminate()  # it is in a session of its own
-        raise
-    tail = log.read_text(errors="replace").splitlines()[-6:]
-    raise AdaServeError(f"the cluster ended with status {child.returncode}: {' / '.join(tail)}")
+        state = folder.read()
+    except ConfigError:
+        return None
+    return state["url"] if state["pid"] == pid and state["phase"] == "ready" else None
 
 
 @cluster.command("route", cls=Command)
@@ -155,7 +170,7 @@ def status(run_folder: Folder = None) -> None:
         detail = f" ({member['detail']})" if member["detail"] else ""
         typer.echo(
             f"  {member['name']:10} {member['phase']}{detail}, pid {member['pid']}, {member['address']}, "
-            f"{member['restarts']} restarts{use}"
+            f"{member['restarts']} {'restart' if member['restarts'] == 1 else 'restarts'}{use}"
         )
 
 

@@ -48,6 +48,12 @@ class Cluster(ABC):
     def router_client(self) -> RouterClient:
         return RouterClient(self.url, self.folder.token, self.plan.router.tls_cert)
 
+    @property
+    def members(self) -> str:
+        """Return what the router stands before, in words."""
+        counts = ((self.plan.targets, "target"), (self.plan.drafts, "draft service"))
+        return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
+
     def write_state(self, **more: Any) -> None:
         """Write state.json: the cluster as a whole, and the fields in `more`; no secrets."""
         self.folder.write({
@@ -59,8 +65,8 @@ class Cluster(ABC):
     def announce_start(self) -> None:
         """Print what is started, and where to look meanwhile."""
         print(
-            f"adaserve cluster: starts {self.plan.targets} targets and {self.plan.drafts} drafts; a first start "
-            f"compiles, which takes minutes (logs: {self.folder.logs})",
+            f"adaserve cluster: starts {self.members}; a first start compiles, which takes minutes "
+            f"(logs: {self.folder.logs})",
             file=sys.stderr,
             flush=True,
         )
@@ -69,8 +75,8 @@ class Cluster(ABC):
         """Print that the cluster is ready, and its address."""
         assert self.ready_s is not None, "a ready cluster has measured its start"
         print(
-            f"adaserve cluster: {self.plan.targets} targets and {self.plan.drafts} drafts serve on {self.url} "
-            f"after {self.ready_s:.1f} s ({self.orchestrator}, state: {self.folder.state_file})",
+            f"adaserve cluster: serves on {self.url} with {self.members} after {self.ready_s:.1f} s "
+            f"({self.orchestrator}, state: {self.folder.state_file})",
             flush=True,
         )
 

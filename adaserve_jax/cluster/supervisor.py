@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from adaserve_jax.cluster import child_process
 from adaserve_jax.cluster.router_client import NoAnswer, request_json
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.errors import ERROR_PREFIX, AdaServeError
 
 Phase = Literal["waiting", "starting", "ready", "failing", "backoff", "stopping", "stopped"]
 MAX_LOG_BYTES = 2**24
@@ -127,6 +127,8 @@ class Supervisor:
         """Time when the current process became ready; None: not yet."""
         self._failed_starts = 0
         """Processes that ended without being ready, since the first start or the last replacement."""
+        self._log_begin = 0
+        """Size of the log then; what earlier processes wrote tells nothing about these."""
         self._replacement: asyncio.Future[None] | None = None
         """Done once the requested new process is ready, or given up."""
 
@@ -136,6 +138,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to supervise; return at once."""
+        self._log_begin = self._log_size()
         self._task = asyncio.ensure_future(self._supervise())
 
     async def ready(self) -> None:
@@ -155,7 +158,7 @@ class Supervisor:
         """
         assert self._task is not None, "a supervisor is started before its process is replaced"
         self._ready.clear()
-        self._failed_starts = 0
+        self._failed_starts, self._log_begin = 0, self._log_size()
         if self._replacement is None or self._replacement.done():
             self._replacement = asyncio.get_running_loop().create_future()
         self._end_requested.set()
@@ -185,14 +188,31 @@ class Supervisor:
             "log": str(self.member.log),
         }  # fmt: skip
 
+    def _log_size(self) -> int:
+        try:
+            return self.member.log.stat().st_size
+        except OSError:
+            return 0
+
     def log_tail(self) -> str:
+        """Return the last lines that its processes wrote since the first start or the last replacement."""
+        size = self._log_size()
+        begin = self._log_begin if self._log_begin <= size else 0  # a large log was renamed
         try:
             with self.member.log.open("rb") as log:
-                log.seek(max(os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES, 0))
+                log.seek(max(size - LOG_TAIL_BYTES, begin))
                 lines = log.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
         except OSError:
             return ""
         return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _failure(self) -> MemberFailed:
+        """Return the error of a start that failed: the process's own last line if that says why, else its log's end."""
+        tail = self.log_tail()
+        last = tail.rpartition("\n")[2]
+        is_told = last.startswith(ERROR_PREFIX)
+        why = f": {last.removeprefix(ERROR_PREFIX)}" if is_told else f"; its log ends with:\n{tail}"
+        return MemberFailed(f"{self.member.name} {self.detail}{why}")
 
     async def _supervise(self) -> None:
         """Run one process after another until `stop`. Raises MemberFailed when the first start fails for good."""
@@ -221,7 +241,7 @@ class Supervisor:
         wrong_usage = self._child is not None and self._child.returncode == USAGE_STATUS
         if not wrong_usage and self._failed_starts < FIRST_STARTS and not self._start_timed_out:
             return
-        failed = MemberFailed(f"{self.member.name} {self.detail}; its log ends with:\n{self.log_tail()}")
+        failed = self._failure()
         if not self._ever_ready:
             self._set_phase("stopped", self.detail)
             raise failed

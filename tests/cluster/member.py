@@ -2,8 +2,8 @@
 
 It says on /health what the file of --state says, "ok" without one, and answers POST with one JSON body. WHAT:
 `--state=FILE`, `--child=FILE` (has a child of its own, whose pid it writes there), `--stubborn` (ignores SIGTERM),
-`--status=N` (ends with N at once), `--ends=FILE` (as well, with what the file says, while there is one); other options
-are taken and ignored.
+`--status=N` (ends with N at once, and says what `--says=TEXT` has), `--ends=FILE` (as well, with what the file says,
+while there is one); other options are taken and ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     print("member begins", flush=True)
     if "--status" in GIVEN:
-        print("this option is wrong", file=sys.stderr)
+        print(GIVEN.get("--says", "this option is wrong"), file=sys.stderr)
         sys.exit(int(GIVEN["--status"]))
     if Path(GIVEN.get("--ends", "/nonexistent")).exists():
         print("this start is one too many", file=sys.stderr)

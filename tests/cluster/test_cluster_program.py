@@ -43,6 +43,7 @@ class Program(Up):
             command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
         )
         assert done.returncode == 0, done.stderr
+        assert "router is ready after" in done.stdout and "in the background; its log is" in done.stdout
         print(f"served after {time.monotonic() - began:.1f} s")
 
     def ask(self, **more) -> httpx.Response:

@@ -168,12 +168,12 @@ def test_the_death_of_the_cluster_itself_leaves_no_orphan(tmp_path):
     """It has said what it starts, when each is ready, and at last where it serves."""
     up = Up(tmp_path, 1, 0)
     pids, url = up.pids(), up.state()["url"]
-    assert f"serve on {url}" in up.process.stdout.readline().decode()
+    assert f"serves on {url} with 1 target after" in up.process.stdout.readline().decode()
     up.process.kill()
     _, said = up.process.communicate()
     wait_until(lambda: not any(map(is_alive, pids.values())))
     first, *ready = said.decode().splitlines()
-    assert first.startswith("adaserve cluster: starts 1 targets and 0 drafts") and str(up.folder.logs) in first
+    assert first.startswith("adaserve cluster: starts 1 target; a first start") and str(up.folder.logs) in first
     assert sorted(line.partition(" is ready after ")[0] for line in ready) == [
         "adaserve cluster: router", "adaserve cluster: target-0"
     ]  # fmt: skip

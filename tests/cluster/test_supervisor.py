@@ -167,6 +167,22 @@ def test_waits_grow_for_one_that_was_well_once_and_does_not_start_any_more(tmp_p
     assert waits[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
 
 
+def test_an_error_of_ours_is_told_alone_and_not_that_of_an_earlier_start(tmp_path):
+    (tmp_path / "m.log").write_text("adaserve: error: that of an hour ago\n")
+
+    async def told(*options: str) -> str:
+        supervisor = Supervisor(member(tmp_path, "--status=2", *options))
+        supervisor.start()
+        with pytest.raises(MemberFailed) as failed:
+            await supervisor.ready()
+        await supervisor.stop()
+        return str(failed.value)
+
+    error = "adaserve: error: unknown policy 'nope'"
+    assert asyncio.run(told(f"--says={error}")) == "m ended with status 2: unknown policy 'nope'"
+    assert asyncio.run(told()) == "m ended with status 2; its log ends with:\nmember begins\nthis option is wrong"
+
+
 @pytest.mark.parametrize("status, starts", [("2", 1), ("1", 3)])
 def test_a_replacement_that_does_not_start_is_told_and_tried_on(tmp_path, status, starts):
     ends = tmp_path / "ends"
