@@ -38,10 +38,13 @@ def mean(metric: str) -> str:
     return f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}"
 
 
-def attainment(by: str = "") -> str:
-    """Return the share of choices that met their target, of those with one that their client did not cancel."""
+ALL_TARGETS = f'{CLASS}, metric="all"'
+
+
+def attainment(of: str, by: str = "") -> str:
+    """Return the share of choices that met their targets, of those with one that their client did not cancel."""
     metric = "slo_requests_total"
-    met, judged = (f"{CLASS}, {outcome}" for outcome in ('outcome="met"', 'outcome!="cancelled"'))
+    met, judged = (f"{of}, {outcome}" for outcome in ('outcome="met"', 'outcome!="cancelled"'))
     return f"{rate(metric, met, by)} / {rate(metric, judged, by)}"
 
 
@@ -62,17 +65,17 @@ BELOW = {
         ],
     }
 }
-MET = attainment()
+MET = attainment(ALL_TARGETS)
 ROWS: dict[str, list[Panel]] = {
     "Targets": [
         ("Attainment", "stat", "percentunit", 4, [(MET, "")], SHARE | BELOW),
         (
             "Attainment by class and target", "timeseries", "percentunit", 10,
-            [(attainment("class, metric"), "{{class}} {{metric}}")], SHARE,
+            [(attainment(CLASS, "class, metric"), "{{class}} {{metric}}")], SHARE,
         ),
         (
             "Choices with a target, by outcome", "timeseries", "reqps", 10,
-            [(rate("slo_requests_total", CLASS, "outcome"), "{{outcome}}")], STACKED,
+            [(rate("slo_requests_total", ALL_TARGETS, "outcome"), "{{outcome}}")], STACKED,
         ),
         (
             "TPOT over target", "heatmap", "short", 12,

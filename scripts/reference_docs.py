@@ -101,7 +101,7 @@ SECTION_ABOUT = {
     "drafter": "Which draft services draft, instead of a draft of this engine; also options of `adaserve serve`, "
     "`generate` and `bench`. Without `drafter` the others have no effect. [star.md](star.md) says more.",
     "server": "How the HTTP server behaves; also options of `adaserve serve`. [http.md](http.md) says more.",
-    "classes": "A class of targets, one table for each. With any of them the default of `slo_classes` is gone; those "
+    "classes": "A class of targets, one table for each. With any of them the built-in classes are gone; those "
     "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "
     "name takes the place of the table",
     "keys": "An API key, one table for each; its secret is given by one of `key`, `key_env` and `key_sha256`. With any "

@@ -330,4 +330,4 @@ def test_an_unknown_policy_is_refused_before_anything_heavy_is_imported():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "[]\n"), ended.stderr
-    assert ended.stderr.startswith("adaserve: error: unknown policy 'adaserv'; known policies are")
+    assert ended.stderr.startswith("adaserve: error: unknown policy 'adaserv'; did you mean 'adaserve'?")

@@ -230,7 +230,7 @@ def test_a_target_alone_drafts_nothing():
 def test_targets_of_a_class_are_said_once():
     with pytest.raises(errors.ConfigError, match="class 'a' is named twice; say all its targets once, apart by commas"):
         parse_slos("a:tpot=5;a:ttft=100")
-    with pytest.raises(errors.ConfigError, match="targets: class a: slo_tpot_ms must be a finite number above 0"):
+    with pytest.raises(errors.ConfigError, match="slos: class a: slo_tpot_ms must be a finite number above 0"):
         parse_slos("a:tpot=-5")
 
 

@@ -306,7 +306,8 @@ def _invalid_reason(loop: LoopResult, max_late_s: float, compiled: int) -> str |
     if not loop.probes:
         return "no request arrived; raise the rate or the duration"
     if loop.late_p99_s > max_late_s:
-        return f"client was late: p99 {loop.late_p99_s * 1e3:.0f} ms, allowed {max_late_s * 1e3:.0f} ms"
+        late, allowed = loop.late_p99_s * 1e3, max_late_s * 1e3
+        return f"client was late: p99 {late:.0f} ms, allowed {allowed:.0f} ms; end other programs, or lower the rate"
     return None
 
 

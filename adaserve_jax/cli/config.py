@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policies import find_policy, names_a_file
 from adaserve_jax.server.config_file import example, read_config
 
 
@@ -25,5 +26,14 @@ def config(
         typer.echo(example(), nl=False)
         return
     file = read_config(check)
-    server = file.server
-    typer.echo(f"{check} is valid: {len(file.values)} settings, {len(server.classes)} classes, {len(server.keys)} keys")
+    engine, server = file.engine, file.server
+    if not names_a_file(engine.policy):
+        try:
+            find_policy(engine.policy, engine.max_depth)
+        except ConfigError as error:
+            raise ConfigError(f"{check}: [engine] {error}") from error
+    # with classes the default of slo_classes is gone, which the file does not write
+    settings = sum(1 for name, value in file.values.items() if (name, value) != ("slo_classes", ()))
+    counts = ((settings, "setting", "s"), (len(server.classes), "class", "es"), (len(server.keys), "key", "s"))
+    named = ", ".join(f"{count} {noun}{'' if count == 1 else plural}" for count, noun, plural in counts)
+    typer.echo(f"{check} is valid: {named}")

@@ -43,7 +43,7 @@ LengthsOption = Annotated[
 ]
 SlosOption = Annotated[
     str | None,
-    typer.Option(help=f"targets by class, ms: {EXAMPLE}, * for requests without any, none for no target"),
+    typer.Option(help=f"targets by class, ms: {EXAMPLE}, * for requests without a class, CLASS:none for no target"),
 ]
 
 

@@ -646,7 +646,7 @@ def resolve_folder(
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         fetch = f"; for a name of the Hub: hf download {name_or_path} --local-dir FOLDER, then give FOLDER"
-        may_be_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path))
+        may_be_of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name_or_path)) and not folder.parent.is_dir()
         raise CheckpointError(
             f"{role} checkpoint {str(name_or_path)!r}: expected a folder at {folder}, found {found}; "
             f"give the path of a Hugging Face checkpoint folder, or {' or '.join(map(repr, embedded))}"

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, get_args
@@ -490,18 +491,20 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
             raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
         return whole, 0
     if f"{family}:<k>" not in POLICIES:
-        known = ", ".join((*POLICIES, *ABLATIONS))
+        near = get_close_matches(name, (*POLICIES, *ABLATIONS), 1)
         raise ConfigError(
-            f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME; "
+            f"unknown policy {name!r}; did you mean {near[0]!r}?" if near else
+            f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}, and those of files: FILE.py:NAME; "
             f"each may end in @ and its draft sources: {', '.join(DRAFT_SOURCES[1:])}"
-        )
+        )  # fmt: skip
     if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
         raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
     depth = int(parameter)
+    if not max_depth:
+        raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar or {name}@suffix")
     if depth > max_depth:
-        has = f"max_depth is {max_depth}" if max_depth else "there is no draft"
         raise ConfigError(
-            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft and raise "
-            "max_depth (Medusa heads draft no deeper than there are heads), or choose a smaller k"
+            f"policy {name} needs max_depth of at least {depth}, but it is {max_depth}; raise it (Medusa heads draft "
+            "no deeper than there are heads), or choose a smaller k"
         )
     return POLICIES[f"{family}:<k>"], depth

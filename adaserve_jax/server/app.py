@@ -79,6 +79,8 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     if monitor is not None:
         state.observers.append(monitor.observe)
         app.include_router(dashboard.router(monitor))
+    else:
+        app.include_router(dashboard.no_dashboard())
     errors.add_handlers(app)
     app.add_middleware(MethodsMiddleware)
     app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)

@@ -233,7 +233,10 @@ class DrainingServer(uvicorn.Server, Generic[StateT]):
         """Take no new requests and exit when none is left. Call it on the event loop."""
         self.state.drain()
         seconds = self.state.settings.shutdown_timeout
-        _log.warning("nothing new is taken; requests in flight have %g s to end, a second signal ends them", seconds)
+        if self.state.is_busy or self.is_answering():
+            _log.warning(
+                "nothing new is taken; requests in flight have %g s to end, a second signal ends them", seconds
+            )
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:

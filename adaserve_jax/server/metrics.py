@@ -40,8 +40,8 @@ class ServerMetrics:
         self.registry.register(EngineCollector(client, model_name))
         self._slo = Counter(
             "adaserve_slo_requests",
-            "Choices with a target, by class, metric (tpot, thinking_tpot, ttft, e2e) and outcome (met, missed, "
-            "rejected, cancelled).",
+            "Choices with a target, by class, metric (all targets of a choice, or one kind: tpot, thinking_tpot, ttft, "
+            "e2e) and outcome (met, missed, rejected, cancelled).",
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
@@ -89,8 +89,8 @@ class ServerMetrics:
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
         measured = choice.measured
         outcomes = (
-            ("tpot", measured.tpot_met), ("thinking_tpot", measured.thinking_tpot_met), ("ttft", measured.ttft_met),
-            ("e2e", measured.e2e_met),
+            ("all", measured.slo_met), ("tpot", measured.tpot_met), ("thinking_tpot", measured.thinking_tpot_met),
+            ("ttft", measured.ttft_met), ("e2e", measured.e2e_met),
         )  # fmt: skip
         for kind, kept in outcomes:
             if kept is not None:

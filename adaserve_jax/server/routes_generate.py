@@ -56,6 +56,7 @@ from adaserve_jax.server.schema import (
 from adaserve_jax.server.state import ServerState, TextCodec
 from adaserve_jax.server.streaming import EventStream, EventWriter, collect, with_warning
 from adaserve_jax.server.tools import offered_tools, tool_format, with_tool_calls
+from adaserve_jax.types import SLO
 
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
@@ -110,6 +111,19 @@ def _check_target_names(body: RequestModel) -> None:
             raise invalid(
                 f"{name:.40} is not a field; targets are {', '.join(known)}", param=name[:40], code="invalid_slo"
             )
+
+
+def _moved_targets(body: GenerationBody, slo: SLO) -> str:
+    """Return a warning about the body's targets that the limits of server or key changed; "" if there are none."""
+    served = {"slo_tpot_ms": slo.tpot_ms, "slo_ttft_ms": slo.ttft_ms, "slo_e2e_ms": slo.e2e_ms}
+    if isinstance(body, ChatBody):
+        served["slo_thinking_tpot_ms"] = slo.thinking_tpot_ms
+    asked = {name: getattr(body, name) for name in served}
+    moved = (
+        f"{name} {asked[name]:g} is served as {limit:g}"
+        for name, limit in served.items() if limit is not None and asked[name] not in (None, limit)
+    )  # fmt: skip
+    return ", ".join(moved)
 
 
 def _named(names: list[str]) -> str:
@@ -181,6 +195,7 @@ async def generate(
     if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
         generation.deltas.unscored = generation.requests[0].sampling.thinking
     headers = with_warning(warning_headers(asked or body, http.query_params), warning)
+    headers = with_warning(headers, _moved_targets(body, generation.requests[0].slo))
     if not body.stream:
         return await collect(generation, response, http, headers)
     if isinstance(response, ResponsesFormatter):

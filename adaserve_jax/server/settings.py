@@ -63,12 +63,16 @@ class SloClass(Settings):
         try:
             if not found:
                 raise ValueError(text)
-            return cls(name, float(tpot) if tpot else None, float(ttft) if ttft else None)
-        except (ConfigError, ValueError) as error:
+            tpot_ms, ttft_ms = (float(target) if target else None for target in (tpot, ttft))
+        except ValueError as error:
             raise ConfigError(
                 "slo_classes must be like name=tpot_ms or name=tpot_ms:ttft_ms, with nothing where there is no "
-                f"target, got {text!r}"
+                f"target, got {text!r} (--slos of `adaserve bench` has another form)"
             ) from error
+        try:
+            return cls(name, tpot_ms, ttft_ms)
+        except ConfigError as error:
+            raise ConfigError(f"slo_classes: {text!r}: {error}") from error
 
 
 def digest_of(secret: str | bytes) -> bytes:
@@ -279,8 +283,8 @@ class ServerSettings(HttpSettings):
         "minute", Panel.FAILURES, ge=0, unit="seconds",
     )  # fmt: skip
     max_queue_wait: float = setting(
-        5.0, "longest wait for a turn, seconds; what waits longer, is predicted to wait much longer, or longer than "
-        "its TTFT target allows, is answered with 429; 0: none is", Panel.LIMITS, ge=0, unit="seconds",
+        5.0, "longest wait for a turn, seconds: a request that has waited so long, or is predicted to wait much longer "
+        "or longer than its TTFT target allows, is answered with 429; 0: never", Panel.LIMITS, ge=0, unit="seconds",
     )  # fmt: skip
     exit_when_dead: bool = setting(
         False, "end the server, with status 70, when its engine ended and is not started again", Panel.FAILURES

@@ -39,9 +39,7 @@ class SloTable:
         targets, present = dict(self.by_class), {item.slo_class for item in items}
         unknown = sorted(targets.keys() - present)
         if unknown:
-            raise ConfigError(
-                f"targets: workload {name} has no class {unknown[0]!r}; it has {', '.join(sorted(present))}"
-            )
+            raise ConfigError(f"slos: workload {name} has no class {unknown[0]!r}; it has {', '.join(sorted(present))}")
         return [replace(item, slo=self._target(item, targets)) for item in items]
 
     def _target(self, item: WorkloadItem, targets: dict[str, SLO]) -> SLO:
@@ -77,9 +75,9 @@ def parse_slos(text: str) -> SloTable:
         name, colon, fields = part.strip().partition(":")
         name = name.strip()
         if not (colon and name and fields.strip()):
-            raise ConfigError(f"targets: expected class:field=number such as {EXAMPLE}, got {part.strip()!r}")
+            raise ConfigError(f"slos: expected class:field=number such as {EXAMPLE}, got {part.strip()!r}")
         if name in targets:
-            raise ConfigError(f"targets: class {name!r} is named twice; say all its targets once, apart by commas")
+            raise ConfigError(f"slos: class {name!r} is named twice; say all its targets once, apart by commas")
         targets[name] = _slo(name, fields.strip())
     others = targets.pop(OTHERS, None)
     return SloTable(tuple(targets.items()), others, text.strip())
@@ -93,16 +91,18 @@ def _slo(name: str, text: str) -> SLO:
         field, _, number = (piece.strip() for piece in part.partition("="))
         if field not in _FIELDS or _FIELDS[field] in values:
             raise ConfigError(
-                f"targets: class {name}: expected each of {', '.join(_FIELDS)} at most once, or {NONE}, got {part!r}"
+                f"slos: class {name}: expected each of {', '.join(_FIELDS)} at most once, or {NONE}, got {part!r}"
             )
         try:
             values[_FIELDS[field]] = float(number)
         except ValueError as error:
-            raise ConfigError(f"targets: class {name}: {field}: expected a number, got {number!r}") from error
+            raise ConfigError(
+                f"slos: class {name}: {field}: expected a number, got {number!r}; no target at all is {name}:{NONE}"
+            ) from error
     try:
         return SLO(**values)
     except RequestError as error:
-        raise ConfigError(f"targets: class {name}: {error}") from error
+        raise ConfigError(f"slos: class {name}: {error}") from error
 
 
 __all__ = ["PACKAGED", "Lengths", "Message", "Workload", "WorkloadItem", "load_workload"]

@@ -209,7 +209,7 @@ def test_simulations_need_lengths_and_times(tmp_path: Path) -> None:
     ],
 )
 def test_broken_targets_are_named(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"targets: {message}"):
+    with pytest.raises(ConfigError, match=f"slos: {message}"):
         parse_slos(text)
 
 

@@ -180,7 +180,15 @@ def test_a_wrong_file_is_one_line(capsys, path, tmp_path):
 
 def test_a_valid_file_is_said_to_be(capsys, path):
     assert run_program("config", "--check", path) == 0
-    assert capsys.readouterr().out == f"{path} is valid: 10 settings, 1 classes, 1 keys\n"
+    assert capsys.readouterr().out == f"{path} is valid: 9 settings, 1 class, 1 key\n"
+
+
+def test_a_policy_that_does_not_exist_is_found(capsys, tmp_path):
+    for policy, said in (("adaserv", "unknown policy 'adaserv'; did you mean 'adaserve'?"), ("spec:9", "it is 6;")):
+        (tmp_path / "wrong.toml").write_text(f'[engine]\npolicy = "{policy}"\n')
+        assert run_program("config", "--check", str(tmp_path / "wrong.toml")) == 2
+        error = capsys.readouterr().err
+        assert "wrong.toml: [engine] " in error and said in error
 
 
 def test_the_example_is_printed_and_valid(capsys, tmp_path):

@@ -17,7 +17,7 @@ def test_groups_stand_for_their_policies_each_once():
     assert expand_groups(("ar", "orders", "adaserve", "ladder")) == ("ar", *ORDERS, *LADDER[:-1])
     assert expand_groups(("halves",)) == HALVES == ("half-model", "half-bandit", "adaserve")
     assert LADDER[-1] == ORDERS[-1] == "adaserve"
-    with pytest.raises(ConfigError, match=r"unknown policy 'ladders'; known policies are adaserve, .*ladder-slo"):
+    with pytest.raises(ConfigError, match=r"unknown policy 'ladders'; did you mean 'ladder-"):
         find_policy("ladders", 4)
     with pytest.raises(ConfigError, match="policy ladder-slo needs a draft"):
         find_policy("ladder-slo", 0)

@@ -350,7 +350,7 @@ def test_steps_out_of_turn_are_refused():
         ("spec", "policy spec:<k> needs an integer k of at least 1, got 'spec'; for example spec:4"),
         ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
         ("spec:-1", "needs an integer k"),
-        ("spec:9", "spec:9 needs a draft and max_depth of at least 9, but max_depth is 4"),
+        ("spec:9", "spec:9 needs max_depth of at least 9, but it is 4; raise it"),
     ],
 )
 def test_unknown_policies(policy, text):
@@ -359,7 +359,7 @@ def test_unknown_policies(policy, text):
 
 
 def test_speculative_policy_without_a_draft():
-    with pytest.raises(ConfigError, match="max_depth of at least 4, but there is no draft"):
+    with pytest.raises(ConfigError, match="there is none; load one, or choose ar or spec:4@suffix"):
         scheduler_of(limits_of(max_depth=0, max_width=0), policy="spec:4")
 
 

@@ -26,7 +26,9 @@ def board(start_server):
 
 
 def test_it_is_off_unless_asked_for(server):
-    assert server.http.get("/dashboard").status_code == 404
+    answer = server.http.get("/dashboard")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert answer.json()["error"]["message"] == "the dashboard is off; start the server with --dashboard"
     assert server.http.get("/dashboard/data").status_code == 404
     assert server.state.observers == []
 

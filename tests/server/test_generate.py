@@ -216,6 +216,14 @@ def test_targets_are_clamped_classed_and_told(server, fields, tpot_ms, ttft_ms, 
     assert server.engine.submitted[-1].slo_class == slo_class
 
 
+def test_a_target_that_the_servers_limits_change_is_named(server):
+    told = server.post(prompt="x", max_tokens=4, slo_tpot_ms=0.01, slo_ttft_ms=50, slo_e2e_ms=9000).headers
+    assert told["x-adaserve-warning"] == "slo_tpot_ms 0.01 is served as 0.1"
+    streamed = server.post(prompt="x", max_tokens=4, slo_tpot_ms=1e9, stream=True).headers
+    assert streamed["x-adaserve-warning"] == "slo_tpot_ms 1e+09 is served as 60000"
+    assert "x-adaserve-warning" not in server.post(prompt="x", max_tokens=4, slo_tpot_ms=50, slo_relative=None).headers
+
+
 def test_unknown_fields_are_ignored_and_named(server):
     body = json.dumps({"prompt": "x", "colour": 1, "zoom\n€": 2, "a" * 999: 3})
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})

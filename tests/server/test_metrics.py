@@ -101,8 +101,8 @@ def test_requests_are_observed_as_they_end():
     def slo(kind: str, outcome: str) -> float:
         return found[("adaserve_slo_requests_total", ("class", "chat"), ("metric", kind), ("outcome", outcome))]
 
-    assert (slo("tpot", "met"), slo("ttft", "missed")) == (1, 1)
-    assert (slo("tpot", "rejected"), slo("ttft", "rejected")) == (3, 3)
+    assert (slo("tpot", "met"), slo("ttft", "missed"), slo("all", "missed")) == (1, 1, 1), "all of them, or missed"
+    assert (slo("tpot", "rejected"), slo("ttft", "rejected"), slo("all", "rejected")) == (3, 3, 3)
     sums = {"queue": 0.5, "time_to_first_token": 1.0, "prefill": 0.5, "decode": 1.0, "e2e": 2.0}
     for name, value in sums.items():
         assert found[(f"adaserve_{name}_seconds_sum",)] == pytest.approx(value)
@@ -177,7 +177,7 @@ def test_only_what_finished_met_a_target_and_only_what_was_refused_is_rejected(e
     in_time = RequestMetrics(1.0, 1.0, 2.0, 3.0, output_tokens=11, tpot_slo_s=0.2, ttft_slo_s=5.0, slo_class="chat")
     metrics.observe_end(EndedChoice(Origin("r"), 0, ending, error_code, "chat", 0.2, 5.0, in_time if began else None))
     counted = {key[1:]: count for key, count in samples(metrics).items() if key[0] == "adaserve_slo_requests_total"}
-    kinds = ("tpot", "ttft")
+    kinds = ("all", "tpot", "ttft")
     assert counted == {(("class", "chat"), ("metric", kind), ("outcome", outcome)): 1 for kind in kinds}
 
 

@@ -15,6 +15,7 @@ from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve_jax.server.dashboard.live import DashboardMonitor, DashboardSnapshot
+from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.middleware import is_at
 from adaserve_jax.server.routes_generate import error_responses
 
@@ -51,6 +52,17 @@ def router(monitor: DashboardMonitor) -> APIRouter:
     async def data(since: int = Query(0, ge=0, description="only the series after this `seq`")) -> Response:
         body = msgspec.json.encode(monitor.snapshot(since))
         return Response(body, media_type="application/json", headers=HEADERS | {"cache-control": "no-store"})
+
+    return routes
+
+
+def no_dashboard() -> APIRouter:
+    """Return the route of a server whose dashboard is off, which says how to turn it on."""
+    routes = APIRouter()
+
+    @routes.get(PATH, include_in_schema=False)
+    async def off() -> None:
+        raise ApiError(404, "the dashboard is off; start the server with --dashboard", code="not_found")
 
     return routes
 
