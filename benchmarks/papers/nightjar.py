@@ -29,7 +29,7 @@ TABLE_4 = (
 LARGER = "Simulated on a machine of the shape of AdaServe's published settings for a 32B target on two GPUs."
 FIGURE_16 = (
     LARGER + " The bandit tries lengths before it knows the best. The last statement changes the number of requests "
-    "alone, to four times as many: the loss is mostly the cost of trying."
+    "alone, to four times as many: about half of the loss is the cost of trying."
 )
 REAL = "The demo pair, its target grown to {size}; rounds of one length."
 
