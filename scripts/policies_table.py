@@ -6,28 +6,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from adaserve_jax.scheduler.policies import POLICIES, Policy
+from adaserve_jax.scheduler.policies import POLICIES, SELECTION_RULES, Policy
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- policies -->", "<!-- /policies -->"
 HEADER = "| policy | what it is | nodes to verify | requests by | draft | its memory |\n|---|---|---|---|---|---|"
 NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "need of one step"}
-RULES = {
-    "equal": "as many for each request",
-    "best": "the likeliest of all requests",
-    "static": "the same tree for each request",
-    "throughput": "as many of the likeliest as raise throughput",
-    "slo-throughput": "as many of the likeliest as raise throughput, among those that keep the most targets",
-    "slo-only": "need over a horizon, cheapest-first, and no more",
-}
 
 
 def nodes(policy: Policy) -> str:
     if not policy.uses_draft:
         return "-"
-    if policy.selector == "slo":
-        return f"{NEEDS[policy.need]}, {policy.slo_order}, then the likeliest of all"
-    return RULES[policy.selector]
+    phase = f"{NEEDS[policy.need]}, {policy.slo_order}"
+    return SELECTION_RULES[policy.selector].replace("what targets need", phase)
 
 
 def memory(policy: Policy) -> str:

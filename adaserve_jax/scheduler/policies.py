@@ -46,6 +46,17 @@ from adaserve_jax.types import Limits
 SelectionRule = Literal[
     "slo", "slo-equal", "slo-only", "throughput", "slo-throughput", "equal", "best", "static"
 ]  # fmt: skip
+SELECTION_RULES: dict[SelectionRule, str] = {
+    "slo": "what targets need, then the likeliest of all",
+    "slo-equal": "what targets need, then as many for each request",
+    "slo-only": "what targets need, and no more",
+    "throughput": "as many of the likeliest as raise throughput",
+    "slo-throughput": "as many of the likeliest as raise throughput, among those that keep the most targets",
+    "equal": "as many for each request",
+    "best": "the likeliest of all requests",
+    "static": "the same tree for each request",
+}
+"""Which drafted nodes are verified, by rule; "what targets need" is the SLO phase of Algorithm 2."""
 NeedRule = Literal["horizon", "step", "code"]
 _RULES = {
     "selector": SelectionRule, "ordering": Ordering, "need": NeedRule, "slo_order": SloOrder, "sources": DraftSources,
@@ -96,9 +107,7 @@ class Parts:
 class Policy:
     """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
 
-    about: description in the table of policies. selector: "slo" is Algorithm 2; "slo-equal" is its SLO phase, then
-    equal shares of the rest, and "slo-only" leaves the rest; "throughput" takes as many of the likeliest nodes as bring
-    most tokens per second, "slo-throughput" compares those numbers alone that keep the most sequences on target. need,
+    about: description in the table of policies. selector: which drafted nodes are verified (SELECTION_RULES). need,
     slo_order: how the SLO phase counts tokens and its order of service. tree_widths: nodes by level (selector "static"
     only). search_budget: the verify budget is chosen again, over the token edges, once the candidates are known.
     calibrated: f is made of calibrated chances instead of the draft's own probabilities. uses_draft: the draft is fed
@@ -483,7 +492,12 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     max_depth: deepest draft, 0 without one. Raises ConfigError for an unknown name, a policy that needs a draft or a
     deeper one, and for a file as `policy_from_file` does.
     """
-    name = _without_sources(name)
+    whole_name, name = name, _without_sources(name)
+    if "@" in name and not names_a_file(name):
+        raise ConfigError(
+            f"unknown draft sources in policy {whole_name!r}; after the @ of a policy may stand "
+            f"{', '.join(DRAFT_SOURCES[1:])}"
+        )
     family, _, parameter = name.partition(":")
     whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)
     if whole is not None and f"{family}:<k>" not in POLICIES:

@@ -37,18 +37,19 @@ def run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_path, monkeypatch):
     (code,) = blocks(POLICY, "python")
     assert len(code.splitlines()) <= 40
-    (tmp_path / "just_enough.py").write_text(code)
+    (tmp_path / "shortest_enough.py").write_text(code)
     simulate, report = [words for words in commands(POLICY, "adaserve") if words[0] in ("simulate", "report")]
     run([*simulate, "--requests", "40"], tmp_path, monkeypatch)
     rows = [
-        json.loads(line) for line in (tmp_path / "results" / "just-enough" / "results.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "results" / "shortest-enough" / "results.jsonl").read_text().splitlines()
     ]
     everybody = {row["policy"]: row for row in rows if row["slo_class"] == "all"}
-    assert set(everybody) == {"ar", "adaserve", "just_enough.py"}
+    assert set(everybody) == {"ar", "adaserve", "shortest_enough.py"}
     assert {row["requests"] for row in everybody.values()} == {40}
     drafted = {name: row["drafted_tokens"] for name, row in everybody.items()}
-    assert drafted["ar"] == 0 < drafted["just_enough.py"] < drafted["adaserve"]
-    assert "just_enough.py" in run(report, tmp_path, monkeypatch)
+    assert drafted["ar"] == 0 < drafted["shortest_enough.py"] < drafted["adaserve"]
+    assert "shortest_enough.py" in run(report, tmp_path, monkeypatch)
 
 
 class Kept(LLM):
@@ -79,9 +80,9 @@ def test_the_python_of_the_first_pages(document, demo_engine, monkeypatch, capsy
 
 def test_an_engine_that_runs_changes_to_the_policy_of_the_file(demo_engine, tmp_path):
     (code,) = blocks(POLICY, "python")
-    (tmp_path / "just_enough.py").write_text(code)
+    (tmp_path / "shortest_enough.py").write_text(code)
     llm = Kept.over(demo_engine)
-    llm.set_policy(str(tmp_path / "just_enough.py"))
+    llm.set_policy(str(tmp_path / "shortest_enough.py"))
     try:
         (out,) = llm.generate(["def add(a, b):"], SamplingParams(max_tokens=12, ignore_eos=True), slo=SLO(tpot_ms=40))
     finally:

@@ -197,18 +197,25 @@ def test_a_decision_that_wants_too_much_is_cut_to_what_a_step_holds(tmp_path):
     ("Decision(2, 1, 8, -1, True)", "got depth 2, width 1, tree_token_cap 8, prefill_tokens -1"),
 ])  # fmt: skip
 def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
-    text = ONE.replace(FILLED, f"{decided} if load.num_decode else {FILLED}")
-    run = Run.of(limits_of(), policy=written(tmp_path, text))
-    run.add(request_of("r"))
-    run.step()
     expected = f"must decide, in integers, a depth of 0 to 4.* one token for each row.* of at least 0, {got}.*fix its"
-    with pytest.raises(ConfigError, match=expected):
-        run.step()
+    for when in ("load.num_decode", "load.num_decode == 1 and load.context is None"):  # in a step; alone, at the start
+        run = Run.of(limits_of(), policy=written(tmp_path, ONE.replace(FILLED, f"{decided} if {when} else {FILLED}")))
+        with pytest.raises(ConfigError, match=expected):
+            run.add(request_of("r", tpot_slo_s=0.1))
+            run.step()
+            run.step()
+
+
+def test_a_controller_may_read_when_tokens_are_due(tmp_path):
+    text = ONE.replace(FILLED, "fill(self.limits, load, depth=int((load.due_s < 1e9).any()), width=1)")
+    run = Run.of(limits_of(), policy=written(tmp_path, text + "Halving.reads_due = True\n"))
+    run.serve([request_of("in no hurry"), request_of("due", tpot_slo_s=0.1)])
+    assert run.last.keys() == {"in no hurry", "due"} and run.scheduler.stats.spec_steps > 0
 
 
 def test_prompts_alone_must_get_a_token(tmp_path):
     """Else no step would ever do anything; integers of NumPy are integers."""
-    text = ONE.replace(FILLED, "Decision(0, 0, 0, 0, False)")
+    text = ONE.replace(FILLED, "Decision(0, 0, load.num_decode, 0, False)")
     run = Run.of(limits_of(), policy=written(tmp_path, text))
     run.add(request_of("r"))
     with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, tree_token_cap 0"):

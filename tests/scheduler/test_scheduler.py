@@ -345,6 +345,10 @@ def test_steps_out_of_turn_are_refused():
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
+        (
+            "spec:4@sufix",
+            "unknown draft sources in policy 'spec:4@sufix'; after the @ of a policy may stand none, model",
+        ),
         ("fast", "unknown policy 'fast'; known policies are adaserve, adaserve-paper, adaserve-code, spec:<k>, "),
         ("adaserve:3", "unknown policy 'adaserve:3'"),
         ("spec", "policy spec:<k> needs an integer k of at least 1, got 'spec'; for example spec:4"),

@@ -6,14 +6,12 @@ The strict executor also proves each step: KV read was written by that request, 
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler import policies as registered
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
 POLICIES = ("ar", "spec:1", "spec:4", "adaserve")
-BASELINES = (
-    "adaserve-paper", "adaserve-code", "specinfer", "dsd", "dsd-probe", "tetris:2", "ucbspec", "exp3spec", "nightjar",
-    "nightjar-v1", "bingreedy", "linucb", "lints", "turbospec", "adaspec", "dspark:4", "jitserve", "sarathi", "niyama",
-    "slidingserve", "priority",
-)  # fmt: skip
+K = {"tetris:<k>": "tetris:2", "dspark:<k>": "dspark:4"}
+BASELINES = tuple(K.get(name, name) for name in registered.POLICIES if name not in (*POLICIES, "spec:<k>"))
 
 
 def assert_all_served(run, load, max_context=256):

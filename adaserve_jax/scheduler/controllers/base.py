@@ -23,7 +23,7 @@ class SoloSpeed:
     """
 
     def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance):
-        self._limits = limits
+        self.limits = limits
         self._cost = cost
         self._acceptance = acceptance
 
@@ -44,10 +44,10 @@ class SoloSpeed:
 
     def fastest_chain(self, shortest: int) -> float:
         """Return the best rate of all chains of `shortest` to max_depth tokens."""
-        return max(self.rate(k, min(k, 1), k) for k in range(shortest, max(self._limits.max_depth, shortest) + 1))
+        return max(self.rate(k, min(k, 1), k) for k in range(shortest, max(self.limits.max_depth, shortest) + 1))
 
     def _edge(self, tokens: int) -> int:
-        return self._limits.token_edges.index(self._limits.bucket(tokens))
+        return self.limits.token_edges.index(self.limits.bucket(tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,11 @@ class Load:
 
     @classmethod
     def of_one(cls) -> Load:
-        """Return the load of one decode row that can draft, and nothing else."""
-        return cls(np.zeros(1), np.ones(1, np.int64), np.ones(1, bool), num_prefill=0, prefill_tokens=0, wait_ratio=0.0)
+        """Return the load of one decode row without a target that can draft, and nothing else."""
+        return cls(
+            np.zeros(1), np.ones(1, np.int64), np.ones(1, bool), num_prefill=0, prefill_tokens=0, wait_ratio=0.0,
+            due_s=np.full(1, np.inf), tpot_slo_s=np.full(1, np.inf), prompt_rates=np.zeros(0),
+        )  # fmt: skip
 
     @property
     def num_decode(self) -> int:
@@ -199,9 +202,12 @@ class Controller(Protocol):
     def fastest_alone(self, alone: SoloSpeed) -> float:
         """Return expected tokens per second of one sequence on an empty machine.
 
-        By default the rate of what `decide` gives one row; `decide` must then change nothing.
+        By default the rate of what `decide` gives one row; `decide` must then change nothing. Raises ConfigError as
+        `Decision.check`.
         """
-        decision = self.decide(Load.of_one())
+        load = Load.of_one()
+        decision = self.decide(load)
+        decision.check(alone.limits, load)
         return alone.rate(decision.depth, decision.width, decision.tree_token_cap - 1)
 
     def learn(self, feedback: Feedback) -> None:
