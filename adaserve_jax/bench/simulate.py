@@ -17,7 +17,7 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.scheduler.policies import file_hashes
 from adaserve_jax.sim.machines import Machine
-from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
+from adaserve_jax.sim.simulation import Simulated, SimulationPlan, check_lengths, simulate
 from adaserve_jax.synthetic_acceptance import rates_text
 from adaserve_jax.workloads.reshaping import Shape
 from adaserve_jax.workloads.traces import Trace
@@ -200,9 +200,11 @@ def simulate_all(
     varied: Sequence[Varied] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
     """Simulate every policy over every trace, with every number of replicas, and samples of each. varied: what of each
-    trace was, for the rows. Raises ConfigError for an unknown policy."""
+    trace was, for the rows. Raises ConfigError for an unknown policy, and for a trace that the machine cannot
+    hold, before anything is simulated."""
     for trace in traces:
         check_classes(trace.name, trace.classes)
+        check_lengths(plan.limits(machine), trace)
     rows: list[ResultRow] = []
     run_id, hashed = new_run_id(), plan_hash(plan, machine, traces)
     varied = varied or [Varied()] * len(traces)

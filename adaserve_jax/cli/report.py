@@ -21,7 +21,7 @@ from rich.text import Text as Styled
 
 from adaserve_jax.cli.terminal import MOST_COLUMNS, say, table_console
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.document import Document, Table, Text
+from adaserve_jax.report.document import INTERVALS, Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
 from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary, report_of
 from adaserve_jax.results.schema import Summary
@@ -238,7 +238,8 @@ def print_summary(document: Document) -> None:
                 said = f"Left out here: {'; '.join(left_out)}. A wider terminal and -o report.html have them."
                 console.print(said, markup=False, soft_wrap=True)
             if item.caption:
-                console.print(item.caption, style="dim", markup=False, soft_wrap=True)
+                caption = item.caption.replace(INTERVALS, "") if left_out else item.caption
+                console.print(caption, style="dim", markup=False, soft_wrap=True)
 
 
 def _print_table(console: Console, table: Table) -> list[str]:

@@ -182,7 +182,10 @@ def simulate(
     loaded = [_load(path, format, slos, lengths, ttft_slo or None, time_scale) for path in traces or []]
     asked = shapes if fluctuating else [shape for _ in loaded for shape in shapes]
     if fluctuating:
-        pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None)
+        pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None, plan.limits(simulated).max_context)
+        for trace, _ in pairs:
+            for note in trace.notes:
+                say(f"{trace.name}: {note}")
     elif loaded:
         pairs = [(trace, shape) for trace in loaded for shape in shapes]
     else:
@@ -228,16 +231,22 @@ def _load(
 
 
 def _fluctuating(
-    loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None
+    loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None, max_context: int
 ) -> list[tuple[Trace, Shape]]:
-    """Return generated traces, each with the changes left to make.
+    """Return generated traces that fit a machine's context, each with the changes left to make.
 
     A rate is the generated trace's own mean, so that its peaks stay where they are.
     """
     like = loaded[0] if loaded else None
     return [
         (
-            fluctuating_trace(seed=seed, rate_rps=shape.rate_rps or RATE_RPS, like=like, ttft_slo_s=ttft_slo_s),
+            fluctuating_trace(
+                seed=seed,
+                rate_rps=shape.rate_rps or RATE_RPS,
+                like=like,
+                ttft_slo_s=ttft_slo_s,
+                max_context=max_context,
+            ),
             Shape(None, shape.mix, shape.slo_scale, shape.requests),
         )
         for shape in shapes

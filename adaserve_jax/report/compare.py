@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.document import Section, Table, Text
+from adaserve_jax.report.document import INTERVALS, Section, Table, Text
 from adaserve_jax.report.estimates import (
     Estimate,
     Estimates,
@@ -166,8 +166,8 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
     titles = ("policy", *axis_titles, "requests", *(heading(measure) for measure in HEADLINE))
     left_out = len(view.measured.settings) - len(settings)
     caption = (
-        "95% intervals in parentheses. Strong: ahead of every other policy of the setting, the interval of each "
-        "difference, paired where both had the same requests, excludes 0."
+        "Bold: ahead of every other policy here beyond chance, which is that the 95% interval of each difference "
+        f"excludes 0; pairs are compared where both had the same requests.{INTERVALS}"
     ) + (f" {left_out} more settings are in the figures." if left_out else "")
     caption = f"{caption} {condition_line(view.measured.valid)}"
     numeric = frozenset(range(first - 1, len(titles)))

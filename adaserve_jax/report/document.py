@@ -18,6 +18,9 @@ MIN_FILLED = 0.5
 """Share of cells that must be filled for series to stand side by side over a common x."""
 _NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
+INTERVALS = " Intervals of 95% are in parentheses."
+"""Sentence in the caption of a table, which is left out where the table is shown without them."""
+
 
 @dataclass(frozen=True)
 class Series:

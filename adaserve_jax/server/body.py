@@ -114,8 +114,8 @@ def check_text(characters: int, max_context: int, longest_token: int, param: str
     """Raise RequestError if a text of so many characters has more tokens than the context, whatever it says."""
     if characters > max_context * longest_token:
         raise RequestError(
-            f"{param} must fit a context of {max_context} tokens, of which none has more than {longest_token} "
-            f"characters; got {characters} characters, shorten it",
+            f"{param} must fit a context of {max_context} tokens, which a text so long exceeds in any case; got "
+            f"{characters} characters, shorten it",
             param=param,
             code="context_length_exceeded",
         )

@@ -100,7 +100,7 @@ def warning_headers(body: RequestModel, query: Iterable[str]) -> Mapping[str, st
     return headers
 
 
-_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e")
+_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue")
 
 
 def _check_target_names(body: RequestModel) -> None:

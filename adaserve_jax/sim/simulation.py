@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 
 from adaserve_jax.config import Elastic, EngineConfig
-from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.request_metrics import RequestMetrics
@@ -177,7 +176,7 @@ class _Simulation:
         (self._run_id, self._point), self._recorder = key, recorder
         self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
         self._limits = plan.limits(machine)
-        _check_lengths(self._limits, trace)
+        check_lengths(self._limits, trace)
         self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
         self._seeds = seeds
@@ -291,8 +290,14 @@ class _Simulation:
         )
 
 
-def _check_lengths(limits: Limits, trace: Trace) -> None:
-    check_prompt(max(r.prompt_tokens for r in trace.requests), limits.max_context)
+def check_lengths(limits: Limits, trace: Trace) -> None:
+    """Raise ConfigError if a request of the trace does not fit the machine's context or its KV pages."""
+    most = max(r.prompt_tokens for r in trace.requests)
+    if most >= limits.max_context:
+        raise ConfigError(
+            f"{trace.name} has a prompt of {most} tokens, but the machine's context holds {limits.max_context}, and an "
+            f"output needs one; cut prompts with --lengths context={limits.max_context}, or use another trace"
+        )
     longest = max(r.prompt_tokens + _most_tokens(r) for r in trace.requests)
     needed = -(-min(longest, limits.max_context) // limits.page_size)
     if limits.num_pages < needed:

@@ -161,12 +161,14 @@ def intensity_rps(name: str, at_s: np.ndarray, rate_rps: float = RATE_RPS) -> np
 
 
 def fluctuating_trace(
-    *, seed: int, rate_rps: float = RATE_RPS, like: Trace | None = None, ttft_slo_s: float | None = None
-) -> Trace:
+    *, seed: int, rate_rps: float = RATE_RPS, like: Trace | None = None, ttft_slo_s: float | None = None,
+    max_context: int | None = None,
+) -> Trace:  # fmt: skip
     """Generate a trace of DURATION_S whose classes peak at different times, as in AdaServe's figure 13.
 
     In each class FLAT_SHARE of the requests arrive evenly and the rest around the peak of the class. like: a trace
-    whose requests of the same class provide lengths and targets.
+    whose requests of the same class provide lengths and targets. max_context: drawn prompts are no longer than leaves
+    room for their output; None: as they are drawn.
 
     Raises ConfigError when `like` lacks a class.
     """
@@ -180,9 +182,15 @@ def fluctuating_trace(
     if not requests:
         raise ConfigError(f"a fluctuating trace at {rate_rps:g} requests/s has no request; raise the rate")
     requests.sort(key=lambda request: request.due_s)
-    source = "" if like is None else f" like {like.name}"
-    digest = hashlib.sha256(f"fluctuating {rate_rps!r} {seed} {like.sha256 if like else ''}".encode()).hexdigest()
-    return Trace(f"fluctuating at {rate_rps:g}/s seed {seed}{source}", digest, tuple(requests))
+    source, made = "" if like is None else f" like {like.name}", f"fluctuating {rate_rps!r} {seed} "
+    most = math.inf if like is not None or max_context is None else max_context - OUTPUT_TOKENS
+    notes: tuple[str, ...] = ()
+    if long := sum(request.prompt_tokens > most for request in requests):
+        requests = [replace(each, prompt_tokens=min(each.prompt_tokens, int(most))) for each in requests]
+        made += f"cut to {most} "
+        notes = (f"{long} of {len(requests)} drawn prompts were cut to {most} tokens, which the machine can hold",)
+    digest = hashlib.sha256(f"{made}{like.sha256 if like else ''}".encode()).hexdigest()
+    return Trace(f"fluctuating at {rate_rps:g}/s seed {seed}{source}", digest, tuple(requests), notes=notes)
 
 
 def _arrivals(name: str, rate_rps: float, rng: np.random.Generator) -> list[float]:

@@ -64,6 +64,14 @@ def test_a_pool_that_the_longest_request_does_not_fit_is_refused() -> None:
         simulate("ar", replace(FEW, num_pages=6), MACHINE, trace(count=3))
 
 
+def test_a_prompt_longer_than_the_machines_context_is_refused_before_anything_runs() -> None:
+    long = trace(count=3)
+    long = replace(long, requests=(*long.requests[:2], replace(long.requests[2], prompt_tokens=4096)))
+    expected = "made has a prompt of 4096 tokens, but the machine's context holds 4096, and an output needs one"
+    with pytest.raises(ConfigError, match=expected):
+        simulate_all(replace(FEW, policies=("ar",)), MACHINE, [trace(count=3), long], lambda *_: pytest.fail("it ran"))
+
+
 def test_rows_say_how_many_pages_there_were() -> None:
     rows = simulate_all(replace(FEW, policies=("ar",), elastic="off"), MACHINE, [trace(count=5)])
     assert {(row.num_pages, row.extension_pages, row.elastic) for row in rows} == {(120, 40, "off")}

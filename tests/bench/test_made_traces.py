@@ -54,6 +54,17 @@ def test_lengths_at_drawn_times_are_a_trace_of_their_own() -> None:
         traces.trace_of(workload, replace(schedule, arrivals=()))
 
 
+def test_a_fluctuating_trace_is_cut_to_the_machines_context():
+    """At 8/s, README's own, one prompt is longer than the context of the simulated machines."""
+    drawn, cut = (fluctuating_trace(seed=0, rate_rps=8.0, max_context=most) for most in (None, 4096))
+    assert max(one.prompt_tokens for one in drawn.requests) > 4096 and drawn.notes == ()
+    assert [one.prompt_tokens for one in cut.requests] == [min(one.prompt_tokens, 3840) for one in drawn.requests]
+    assert [one.due_s for one in cut.requests] == [one.due_s for one in drawn.requests]
+    assert cut.sha256 != drawn.sha256 and "drawn prompts were cut to 3840 tokens" in cut.notes[0]
+    fits = fluctuating_trace(seed=0, rate_rps=2.0, max_context=4096)
+    assert fits.sha256 == fluctuating_trace(seed=0, rate_rps=2.0).sha256 and fits.notes == ()
+
+
 def test_a_load_without_a_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="a fluctuating trace at 1e-09 requests/s has no request; raise the rate"):
         fluctuating_trace(rate_rps=1e-9, seed=0)

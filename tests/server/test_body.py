@@ -18,7 +18,7 @@ TOO_LONG = "context_length_exceeded"
 LONG = "x" * 3_900_000
 WORST = [  # of 0.2 to 3.9 MB each
     (COMPLETIONS, {"prompt": LONG}, TOO_LONG, "prompt", "got 3900000 characters, shorten it"),
-    (COMPLETIONS, {"prompt": [LONG]}, TOO_LONG, "prompt", "none has more than 64 characters"),
+    (COMPLETIONS, {"prompt": [LONG]}, TOO_LONG, "prompt", "which a text so long exceeds in any case"),
     (COMPLETIONS, {"prompt": [1] * 200_000}, TOO_LONG, "prompt", "got 200000 tokens"),
     (COMPLETIONS, {"prompt": [[1] * 200_000]}, TOO_LONG, "prompt", "got 200000 tokens"),
     (COMPLETIONS, {"prompt": [[]] * 30_000}, "invalid_value", "n", "at most 128, got 30000 of them"),

@@ -105,13 +105,13 @@ def test_the_client_of_three_classes(server, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script, "--base-url", f"{server.url}/v1", "--requests", "4", "--max-tokens", "30"])
     runpy.run_path(script, run_name="__main__")
     rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
-    assert set(rows) == {"interactive", "chat", "batch"}
+    assert set(rows) == {"default", "interactive", "chat", "batch"}, "all that the server tells of"
     cells = {name: [cell.strip() for cell in line.split("│")[2:-1]] for name, line in rows.items()}
     assert [cells[name][1] for name in ("interactive", "chat", "batch")] == ["50", "100", "none"]
     assert all(cell[0] == "4" and float(cell[2]) > 0 and float(cell[3]) > 0 for cell in cells.values())
     assert cells["batch"][4] == "-" and cells["chat"][4].endswith("%")
-    sent = server.engine.submitted[-12:]
-    assert sorted(request.slo_class for request in sent) == sorted(["interactive", "chat", "batch"] * 4)
+    sent = server.engine.submitted[-16:]
+    assert sorted(request.slo_class for request in sent) == sorted(["default", "interactive", "chat", "batch"] * 4)
 
 
 def test_the_page_loads_nothing_from_elsewhere():
