@@ -114,9 +114,8 @@ def _detach(folder: Any) -> None:
                     else:
                         typer.echo(line)
                 if has_ended:
-                    raise AdaServeError(
-                        f"{why or 'no error'} (the cluster ended with status {child.returncode}: {log})"
-                    )
+                    ended = f"the cluster ended with status {child.returncode}; its log is {log}"
+                    raise AdaServeError(f"{why} ({ended})" if why else ended)
                 if (url := _url_once_ready(folder, child.pid)) is not None:
                     typer.echo(f"the cluster serves on {url} in the background; its log is {log}")
                     return
