@@ -122,7 +122,7 @@ Every field of every body, as `/openapi.json` has it. What the routes do, and wh
 """
 HTTP_ABOUT = {
     "Requests": "Fields that no model here knows are ignored, and named in the header `x-adaserve-warning`; those that "
-    "begin with `slo` are refused.",
+    "look like a target are refused.",
     "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, responses as "
     "`ResponseEvent`, each as one event `data: {...}`; the last event is `data: [DONE]`.",
 }

@@ -104,19 +104,21 @@ def _detach(folder: Any) -> None:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-        why = ""
+        why, text = "", ""
         try:
             while True:
-                has_ended = child.poll() is not None
-                for line in shown.read().decode(errors="replace").splitlines():
+                has_ended, url = child.poll() is not None, _url_once_ready(folder, child.pid)
+                text += shown.read().decode(errors="replace")
+                *lines, text = text.split("\n")  # its last line may be half written
+                for line in [*lines, text] if has_ended else lines:
                     if line.startswith(ERROR_PREFIX):
                         why = line.removeprefix(ERROR_PREFIX)
-                    else:
+                    elif line:
                         typer.echo(line)
                 if has_ended:
                     ended = f"the cluster ended with status {child.returncode}; its log is {log}"
                     raise AdaServeError(f"{why} ({ended})" if why else ended)
-                if (url := _url_once_ready(folder, child.pid)) is not None:
+                if url is not None:
                     typer.echo(f"the cluster serves on {url} in the background; its log is {log}")
                     return
                 time.sleep(LOOK_EVERY_S)

@@ -43,7 +43,10 @@ LengthsOption = Annotated[
 ]
 SlosOption = Annotated[
     str | None,
-    typer.Option(help=f"targets by class, ms: {EXAMPLE}, * for requests without a class, CLASS:none for no target"),
+    typer.Option(
+        help=f"targets by class, ms: {EXAMPLE}; *: requests without a target whose class is not named; CLASS:none: no "
+        "target"
+    ),
 ]
 
 

@@ -50,7 +50,7 @@ class Cluster(ABC):
 
     @property
     def members(self) -> str:
-        """Return what the router stands before, in words."""
+        """Return how many targets and draft services there are, in words."""
         counts = ((self.plan.targets, "target"), (self.plan.drafts, "draft service"))
         return " and ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
 

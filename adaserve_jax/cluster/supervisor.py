@@ -211,7 +211,8 @@ class Supervisor:
         tail = self.log_tail()
         last = tail.rpartition("\n")[2]
         is_told = last.startswith(ERROR_PREFIX)
-        why = f": {last.removeprefix(ERROR_PREFIX)}" if is_told else f"; its log ends with:\n{tail}"
+        quoted = f"; its log ends with:\n{tail}" if tail else f"; it wrote nothing to {self.member.log}"
+        why = f": {last.removeprefix(ERROR_PREFIX)}" if is_told else quoted
         return MemberFailed(f"{self.member.name} {self.detail}{why}")
 
     async def _supervise(self) -> None:

@@ -50,9 +50,11 @@ def field_of(kind: GrammarKind) -> str:
 
 def refuse(why: str, kind: GrammarKind = "json_schema", tool: str = "") -> NoReturn:
     """Raise RequestError: the grammar cannot be enforced. tool: the one whose schema is at fault."""
-    why = (f"{tool}: {why}" if tool else why).removesuffix("<non-verbose/>").strip()
+    why = why.removesuffix("<non-verbose/>").strip()
     if found := re.search("^error: (.+)", why, re.MULTILINE):  # the parser also draws where
         why = found[1]
+    if tool:
+        why = f"{tool}: {why}"
     shown = why if len(why) <= MAX_MESSAGE_CHARS else why[:MAX_MESSAGE_CHARS] + "..."
     field, must = _EXPECTED[kind]
     raise RequestError(

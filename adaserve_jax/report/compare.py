@@ -166,8 +166,8 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
     titles = ("policy", *axis_titles, "requests", *(heading(measure) for measure in HEADLINE))
     left_out = len(view.measured.settings) - len(settings)
     caption = (
-        "Bold: ahead of every other policy here beyond chance, which is that the 95% interval of each difference "
-        f"excludes 0; pairs are compared where both had the same requests.{INTERVALS}"
+        "Bold: ahead of every other policy here, and not by chance: the 95% interval of each difference excludes 0. "
+        f"Requests are paired where both policies had the same ones.{INTERVALS}"
     ) + (f" {left_out} more settings are in the figures." if left_out else "")
     caption = f"{caption} {condition_line(view.measured.valid)}"
     numeric = frozenset(range(first - 1, len(titles)))

@@ -57,6 +57,9 @@ class ConstraintFields(RequestModel):
     )
 
 
+_FORM_FIELDS = tuple(name for name in ConstraintFields.model_fields if name != "allowed_token_ids")
+
+
 def constraints_of(body: ConstraintFields, response_schema: str | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of SamplingParams that these ask for, and the names that they have in the body.
 
@@ -86,6 +89,11 @@ def constraints_of(body: ConstraintFields, response_schema: str | None) -> tuple
         raise invalid(f"{found[0][0]} must hold a text at least", found[0][0].split(".")[0])
     names = {field: name.split(".")[0] for name, field, _ in found}
     return allowed | {field: value for _, field, value in found}, names
+
+
+def form_name_of(body: ConstraintFields) -> str:
+    """Return the body's own field that asks for a text of a form; "" if there is none but response_format."""
+    return next((name for name in _FORM_FIELDS if getattr(body, name) is not None), "")
 
 
 def _of_structured_outputs(wanted: StructuredOutputs | None) -> list[tuple[str, str, Any]]:

@@ -30,6 +30,8 @@ from adaserve_jax.server.state import ServerState
 _log = logging.getLogger(__name__)
 Receiver = Callable[[int, OutputChunk], bool]
 """Called with (index, chunk); returns whether it used the chunk."""
+FORM_CODES = frozenset({"invalid_grammar", "invalid_schema"})
+"""Codes of errors about the form that a text was asked to have."""
 
 
 @dataclass
@@ -45,9 +47,6 @@ class _Choice:
     ended: bool = False
     metrics: RequestMetrics | None = None
     text: list[str] = field(default_factory=list)
-
-
-FORM_CODES = frozenset({"invalid_grammar", "invalid_schema"})
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.auth import Account, RateLimited
 from adaserve_jax.server.body import BoundedRoute
-from adaserve_jax.server.constraint_fields import constraints_of
+from adaserve_jax.server.constraint_fields import form_name_of
 from adaserve_jax.server.conversation import chat_prompt, encode_chat
 from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.formatting import (
@@ -105,11 +105,13 @@ _LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue")
 
 def _check_target_names(body: RequestModel) -> None:
     """Raise ApiError for an unknown field that looks like a target: what is served without it would be too slow."""
-    known = [name for name in type(body).model_fields if name.startswith("slo_")]
+    known = [name for name in type(body).model_fields if name.startswith("slo_") or name == "max_queue_ms"]
     for name in body.ignored_fields():
         if _LIKE_A_TARGET.search(name):
             raise invalid(
-                f"{name:.40} is not a field; targets are {', '.join(known)}", param=name[:40], code="invalid_slo"
+                f"{name:.40} is not a field; targets and limits are {', '.join(known)}",
+                param=name[:40],
+                code="invalid_slo",
             )
 
 
@@ -120,9 +122,11 @@ def _moved_targets(body: GenerationBody, slo: SLO) -> str:
         served["slo_thinking_tpot_ms"] = slo.thinking_tpot_ms
     asked = {name: getattr(body, name) for name in served}
     moved = (
-        f"{name} {asked[name]:g} is served as {limit:g}"
+        f"{name} {asked[name]:.12g} is served as {limit:.12g}"
         for name, limit in served.items() if limit is not None and asked[name] not in (None, limit)
     )  # fmt: skip
+    if body.slo_relative is not None and slo.relative is None and slo.tpot_ms is not None:
+        moved = (*moved, f"slo_relative {body.slo_relative:.12g} is served as slo_tpot_ms {slo.tpot_ms:.12g}")
     return ", ".join(moved)
 
 
@@ -267,8 +271,7 @@ async def begin(
         if isinstance(error, RateLimited) or (reservation is None and isinstance(error, QueueFullError)):
             state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
         raise
-    _, form_names = constraints_of(body, None)
-    generation = Generation(state, requests, reservation, origin, deltas, next(iter(form_names.values()), ""))
+    generation = Generation(state, requests, reservation, origin, deltas, form_name_of(body))
     generation.start()  # gives back by itself what does not begin
     return generation
 

@@ -313,8 +313,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
     },
     Open: {
         "session": _SESSION, "choice": _within(0, LARGEST),
-        **{name: _within(*NUMBERS[name]) for name in SessionSampling._fields if name in NUMBERS},
-        **{name: _within(*INTEGERS[name]) for name in SessionSampling._fields if name in INTEGERS},
+        **{name: _within(*bounds) for name, bounds in (NUMBERS | INTEGERS).items() if name in SessionSampling._fields},
         "top_p": lambda value, _: None if 0 < value <= 1 else ("above 0 and at most 1", value),
         "tokens": _tokens,
     },

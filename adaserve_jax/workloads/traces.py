@@ -170,8 +170,13 @@ def fluctuating_trace(
     whose requests of the same class provide lengths and targets. max_context: drawn prompts are no longer than leaves
     room for their output; None: as they are drawn.
 
-    Raises ConfigError when `like` lacks a class.
+    Raises ConfigError when `like` lacks a class, and for a context without room for a prompt.
     """
+    if max_context is not None and max_context <= OUTPUT_TOKENS:
+        raise ConfigError(
+            f"a fluctuating trace needs a context of more than {OUTPUT_TOKENS} tokens, got {max_context}; choose "
+            "another machine, or give a trace and --lengths"
+        )
     rng = np.random.default_rng(seed)
     requests: list[TraceRequest] = []
     for name in PEAKS:
@@ -188,7 +193,9 @@ def fluctuating_trace(
     if long := sum(request.prompt_tokens > most for request in requests):
         requests = [replace(each, prompt_tokens=min(each.prompt_tokens, int(most))) for each in requests]
         made += f"cut to {most} "
-        notes = (f"{long} of {len(requests)} drawn prompts were cut to {most} tokens, which the machine can hold",)
+        notes = (
+            f"{long} of {len(requests)} drawn prompts were cut to {most} tokens, so that the output fits the context",
+        )
     digest = hashlib.sha256(f"{made}{like.sha256 if like else ''}".encode()).hexdigest()
     return Trace(f"fluctuating at {rate_rps:g}/s seed {seed}{source}", digest, tuple(requests), notes=notes)
 

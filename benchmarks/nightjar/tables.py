@@ -178,6 +178,8 @@ def nightjar_tables(
         raise ConfigError("--azure: give Azure's conversation trace, or --quick for a made one")
     if seeds < 1 or requests < 1 or jobs < 0 or not minutes > 0:
         raise ConfigError("--seeds and --requests must be at least 1, --jobs not below 0, and --minutes above 0")
+    if quick and (loads or requests != REQUESTS):
+        raise ConfigError("--quick has few requests and loads of its own; leave --requests and --loads out")
     only = comma_list("loads", loads, str)
     if unknown := sorted(set(only) - CLASSES.keys()):
         raise ConfigError(f"--loads must be of {', '.join(CLASSES)}, got {unknown[0]!r}")

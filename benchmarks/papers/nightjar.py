@@ -23,13 +23,14 @@ WORKLOAD = "lengths and swing of Azure's conversation trace, no targets"
 CPU_PAIR = "Simulated on a profile of a 110M target on a CPU, which has the crossover that the paper is about."
 TABLE_4 = (
     CPU_PAIR + " At the low load every method serves what arrives, and at the high one no draft pays on this machine: "
-    "plain decoding cannot be beaten by much in throughput. Changing the machine alone to that of figure 16, where "
-    "drafts pay at every load, gives the last statement."
+    "plain decoding cannot be beaten by much in throughput. On the machine of figure 16, with the lengths that are "
+    "fitted to it, drafts pay at every load; the last statement is measured there."
 )
 LARGER = "Simulated on a machine of the shape of AdaServe's published settings for a 32B target on two GPUs."
 FIGURE_16 = (
     LARGER + " The bandit tries lengths before it knows the best. The last statement changes the number of requests "
-    "alone, to four times as many: about half of the loss is the cost of trying."
+    "alone, to four times as many. The share of the loss that goes away is a cost of trying, which a longer run "
+    "spreads over more requests."
 )
 REAL = "The demo pair, its target grown to {size}; rounds of one length."
 

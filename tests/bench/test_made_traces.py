@@ -61,6 +61,8 @@ def test_a_fluctuating_trace_is_cut_to_the_machines_context():
     assert [one.prompt_tokens for one in cut.requests] == [min(one.prompt_tokens, 3840) for one in drawn.requests]
     assert [one.due_s for one in cut.requests] == [one.due_s for one in drawn.requests]
     assert cut.sha256 != drawn.sha256 and "drawn prompts were cut to 3840 tokens" in cut.notes[0]
+    with pytest.raises(ConfigError, match="needs a context of more than 256 tokens, got 256; choose another machine"):
+        fluctuating_trace(seed=0, max_context=256)
     fits = fluctuating_trace(seed=0, rate_rps=2.0, max_context=4096)
     assert fits.sha256 == fluctuating_trace(seed=0, rate_rps=2.0).sha256 and fits.notes == ()
 

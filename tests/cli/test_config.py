@@ -184,7 +184,11 @@ def test_a_valid_file_is_said_to_be(capsys, path):
 
 
 def test_a_policy_that_does_not_exist_is_found(capsys, tmp_path):
-    for policy, said in (("adaserv", "unknown policy 'adaserv'; did you mean 'adaserve'?"), ("spec:9", "it is 6;")):
+    for policy, said in (
+        ("adaserv", "unknown policy 'adaserv'; did you mean 'adaserve'?"), ("spec:9", "it is 6;"),
+        ('spec:4"\ndraft = "none', "policy spec:4 needs a draft, but there is none"),
+        ('adaserve@suffix"\ndraft_sources = "model', "but draft_sources is 'model'"),
+    ):  # fmt: skip
         (tmp_path / "wrong.toml").write_text(f'[engine]\npolicy = "{policy}"\n')
         assert run_program("config", "--check", str(tmp_path / "wrong.toml")) == 2
         error = capsys.readouterr().err

@@ -198,7 +198,7 @@ def test_a_decision_that_wants_too_much_is_cut_to_what_a_step_holds(tmp_path):
 ])  # fmt: skip
 def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
     expected = f"must decide, in integers, a depth of 0 to 4.* one token for each row.* of at least 0, {got}.*fix its"
-    for when in ("load.num_decode", "load.num_decode == 1 and load.context is None"):  # in a step; alone, at the start
+    for when in ("load.num_decode and load.context is not None", "load.context is None"):  # in a step; at the start
         run = Run.of(limits_of(), policy=written(tmp_path, ONE.replace(FILLED, f"{decided} if {when} else {FILLED}")))
         with pytest.raises(ConfigError, match=expected):
             run.add(request_of("r", tpot_slo_s=0.1))

@@ -99,7 +99,7 @@ def test_there_are_commands_for_every_way_to_ask():
         assert part in commands, part
 
 
-def test_the_client_of_three_classes(server, monkeypatch, capsys):
+def test_the_client_of_every_class(server, monkeypatch, capsys):
     script = str(EXAMPLES / "mixed_slo_client.py")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("sys.argv", [script, "--base-url", f"{server.url}/v1", "--requests", "4", "--max-tokens", "30"])

@@ -220,8 +220,10 @@ def test_a_target_that_the_servers_limits_change_is_named(server):
     told = server.post(prompt="x", max_tokens=4, slo_tpot_ms=0.01, slo_ttft_ms=50, slo_e2e_ms=9000).headers
     assert told["x-adaserve-warning"] == "slo_tpot_ms 0.01 is served as 0.1"
     streamed = server.post(prompt="x", max_tokens=4, slo_tpot_ms=1e9, stream=True).headers
-    assert streamed["x-adaserve-warning"] == "slo_tpot_ms 1e+09 is served as 60000"
-    assert "x-adaserve-warning" not in server.post(prompt="x", max_tokens=4, slo_tpot_ms=50, slo_relative=None).headers
+    assert streamed["x-adaserve-warning"] == "slo_tpot_ms 1000000000 is served as 60000"
+    relative = server.post(prompt="x", max_tokens=4, slo_relative=1e-6).headers
+    assert relative["x-adaserve-warning"] == "slo_relative 1e-06 is served as slo_tpot_ms 0.1"
+    assert "x-adaserve-warning" not in server.post(prompt="x", max_tokens=4, slo_tpot_ms=50).headers
 
 
 def test_unknown_fields_are_ignored_and_named(server):
@@ -249,7 +251,7 @@ def test_an_unknown_field_that_looks_like_a_target_is_refused(server, name):
     answer = server.post(prompt="x", **{name: 5})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_slo", name)
-    assert error["message"].startswith(f"{name} is not a field; targets are slo_tpot_ms, ")
+    assert error["message"].startswith(f"{name} is not a field; targets and limits are slo_tpot_ms, ")
     assert len(server.engine.submitted) == before
 
 
