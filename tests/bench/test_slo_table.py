@@ -36,7 +36,7 @@ def test_named_classes_get_theirs_and_the_rest_only_where_it_has_none():
 
 
 def test_a_class_that_the_workload_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="targets: workload w has no class 'poems'; it has chat, code, math"):
+    with pytest.raises(ConfigError, match="slos: workload w has no class 'poems'; it has chat, code, math"):
         parse_slos("code:tpot=5;poems:tpot=5").apply(ITEMS, "w")
     assert parse_slos("*:tpot=5").apply([], "w") == []
 

@@ -65,7 +65,7 @@ def test_a_narrow_terminal_shows_whole_figures_and_says_what_it_leaves_out(monke
     monkeypatch.setenv("COLUMNS", str(columns))
     report([folder])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    table = out[out.index("Policies side by side") :].split("95% intervals")[0]
+    table = out[out.index("Policies side by side") :].split("Bold: ")[0]
     assert "\u2026" not in table and max(map(len, table.splitlines()[:-1])) <= columns
     assert "Left out here: intervals" in table
     assert ("; TTFT p99, ms" in table) == (columns < 100), "the last column goes first"

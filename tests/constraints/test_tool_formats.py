@@ -379,6 +379,10 @@ def test_a_schema_beside_tools_belongs_into_them():
             "tools must hold parameters that can be enforced: bad: ",
         ),
         (ToolCalls("hermes", (*TOOLS, ("no", '{"not": {}}'))), "tools must hold parameters that can be enforced: no: "),
+        (
+            ToolCalls("hermes", (*TOOLS, ("cut", '{"properties": {"a": {"type": "string", "pattern": "("}}}'))),
+            "tools must hold parameters that can be enforced: cut: ",
+        ),
         (ToolCalls("hermes", TOOLS, answer='{"not": {}}'), "tools must hold parameters that can be enforced: "),
     ],
 )

@@ -121,8 +121,11 @@ def test_nothing_works_before_start() -> None:
     ("config", "message"),
     [
         (EngineConfig(policy="fast"), "unknown policy 'fast'"),
-        (EngineConfig(policy="spec:7"), "max_depth of at least 7, but max_depth is 6"),
-        (EngineConfig(policy="spec:2", draft=None), "at least 2, but there is no draft"),
+        (EngineConfig(policy="spec:7"), "spec:7 needs max_depth of at least 7, but it is 6"),
+        (
+            EngineConfig(policy="spec:2", draft=None),
+            "spec:2 needs a draft, but there is none; load one, or choose ar or spec:2@suffix",
+        ),
     ],
 )
 def test_a_policy_that_cannot_run_is_refused_before_anything_loads(

@@ -43,5 +43,5 @@ def test_the_text_is_the_targets_and_heads_that_know_nothing_share_its_noise(tmp
 
 def test_a_chain_longer_than_there_are_heads_is_refused_before_anything_is_compiled(tmp_path: Path) -> None:
     heads = write_medusa(tmp_path, size=256, vocab_size=2048, heads=3)
-    with pytest.raises(ConfigError, match=r"at least 4, but max_depth is 3; .*no deeper than there are heads"):
+    with pytest.raises(ConfigError, match=r"at least 4, but it is 3; .*no deeper than there are heads"):
         LLM(draft=str(heads), policy="spec:4", **DEMO)

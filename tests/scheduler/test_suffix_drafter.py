@@ -145,7 +145,7 @@ def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() 
         sources_of(EngineConfig(policy="spec:2@suffix", draft_sources="model"), find_policy("spec:2", 4)[0])
     assert longest_chain(EngineConfig(policy="spec:4@suffix", draft=None), 0) == EngineConfig.max_depth
     assert longest_chain(EngineConfig(policy="spec:4", draft=None), 0) == 0
-    with pytest.raises(ConfigError, match="each may end in @ and its draft sources: none, model, suffix"):
+    with pytest.raises(ConfigError, match="after the @ of a policy may stand none, model, suffix, suffix"):
         find_policy("adaserve@text", 4)
     assert POLICIES["adaserve"].sources == "suffix+model"
 
