@@ -4,8 +4,6 @@ from __future__ import annotations
 
 SLO_INFEASIBLE = "slo_infeasible"
 """Code of the error about a target that this machine cannot reach."""
-
-
 ERROR_PREFIX = "adaserve: error: "
 """Beginning of the line with which a command says why it ends."""
 

@@ -18,7 +18,7 @@ def nodes(policy: Policy) -> str:
     if not policy.uses_draft:
         return "-"
     phase = f"{NEEDS[policy.need]}, {policy.slo_order}"
-    return SELECTION_RULES[policy.selector].replace("what targets need", phase)
+    return SELECTION_RULES[policy.selector].format(need=phase)
 
 
 def memory(policy: Policy) -> str:

@@ -47,16 +47,16 @@ SelectionRule = Literal[
     "slo", "slo-equal", "slo-only", "throughput", "slo-throughput", "equal", "best", "static"
 ]  # fmt: skip
 SELECTION_RULES: dict[SelectionRule, str] = {
-    "slo": "what targets need, then the likeliest of all",
-    "slo-equal": "what targets need, then as many for each request",
-    "slo-only": "what targets need, and no more",
+    "slo": "{need}, then the likeliest of all",
+    "slo-equal": "{need}, then as many for each request",
+    "slo-only": "{need}, and no more",
     "throughput": "as many of the likeliest as raise throughput",
     "slo-throughput": "as many of the likeliest as raise throughput, among those that keep the most targets",
     "equal": "as many for each request",
     "best": "the likeliest of all requests",
     "static": "the same tree for each request",
 }
-"""Which drafted nodes are verified, by rule; "what targets need" is the SLO phase of Algorithm 2."""
+"""Which drafted nodes are verified, by rule; {need} is the SLO phase of Algorithm 2, in the policy's form of need."""
 NeedRule = Literal["horizon", "step", "code"]
 _RULES = {
     "selector": SelectionRule, "ordering": Ordering, "need": NeedRule, "slo_order": SloOrder, "sources": DraftSources,

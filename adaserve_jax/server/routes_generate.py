@@ -58,6 +58,8 @@ from adaserve_jax.server.streaming import EventStream, EventWriter, collect, wit
 from adaserve_jax.server.tools import offered_tools, tool_format, with_tool_calls
 from adaserve_jax.types import SLO
 
+_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue")
+"""Unknown fields that are refused, because a misspelt target would be served too slowly."""
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
 MAX_TRACEPARENT = 128
@@ -98,9 +100,6 @@ def warning_headers(body: RequestModel, query: Iterable[str]) -> Mapping[str, st
         if names:
             headers = with_warning(headers, f"ignored {what}: {_named(names)}")
     return headers
-
-
-_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue")
 
 
 def _check_target_names(body: RequestModel) -> None:
