@@ -17,6 +17,7 @@ NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "
 def nodes(policy: Policy) -> str:
     if not policy.uses_draft:
         return "-"
+    assert not callable(policy.selector), "functions are for policies of files"
     phase = f"{NEEDS[policy.need]}, {policy.slo_order}"
     return SELECTION_RULES[policy.selector].format(need=phase)
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -31,14 +31,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 for _library in ("OMP", "OPENBLAS"):  # threads of several workers would wait for each other
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
-_FIRST_WORKER = "gw0"
-OLDER_FUSIONS = (
-    os.environ.get("PYTEST_XDIST_WORKER", _FIRST_WORKER) != _FIRST_WORKER
-    and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-)
-"""Whether this process compiles by XLA's older code for fusions. It takes a third of the time of the new one, and a
-process has one of them only."""
-if OLDER_FUSIONS:
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
+    # XLA's older code for fusions compiles in a third of the time
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     )
@@ -51,9 +45,9 @@ OPTIMISED = (
     "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
-"""Where the last bits of numbers count, or what a program looks like: code is made as users run it, and of several
-workers only the first runs these files. Elsewhere code is made sooner, without most of XLA's optimisations; `make
-test-slow` has them everywhere."""
+"""Where the last bits of numbers count, or what a program looks like: programs are optimised, but for the older code
+for fusions. Elsewhere code is made sooner, without most of XLA's optimisations. In `make test-slow` all code is made as
+users run it."""
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
@@ -92,38 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give OPTIMISED files to the first worker; it takes others after them, and the other workers have no such file."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class OptimisedInFirst(LoadFileScheduling):
-        def schedule(self) -> None:
-            # surplus workers are taken from the end, and that must not be the first one
-            self.assigned_work = dict(sorted(self.assigned_work.items(), key=lambda each: each[0].gateway.id))
-            super().schedule()
-
-        def _assign_work_unit(self, node: Any) -> None:
-            has_first = any(each.gateway.id == _FIRST_WORKER for each in self.nodes)
-            first = node.gateway.id == _FIRST_WORKER or not has_first  # it crashed, and another took its place
-            files = sorted(self.workqueue, key=lambda file: first and not _is_optimised(ROOT / file))
-            file = next((file for file in files if first or not _is_optimised(ROOT / file)), None)
-            if file is None:
-                node.shutdown()
-            else:
-                self.workqueue.move_to_end(file, last=False)
-                super()._assign_work_unit(node)
-
-    return OptimisedInFirst(config, log) if config.option.dist == "loadfile" else None
-
-
 def _is_optimised(file: Path) -> bool:
     return file.relative_to(ROOT / "tests").as_posix().startswith(OPTIMISED)
 
 
 @contextlib.contextmanager
 def optimised() -> Iterator[None]:
-    """Compile with XLA's optimisations meanwhile, in this process; `OLDER_FUSIONS` stays as it is."""
+    """Compile with XLA's optimisations meanwhile, in this process."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -135,7 +104,7 @@ def optimised() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
+def optimised_files(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile with XLA's optimisations in the files that OPTIMISED names."""
     with optimised() if _is_optimised(request.path) else contextlib.nullcontext():
         yield
@@ -143,8 +112,7 @@ def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling(programs: str) -> Iterator[None]:
-    """Compile these programs with XLA's optimisations, in one worker at a time: those with the same `XLA_FLAGS` find
-    them in the cache."""
+    """Compile these programs with XLA's optimisations, in one worker at a time: the others find them in the cache."""
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{programs}.lock").open("w") as lock, optimised():

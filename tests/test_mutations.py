@@ -61,6 +61,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return [tmp_path / "copy"]
 
 
+@pytest.mark.slow
 def test_it_tells_what_was_caught_and_what_survived(project: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     tests = ("tests/test_signs.py",)
     mutations = [

@@ -23,7 +23,7 @@ COLUMNS: Columns = {
     "reqs": lambda figures, _: str(figures.requests),
     "joint\nmet": lambda figures, _: _percent(figures.attainment),
     "TPOT\nmet": lambda figures, _: _percent(figures.attainment_tpot),
-    "goodput\ntok/s": lambda figures, _: f"{figures.goodput_tps:.1f}",
+    "goodput\ntok/s": lambda figures, _: "-" if figures.attainment is None else f"{figures.goodput_tps:.1f}",
     "TTFT, ms\np50 / p99": lambda figures, _: f"{_ms(figures.ttft_p50_s)} / {_ms(figures.ttft_p99_s)}",
     "TPOT, ms\np50 / p99": lambda figures, _: f"{_ms(figures.tpot_p50_s)} / {_ms(figures.tpot_p99_s)}",
 }

@@ -46,10 +46,10 @@ def _check_key(settings: ServerSettings) -> None:
         raise ConfigError(f"{name} must be a key, got an empty text; unset it for a server that asks for no key")
 
 
-@takes("config", EngineConfig)
-@takes("learn_options", LearnOptions)
-@takes("drafter_options", DrafterOptions)
 @takes("settings", ServerSettings)
+@takes("drafter_options", DrafterOptions)
+@takes("learn_options", LearnOptions)
+@takes("config", EngineConfig)
 def serve(
     config: EngineConfig,
     learn_options: LearnOptions,

@@ -40,7 +40,7 @@ from adaserve_jax.scheduler.controllers.slack_chunks import SlackChunks, Sliding
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.queue import Ordering
-from adaserve_jax.scheduler.selection import SloOrder
+from adaserve_jax.scheduler.selection import SelectionFunction, SloOrder
 from adaserve_jax.types import Limits
 
 SelectionRule = Literal[
@@ -58,9 +58,7 @@ SELECTION_RULES: dict[SelectionRule, str] = {
 }
 """Which drafted nodes are verified, by rule; {need} is the SLO phase of Algorithm 2, in the policy's form of need."""
 NeedRule = Literal["horizon", "step", "code"]
-_RULES = {
-    "selector": SelectionRule, "ordering": Ordering, "need": NeedRule, "slo_order": SloOrder, "sources": DraftSources,
-}  # fmt: skip
+_RULES = {"ordering": Ordering, "need": NeedRule, "slo_order": SloOrder, "sources": DraftSources}
 
 SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
 """Nodes by level; SpecInfer's published expansion is 1, 1, 3, 1, 1, 1, 1, 1 children of each node."""
@@ -107,9 +105,10 @@ class Parts:
 class Policy:
     """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
 
-    about: description in the table of policies. selector: which drafted nodes are verified (SELECTION_RULES). need,
-    slo_order: how the SLO phase counts tokens and its order of service. tree_widths: nodes by level (selector "static"
-    only). search_budget: the verify budget is chosen again, over the token edges, once the candidates are known.
+    about: description in the table of policies. selector: which drafted nodes are verified, one of SELECTION_RULES or
+    a function of the policy's own. need, slo_order: how the SLO phase counts tokens and its order of service.
+    tree_widths: nodes by level (selector "static" only). search_budget: the verify budget is chosen again, over the
+    token edges, once the candidates are known.
     calibrated: f is made of calibrated chances instead of the draft's own probabilities. uses_draft: the draft is fed
     and searched at all, when one is loaded. needs_draft: the policy is refused without a draft. elastic: the draft's
     memory becomes KV pages while speculation is off and pages are short; otherwise the draft stays. weighs_pages: that
@@ -120,7 +119,7 @@ class Policy:
 
     about: str
     controller: Callable[[Parts], Controller]
-    selector: SelectionRule
+    selector: SelectionRule | SelectionFunction
     ordering: Ordering = "arrival"
     need: NeedRule = "horizon"
     slo_order: SloOrder = "cheapest-first"
@@ -136,7 +135,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a rule is not among its kinds: policies of files are not type-checked."""
-        for name, kinds in _RULES.items():
+        rules = _RULES if callable(self.selector) else {"selector": SelectionRule, **_RULES}
+        for name, kinds in rules.items():
             if getattr(self, name) not in get_args(kinds):
                 known = ", ".join(get_args(kinds))
                 raise ConfigError(f"{name} of a policy must be one of {known}, got {getattr(self, name)!r}")

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from adaserve_jax.errors import BudgetError
+from adaserve_jax.errors import BudgetError, ConfigError
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
 SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
@@ -35,6 +35,23 @@ class Ranked:
     f: np.ndarray
     column: np.ndarray
     in_beam_order: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Offered:
+    """What the selection function of a policy chooses from.
+
+    f: f64[R, C], chance that each drafted node is accepted, likeliest first in each row; 0: no node. need: f64[R],
+    tokens that each request must gain in this step, the root's counted. most: nodes that fit the step.
+    """
+
+    f: np.ndarray
+    need: np.ndarray
+    most: int
+
+
+SelectionFunction = Callable[[Offered], np.ndarray]
+"""Return how many nodes of each request are verified, i64[R], its likeliest first."""
 
 
 def rank(candidates: CandidateTrees) -> Ranked:
@@ -123,6 +140,20 @@ def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarra
     reached[:, 1:] += 1.0
     wanted = np.count_nonzero((reached[:, :-1] < need[..., None]) & (f > 0), axis=-1)
     return wanted, reached[:, -1] >= need
+
+
+def chosen_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
+    """Return the nodes that `function` chooses, bool[R, C] along ranked columns. Raises ConfigError if they cannot be
+    verified.
+    """
+    rows, columns = offered.f.shape
+    taken = np.asarray(function(offered))
+    if taken.shape != (rows,) or taken.dtype.kind not in "iu" or taken.min() < 0 or taken.sum() > offered.most:
+        raise ConfigError(
+            f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
+            f"most {offered.most} in all, got {taken.tolist()}; fix the function"
+        )
+    return (np.arange(columns) < taken[:, None]) & (offered.f > 0)
 
 
 def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:

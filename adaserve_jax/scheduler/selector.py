@@ -74,6 +74,10 @@ class Selector:
             chosen = selection.static_tree(candidates, ranked, self._policy.tree_widths, left)
         elif self._policy.selector in ("throughput", "slo-throughput"):
             chosen = self._by_throughput(planned, ranked, now)
+        elif callable(self._policy.selector):
+            budget, wanted = self._budget_and_need(planned, ranked, int(candidates.depth.max()), now)
+            offered = selection.Offered(ranked.f, wanted, budget - plan.num_decode)
+            chosen = selection.chosen_by(self._policy.selector, offered)
         else:
             return self._by_need(planned, candidates, ranked, now)
         return selection.pack(candidates, plan.root_token, ranked, chosen)
@@ -82,19 +86,23 @@ class Selector:
         self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float
     ) -> DraftTrees:
         """Run Algorithm 2 with the policy's form of need."""
-        plan = planned.plan
-        most, depth = self._max_slo_nodes, int(candidates.depth.max())
-        if self._policy.need == "horizon":
-            budget, wanted = self._in_horizon(planned, ranked, depth, now, search=self._search_budget)
-        else:
-            budget, wanted = plan.tree_token_cap, self._in_one_step(planned, depth, now)
-            if self._policy.need == "code":
-                most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
+        plan, policy, most = planned.plan, self._policy, self._max_slo_nodes
+        assert not callable(policy.selector)
+        budget, wanted = self._budget_and_need(planned, ranked, int(candidates.depth.max()), now)
+        if policy.need == "code":
+            most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
         return selection.select_slo(
             candidates, plan.root_token, ranked, wanted,
-            budget=budget, max_slo_nodes=most, order=self._policy.slo_order,
-            rest=_RESTS[self._policy.selector],
+            budget=budget, max_slo_nodes=most, order=policy.slo_order, rest=_RESTS[policy.selector],
         )  # fmt: skip
+
+    def _budget_and_need(
+        self, planned: PlannedStep, ranked: selection.Ranked, depth: int, now: float
+    ) -> tuple[int, np.ndarray]:
+        """Return the verify budget and A_cap, f64[R], in the policy's form of need."""
+        if self._policy.need == "horizon":
+            return self._in_horizon(planned, ranked, depth, now, search=self._search_budget)
+        return planned.plan.tree_token_cap, self._in_one_step(planned, depth, now)
 
     def _by_throughput(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> np.ndarray:
         """Return the nodes of most expected tokens per second, bool[R, C]; the best number is on a token edge.

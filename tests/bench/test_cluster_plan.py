@@ -86,6 +86,7 @@ def test_every_part_has_points_and_no_two_are_the_same(scripts) -> None:
     assert max(exact) == plan.EXACT_TO and max(point.replicas for point in points) == 1000
 
 
+@pytest.mark.slow
 def test_targets_per_draft_by_both(scripts, tmp_path: Path) -> None:
     plan, path = scripts["star_plan"], tmp_path / "star-plan.json"
     assert scripts["results_cluster"].star_tables(path) == []

@@ -146,6 +146,7 @@ def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
     assert len(calls) == ceilings.REPEATS + 2
 
 
+@pytest.mark.slow
 def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, monkeypatch):
     kernels = modules.kernels
     right = kernels.api.paged_tree_attention

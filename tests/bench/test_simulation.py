@@ -159,6 +159,7 @@ def test_policies_over_one_trace_are_compared_request_by_request(tmp_path: Path)
     assert Estimates().pairing(ours, theirs).paired
 
 
+@pytest.mark.slow
 def test_overload_costs_few_their_targets_and_not_all(tmp_path: Path) -> None:
     """More than the machine can serve, for a while: fixed chains lose most, `adaserve` those it must."""
     trace = load_trace(write_trace(tmp_path, rate=9.0, count=260, output=200), ttft_slo_s=4.0)

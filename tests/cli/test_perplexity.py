@@ -14,6 +14,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from tests.program import run_program
 
 
+@pytest.mark.slow
 def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     assert run_program("perplexity", "--window", "256", "--max-tokens", "768", "--json", str(out)) == 0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from adaserve_jax.cpu_kernels.library import SWITCH, fingerprint, target
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import unsupported
 
@@ -34,6 +36,7 @@ def in_a_process(cache: Path, **environment: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_library_of_the_first(tmp_path: Path) -> None:
     cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     name = fingerprint()
@@ -50,6 +53,7 @@ def test_without_a_compiler_xla_computes(tmp_path: Path) -> None:
     assert "CPU kernels were not compiled by no-such-compiler, XLA's are used" in log
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no room for $#" >&2; exit 3; }\n')

@@ -30,6 +30,7 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_texts_of_the_target_are_the_engines(tmp_path: Path, temperature: float) -> None:
     """The same noise by seed and position. A prompt of several prefill chunks is among them."""
@@ -48,6 +49,7 @@ def test_texts_of_the_target_are_the_engines(tmp_path: Path, temperature: float)
             assert text[len(prompt) :].tolist() == each.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])  # 1.0: the texts of the target
 def test_tokens_are_drawn_from_the_mixture(tmp_path: Path, mix: float) -> None:
     """The first token after one prompt, by many seeds, against mix p + (1 - mix) q of the float64 oracle."""

@@ -146,6 +146,7 @@ def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
     assert not lacking.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, rank: int) -> None:
     learn = LearnConfig(learn_rate=1e-2, learn_top_k=5, learn_lora_rank=rank)
@@ -262,6 +263,7 @@ def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair,
                 np.testing.assert_allclose(scores[at], medusa_scores(folder, hidden)[head], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_new_medusa_heads_say_what_the_target_says_and_learn(pair: Pair, tmp_path: Path) -> None:
     write_new_medusa(pair.target, tmp_path / "heads")
     config, params, source = _medusa(tmp_path / "heads", pair.target)

@@ -56,6 +56,7 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+@pytest.mark.slow
 def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tmp_path: Path) -> None:
     folder, clock, router = tmp_path / "learned", Clock(0.0), taught()
     keeper = keeper_of(folder, drafts_of(programs), clock, topics=router)

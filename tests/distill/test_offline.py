@@ -59,6 +59,7 @@ def _same(ours: dict[str, jax.Array], theirs: dict[str, jax.Array]) -> bool:
     return all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["teacher", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_a_stopped_run_ends_as_one_that_was_not(
     models: Models, prompts: list[list[int]], tmp_path: Path, sampling: str

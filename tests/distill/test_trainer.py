@@ -179,6 +179,7 @@ def test_low_rank_updates_have_the_gradients_of_the_weights_they_change(low_rank
         assert_close(found, {"a": by_weight[name] @ b.T, "b": a.T @ by_weight[name]}, relative=0.06)
 
 
+@pytest.mark.slow
 def test_updates_that_the_served_type_cannot_show_add_up(low_rank_programs: TrainPrograms):
     """One step of 1e-5 is lost in bf16; what is trained is f32 and keeps it."""
     params = {name: each.astype(low_rank_programs.dtype) for name, each in PARAMS.items()}

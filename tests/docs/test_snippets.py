@@ -35,7 +35,7 @@ def run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_path, monkeypatch):
-    (code,) = blocks(POLICY, "python")
+    code, _ = blocks(POLICY, "python")
     assert len(code.splitlines()) <= 40
     (tmp_path / "shortest_enough.py").write_text(code)
     simulate, report = [words for words in commands(POLICY, "adaserve") if words[0] in ("simulate", "report")]
@@ -79,15 +79,18 @@ def test_the_python_of_the_first_pages(document, demo_engine, monkeypatch, capsy
 
 
 def test_an_engine_that_runs_changes_to_the_policy_of_the_file(demo_engine, tmp_path):
-    (code,) = blocks(POLICY, "python")
-    (tmp_path / "shortest_enough.py").write_text(code)
+    """And to the one with a selector, which stands in the same file."""
+    file = tmp_path / "shortest_enough.py"
+    file.write_text("\n".join(blocks(POLICY, "python")))
     llm = Kept.over(demo_engine)
-    llm.set_policy(str(tmp_path / "shortest_enough.py"))
-    try:
-        (out,) = llm.generate(["def add(a, b):"], SamplingParams(max_tokens=12, ignore_eos=True), slo=SLO(tpot_ms=40))
-    finally:
-        llm.set_policy("adaserve")
-    assert len(out.token_ids) == 12
+    for name in ("shortest_enough", "needed_and_half_of_the_rest"):
+        llm.set_policy(f"{file}:{name}")
+        try:
+            params = SamplingParams(max_tokens=12, ignore_eos=True)
+            (out,) = llm.generate(["def add(a, b):"], params, slo=SLO(tpot_ms=40))
+        finally:
+            llm.set_policy("adaserve")
+        assert len(out.token_ids) == 12
 
 
 def test_the_adapter_of_the_howto_is_one_of_the_embedded_target(tmp_path, monkeypatch):

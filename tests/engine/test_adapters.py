@@ -75,6 +75,7 @@ def test_texts_are_those_of_merged_checkpoints(llm: LLM, merged: dict[str, list[
     assert (llm.stats().scheduler.accepted_tokens > before) == (policy != "ar")
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_what_runs_beside_them(llm: LLM) -> None:
     """In deterministic mode, log probabilities are equal to the last bit, alone and among other adapters."""
     llm.set_policy("adaserve")
@@ -89,6 +90,7 @@ def test_bits_do_not_depend_on_what_runs_beside_them(llm: LLM) -> None:
         assert output.choices[0].logprobs == alone.choices[0].logprobs
 
 
+@pytest.mark.slow
 def test_cached_pages_are_those_of_the_same_adapter(llm: LLM) -> None:
     llm.set_policy("adaserve")  # the cache begins empty
     params = replace(GREEDY, max_tokens=2)
@@ -100,6 +102,7 @@ def test_cached_pages_are_those_of_the_same_adapter(llm: LLM) -> None:
     assert min(cached(name) for name in ("code", "sums", "")) > 0
 
 
+@pytest.mark.slow
 def test_texts_to_draft_from_are_those_of_the_same_adapter(llm: LLM) -> None:
     params = replace(GREEDY, max_tokens=40)
 
@@ -118,6 +121,7 @@ def test_texts_to_draft_from_are_those_of_the_same_adapter(llm: LLM) -> None:
     llm.set_policy("adaserve")
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go(llm: LLM, folders: dict[str, Path], merged: dict[str, list[list[int]]]) -> None:
     """A name that is loaded again is another adapter: neither its pages nor its texts are the old one's."""
     llm.set_policy("adaserve")
@@ -142,6 +146,7 @@ def test_adapters_come_and_go(llm: LLM, folders: dict[str, Path], merged: dict[s
     assert check("", "") >= 0 and check("sums", "sums") >= 0
 
 
+@pytest.mark.slow
 def test_a_request_ends_with_the_adapter_that_it_began_with(
     llm: LLM, folders: dict[str, Path], merged: dict[str, list[list[int]]]
 ) -> None:
@@ -160,6 +165,7 @@ def test_a_request_ends_with_the_adapter_that_it_began_with(
     llm.load_adapter("sums", str(folders["sums"]))
 
 
+@pytest.mark.slow
 def test_adapters_that_cannot_be_loaded_are_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
     code = str(folders["code"])
     for name, text in (
@@ -179,6 +185,7 @@ def test_adapters_that_cannot_be_loaded_are_refused(llm: LLM, folders: dict[str,
     assert set(llm.info.adapters) == {"code", "sums"}
 
 
+@pytest.mark.slow
 def test_an_adapter_that_the_device_has_no_room_for_costs_nothing_else(
     llm: LLM, folders: dict[str, Path], merged: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

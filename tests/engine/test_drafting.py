@@ -31,12 +31,11 @@ from adaserve_jax.star.messages import Hello, Welcome, cells_hash
 from adaserve_jax.stats import DrafterStats, ServiceState
 from adaserve_jax.tree.acceptance_table import read_chances
 from adaserve_jax.types import CandidateTrees, StepPlan
+from tests.conftest import compiling
 from tests.engine.simulated import Machine, Spelling, costs_of, limits_of
+from tests.engines import EXACT
 
 DRAFTER = DrafterConfig(("grpc://host:1",))
-OPTIONS: dict[str, Any] = {
-    "deterministic": True, "max_requests": 8, "max_context": 128, "page_size": 16, "max_depth": 4, "max_width": 3,
-}  # fmt: skip
 WELCOME = Welcome(
     draft_version="v1", max_depth=4, max_width=3, max_context=128, max_sessions=8, lease_s=60.0,
     level_s={(8, 1): 1e-3, (8, 3): 1e-3}, catchup_s={32: 1e-3},
@@ -59,7 +58,7 @@ class Service:
     answers: of a row, whether its tree comes in time."""
 
     def __init__(self) -> None:
-        config = EngineConfig(**OPTIONS, max_batch_tokens=128)
+        config = EngineConfig(**EXACT | {"max_batch_tokens": 128})
         pair = find_pair(config)
         chances = find_chances(config, pair)
         local = load_drafter(pair, resolve(config, pair.target, pair.draft), chances, None)
@@ -117,7 +116,8 @@ def served() -> Iterator[tuple[LLM, Service]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting, "build_drafter", build)
-        llm = LLM(**OPTIONS, max_batch_tokens=32, eq8_eq9=True, drafter=DRAFTER)
+        with compiling("deterministic"):
+            llm = LLM(**EXACT, eq8_eq9=True, drafter=DRAFTER)
     with llm:
         yield llm, service
         assert llm.stats().compiles_after_ready == 0

@@ -71,6 +71,7 @@ def run(target: Path, draft: Path, policies: tuple[str, ...]) -> tuple[dict[str,
     return texts, shares
 
 
+@pytest.mark.slow
 def test_text_is_the_targets_whatever_vocabulary_the_draft_has(tmp_path: Path) -> None:
     """Bytes are shared by both, words are not, and most of the rows of padding have no name in either."""
     target = write_checkpoint(tmp_path / "target")

@@ -45,6 +45,7 @@ def _texts(llm: LLM, temperature: float) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_that_of_every_other_draft_and_policy(exact: LLM, deterministic: LLM, temperature: float) -> None:
     deterministic.set_policy("ar")

@@ -143,6 +143,7 @@ def test_min_tokens_keeps_the_end_of_text_away(deterministic: LLM) -> None:
         assert all(output.token_ids[-1] == eos and output.finish_reason == "stop" for output in outputs)
 
 
+@pytest.mark.slow
 def test_preemption_loses_no_count(demo_engine: LocalEngine) -> None:
     """10 requests that grow to 132 tokens each, in a pool of 1,024: at temperature 20 the noise decides by far more
     than rounding does, and a count that was lost would show."""

@@ -26,6 +26,7 @@ def _outputs(llm: LLM, policy: str) -> list[GenerateOutput]:
     return llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
 
 
+@pytest.mark.slow
 def test_the_text_is_the_targets_and_heads_that_know_nothing_share_its_noise(tmp_path: Path) -> None:
     """Heads that find all tokens equally likely propose what the noise favours. At a high temperature the target draws
     just that, so nearly all of their chains are accepted."""

@@ -283,6 +283,7 @@ def seeds_that_draw(token: int, position: int, llm: LLM) -> list[int]:
     raise AssertionError(f"no seed draws token {token}")
 
 
+@pytest.mark.slow
 def test_seeds_that_the_engine_draws_survive_preemption(llm: LLM) -> None:
     """10 requests that grow to 160 tokens each and share none, in a pool of 1,024: some are preempted, and go on with
     their seed. They have no target: on a slow machine one with a target would wait until the running can bear it. A

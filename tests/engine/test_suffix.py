@@ -28,7 +28,7 @@ def texts(llm: LLM, temperature: float, **changes) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.choices]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_deterministic_texts_are_the_same_whatever_drafts(deterministic: LLM, temperature: float) -> None:
     found = {}
     for policy in SOURCES:

@@ -24,6 +24,7 @@ def llm() -> Iterator[LLM]:
         yield each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [{"temperature": 1.0}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"frequency_penalty": 0.5}))],

@@ -62,6 +62,7 @@ def test_a_head_of_the_source_reads_the_same_in_what_has_grown(tmp_path: Path) -
         grow_head(source, source, tmp_path / "other", 64)
 
 
+@pytest.mark.slow
 def test_medusa_heads_of_the_source_read_the_same_in_what_has_grown(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=4)
     heads = write_medusa(tmp_path / "heads", blocks=2)

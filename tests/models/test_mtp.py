@@ -56,6 +56,7 @@ def test_logits_equal_torch(tmp_path: Path) -> None:
     np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_layer_of_glm_computes_what_transformers_does(tmp_path: Path) -> None:
     folder = write_glm_mtp(tmp_path / "glm")

@@ -158,6 +158,7 @@ def test_a_model_equals_float64_over_its_rounded_weights(tmp_path: Path, overrid
     assert np.abs(ours - oracle_logits(folder, TOKENS)).max() > 1e-3, "the weights were not rounded"
 
 
+@pytest.mark.slow
 def test_biases_and_norms_of_heads_stay_as_they_are() -> None:
     """A model with every kind of weight gives in int8 what its rounded weights give in f32."""
     config = ModelConfig(320, 32, 48, 1, 4, 2, 16, 1e4, 1e-5, False, 128)

@@ -93,6 +93,7 @@ def test_beams_equal_the_xla_implementation() -> None:
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
     """A block over two tiles, one over none, and a query without any key; by `attend(interpret=True)`."""
     rng = np.random.default_rng(1)

@@ -24,7 +24,6 @@ from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
 TAU, TOP = 1.5, 24
-SMALL = TINY | {"token_edges": (16, 32)}
 LEARNING = LearnConfig(learn_temperature=TAU, learn_top_k=TOP)
 PROMPTS = [[5, 9, 300, 17, 40], [7, 7, 250], [310, 12, 13, 14, 15, 16]]
 TREES = [([3, 11, 12, 13], [-1, 0, 1, 0]), ([19, 20], [-1, 0])]  # tokens and parents, root first
@@ -36,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = tmp_path_factory.mktemp("models")
     target = write_checkpoint(folder / "target")
     draft = write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
-    return EngineConfig(target=str(target), draft=str(draft), learning=LEARNING, **SMALL)
+    return EngineConfig(target=str(target), draft=str(draft), learning=LEARNING, **TINY)
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module", params=["blocks", "canonical", "pools_of_a_tpu"])
+@pytest.fixture(scope="module", params=["blocks", pytest.param("canonical", marks=pytest.mark.slow), "pools_of_a_tpu"])
 def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceModel]:
     config = ModelConfig.from_folder(checkpoint)
     programs = ModelPrograms(config, MAX_PAGES, canonical=request.param == "canonical")

@@ -20,6 +20,7 @@ QUICK = {("fp8_blocks", "mixtral")}
 PARAMS = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(("name", "family"), PARAMS)
 def test_prefill_chunks_and_trees_equal_transformers(name: str, family: str, tmp_path: Path) -> None:

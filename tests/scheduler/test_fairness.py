@@ -110,6 +110,7 @@ def test_every_request_ends_with_its_text_under_fair_shares(policy: str) -> None
         assert run.text[request.sequence_id] == expected_text(request, limits.max_context)[0]
 
 
+@pytest.mark.slow
 def test_a_flood_costs_others_at_most_two_points_of_attainment() -> None:
     usual, _ = attainment(tenants_trace(3.0, 1.0, 30.0), fair=True)
     flooded = tenants_trace(3.0, 10.0, 30.0)

@@ -224,3 +224,57 @@ def test_prompts_alone_must_get_a_token(tmp_path):
     run = Run.of(limits_of(), policy=written(tmp_path, numpy + "import numpy as np\n", "integers.py"))
     run.add(request_of("r"))
     run.step()
+
+
+SELECTED = (
+    HEAD
+    + """
+import numpy as np
+from adaserve_jax.scheduler.selection import Offered, slo_phase
+
+def needed(offered: Offered) -> np.ndarray:
+    return slo_phase(offered.f, offered.need, budget=offered.most + len(offered.need))
+
+def controller(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 3, 2)
+
+own = Policy("a selector of its own", controller, selector=needed)
+known = Policy("the package's", controller, selector="slo-only")
+"""
+)
+SELECTION = "slo_phase(offered.f, offered.need, budget=offered.most + len(offered.need))"
+
+
+def test_a_file_may_bring_a_selector(tmp_path):
+    """One that selects as a rule of the package verifies the same trees; one that takes nothing verifies roots."""
+    path, limits = written(tmp_path, SELECTED), limits_of()
+    verified: dict[str, list[list[list[int]]]] = {}
+    none = written(tmp_path, SELECTED.replace(SELECTION, "np.zeros(len(offered.f), int)"), "none.py")
+    for name in (f"{path}:own", f"{path}:known", f"{none}:own"):
+        run = Run.of(limits, policy=name)
+        for row in range(3):
+            run.add(request_of(f"r{row}", tokens=30, tpot_slo_s=0.005 * (row + 1)))
+        verified[name] = []
+        while run.scheduler.has_work:
+            _, trees = run.step()
+            verified[name].append([trees.parent.tolist(), trees.token.tolist()])
+    own, known, roots = verified.values()
+    assert own == known != roots
+    assert run.scheduler.stats.draft_tokens == 0 and run.last.keys() == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize(("returned", "got"), [
+    ("np.zeros(1, int)", r"got \[0\]"),
+    ("np.full(len(offered.f), 0.5)", r"got \[0.5, 0.5\]"),
+    ("np.array([-1, 1])", r"got \[-1, 1\]"),
+    ("np.array([offered.most, 1])", r"at most (\d+) in all, got \[\1, 1\]"),
+    ("None", "got None"),
+])  # fmt: skip
+def test_a_selection_that_cannot_be_verified_is_named(tmp_path, returned, got):
+    path = written(tmp_path, SELECTED.replace(SELECTION, returned))
+    run = Run.of(limits_of(), policy=f"{path}:own")
+    for name in ("a", "b"):
+        run.add(request_of(name))
+    with pytest.raises(ConfigError, match=rf"in integers, how many nodes of each of 2 requests.*{got}; fix the fun"):
+        while run.scheduler.has_work:
+            run.step()

@@ -152,6 +152,7 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
         assert {k for k in after if not after[k] <= dead[k]} == set()
 
 
+@pytest.mark.slow
 def test_a_request_that_crashes_the_engine_each_time_is_set_aside():
     with site(restart_backoff=0.0) as place:
         for _ in range(2):
@@ -201,6 +202,7 @@ def test_a_server_drains_while_its_engine_starts_again():
         )
 
 
+@pytest.mark.slow
 def test_a_stop_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every stream and body in flight at SIGTERM is whole. None can end before all run and the server drains."""
     gate = tmp_path / "open"

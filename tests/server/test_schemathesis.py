@@ -42,6 +42,7 @@ def fuzz(server: Running, folder: Path, *options: str, timeout_s: float) -> int:
     return int(count)
 
 
+@pytest.mark.slow
 def test_the_document_holds(fuzzed, tmp_path):
     assert fuzz(fuzzed, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "3", timeout_s=60) >= 15
 

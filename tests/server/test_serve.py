@@ -103,6 +103,7 @@ def test_it_starts_serves_and_drains():
     assert "nothing new is taken; requests in flight have 10 s to end, a second signal ends them" in stopping
 
 
+@pytest.mark.slow
 def test_a_drain_that_takes_too_long_ends_the_requests():
     with Program(timeout=0.2) as program:
         wait_until(lambda: program.status("/ready") == 200)
@@ -116,6 +117,7 @@ def test_a_drain_that_takes_too_long_ends_the_requests():
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_requests_with_an_error():
     with Program(timeout=600.0) as program:
         wait_until(lambda: program.status("/ready") == 200)

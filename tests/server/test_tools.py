@@ -38,7 +38,13 @@ FIXED = {"model": "demo", "messages": ASKED, "tools": TOOLS, "max_tokens": 160, 
 POLICIES = ("ar", "adaserve")
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+QUICK = ("hermes", "glm45")
+"""Calls as JSON, and as marks around names and values."""
+
+
+@pytest.fixture(
+    scope="module", params=[each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FORMATS]
+)
 def served(request: pytest.FixtureRequest, demo_engine, serve_engine) -> Iterator[Running]:
     settings = ServerSettings(tool_call_parser=request.param)
     with serve_engine(demo_engine, load_tokenizer("demo"), settings) as server:
