@@ -218,6 +218,9 @@ def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
     (line,) = (line.split() for line in shown(repeats, 80) if line.strip().startswith("ar"))
     assert line[:4] == ["ar", "60", "300", "66.7%"], "200 of 300 requests"
     assert "10.5" in line and "-" in line
+    without = replace(row, requests_with_slo=0, attainment=None, attainment_tpot=None, goodput_tps=0.0)
+    (line,) = (line.split() for line in shown([without], 80) if line.strip().startswith("ar"))
+    assert line[3:6] == ["-", "-", "-"], "no targets, so no goodput"
 
 
 class Noting:
