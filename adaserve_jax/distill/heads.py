@@ -36,7 +36,7 @@ from adaserve_jax.models.decoder import (
 from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.placement import EVERYWHERE, Placement
-from adaserve_jax.models.rope import LongRopeScaling
+from adaserve_jax.models.rope import SCALING_KEYS, LongRopeScaling
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.text_model import text_settings
 
@@ -172,7 +172,7 @@ def _rope_settings(target: ModelConfig, given: dict[str, Any]) -> dict[str, Any]
         return rope | {"max_position_embeddings": target.max_position}
     scaling = given.get("rope_scaling") or given["rope_parameters"]
     scaling = scaling.get("full_attention", scaling)  # new files of Gemma 3 have one for each kind of layer
-    scaling = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    scaling = {name: value for name, value in scaling.items() if name in SCALING_KEYS}
     trained = given.get("max_position_embeddings", target.max_position)
     return rope | {"max_position_embeddings": trained, "rope_scaling": scaling}
 

@@ -20,11 +20,13 @@ from adaserve_jax.models.settings import Settings
 
 DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-_KEYS = (
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
-    "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "truncate", "finetuned", "short_factor", "long_factor",
-)  # fmt: skip
+SCALING_KEYS = frozenset({
+    "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "short_factor",
+    "long_factor",
+})  # fmt: skip
+"""Rotary settings that any family may have beside its base and the share of a head that is rotated."""
+_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor"}
 _GROWTH_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
 
 

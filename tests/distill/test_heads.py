@@ -225,8 +225,15 @@ TWO_KINDS = {
           "query_pre_attn_scalar": 16, "rope_parameters": TWO_KINDS}, 1e6, LinearScaling(8.0)),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 1e4,
          YarnScaling(4.0, 64, 1.1386294361119891, 32.0, 1.0, True)),
+        ({"architectures": ["Ministral3ForCausalLM"], "head_dim": 16, "sliding_window": None,
+          "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+                              "original_max_position_embeddings": 64, "max_position_embeddings": 256}}, 1e6,
+         YarnScaling(4.0, 64, 1.1386294361119891, 32.0, 1.0, True)),
+        ({"architectures": ["GlmForCausalLM"], "head_dim": 16, "attention_bias": False,
+          "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
+         1e4, LinearScaling(2.0)),
     ],
-    ids=["longrope", "partial", "gemma3", "yarn"],
+    ids=["longrope", "partial", "gemma3", "yarn", "ministral3", "glm"],
 )  # fmt: skip
 def test_a_new_head_has_the_rotary_base_of_its_target_and_a_scaling_that_its_layer_takes(
     tmp_path: Path, given: dict[str, Any], theta: float, scaling: Any
