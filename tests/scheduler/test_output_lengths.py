@@ -61,3 +61,11 @@ def test_before_anything_ended_a_usual_length_is_planned(written: int, planned: 
     lengths = OutputLengths()
     assert lengths.left("chat", 5, written, 4000) == planned
     assert lengths.left("chat", 5, written, 30) == min(planned, 30)
+
+
+def test_a_text_that_ended_where_this_one_is_counts_as_none_that_is_longer() -> None:
+    lengths = OutputLengths()
+    for length in [30] * (ENOUGH - 1) + [20]:
+        lengths.observe("chat", 5, length)
+    assert lengths.left("chat", 5, 19, 4000) == 30 - 19
+    assert lengths.left("chat", 5, 20, 4000) == COLD_TOKENS - 20
