@@ -124,25 +124,25 @@ class ExpertConfig:
 class ModelConfig:
     """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
 
-    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias,
-    out_bias, mlp_bias: products that add a bias. qk_norm: normalise queries and keys before the rotary embedding,
-    those of each head alone, or with joint_qk_norm those of all heads together. windows: sliding window of each
-    layer in tokens, the current one included; None: no window; empty: no windows. window_rope_theta: base of the
-    rotary embedding in layers with a window, there without scaling; None: as elsewhere. experts: None in a dense
-    model. activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms: attention and MLP have a
-    norm behind them too: names in the checkpoint of the norm before the MLP, and of the norms behind attention and
-    MLP; empty: they have none. The first is "" where attention and MLP have no norm before them. scaled_embedding:
+    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
+    mlp_bias: products that add a bias. qk_norm: normalise queries and keys before the rotary embedding, those of each
+    head alone, or with joint_qk_norm those of all heads together. late_qk_norms: they are normalised behind the rotary
+    embedding instead: names in the checkpoint of the norms of queries and of keys. windows: sliding window of each
+    layer in tokens, the current one included; None: no window; empty: no windows. window_rope_theta: base of the rotary
+    embedding in layers with a window, there without scaling; None: as elsewhere. experts: None in a dense model.
+    activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms: attention and MLP have a norm
+    behind them too: names in the checkpoint of the norm before the MLP, and of the norms behind attention and MLP;
+    empty: they have none. The first is "" where attention and MLP have no norm before them. scaled_embedding:
     embeddings are multiplied by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what
-    attention and MLP add to the stream, are multiplied by them. logits_scaling: logits are divided by it.
-    query_scalar: scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and
-    logits, s become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that
-    are rotated; None: all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without
-    rotary embedding. query_growth: how queries grow with their position (`layers.query_scale`); None: they do not.
-    sinks: each head has a score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of
-    queries, keys and values, "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its
-    vocabulary; None: a model of its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers
-    in the checkpoint, which are no part of the model; None: it has none. is_mtp: this is the first of them, which
-    drafts for the model (`mtp_head`).
+    attention and MLP add to the stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar:
+    scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and logits, s become
+    cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are rotated; None:
+    all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without rotary embedding.
+    query_growth: how queries grow with their position (`layers.query_scale`); None: they do not. sinks: each head has a
+    score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of queries, keys and values,
+    "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of
+    its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint, which are no
+    part of the model; None: it has none. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
     weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
@@ -164,6 +164,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    late_qk_norms: tuple[str, ...] = ()
     windows: tuple[int | None, ...] = ()
     experts: ExpertConfig | None = None
     activation: Activation = "silu"
@@ -311,9 +312,12 @@ class ModelConfig:
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
         layers = values.integer("num_hidden_layers")
+        head_dim = values.integer("head_dim", default=hidden // heads)
+        if head_dim % 2:
+            raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
         theta, scaling = read_rope(
             values, by_layer=family.window_rope, of_phi=family.phi, partial=family.partial_rotary,
-            growing=family.query_growth,
+            growing=family.query_growth, alpha_dim=head_dim if family.by_alpha else None,
         )  # fmt: skip
         windows = _windows(values, family, layers)
         trained = values.integer("max_position_embeddings")
@@ -328,9 +332,6 @@ class ModelConfig:
             raise CheckpointError(
                 f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {num_kv_heads}"
             )
-        head_dim = values.integer("head_dim", default=hidden // heads)
-        if head_dim % 2:
-            raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {head_dim}")
         rotary_dim = int(head_dim * read_rotary_share(values))
         if family.partial_rotary:
             rotary_dim = values.integer("rotary_dim", default=rotary_dim)
@@ -360,6 +361,7 @@ class ModelConfig:
             mlp_bias=of_mlp,
             qk_norm=family.qk_norm or bool(values.get("use_qk_norm")),
             joint_qk_norm=family.joint_qk_norm,
+            late_qk_norms=family.late_qk_norms,
             windows=windows,
             experts=None if family.experts is None else _experts(values, family, family.experts, layers),
             activation="gelu_tanh" if family.activation == GELU else "silu",

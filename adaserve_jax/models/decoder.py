@@ -206,9 +206,13 @@ class Layer(nnx.Module):
         else:
             normed = jnp.concatenate([_behind(self.attn_norm, embedded), self.feature_norm(x)])
         qkv = self.qkv(normed, adapters).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
-        rotated = self._normed(qkv[: self.heads + self.kv_heads])
+        rotated = qkv[: self.heads + self.kv_heads]
+        if not self.config.late_qk_norms:
+            rotated = self._normed(rotated)
         if rotary is not None:
             rotated = rotate(rotated, rotary, interleaved=self.config.interleaved_rotary)
+        if self.config.late_qk_norms:
+            rotated = self._normed(rotated)
         queries, keys = rotated[: self.heads], rotated[self.heads :]
         if self.config.query_scalar is not None:  # attention divides by sqrt(D)
             queries = queries * (self.head_dim / self.config.query_scalar) ** 0.5

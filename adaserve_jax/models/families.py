@@ -153,7 +153,8 @@ class Family:
     a scaled embedding. window_rope: layers with a window have a rotary base of their own. partial_rotary: a share
     of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries may grow with their
     position. sinks: each head has a score without a key. nope_in_full: where some layers have a window, the others
-    have no rotary embedding. joint_qk_norm, post_norms, interleaved_rotary, fused_tensors: as in `ModelConfig`.
+    have no rotary embedding. by_alpha: the rotary base may be multiplied by a power of alpha. joint_qk_norm,
+    late_qk_norms, post_norms, interleaved_rotary, fused_tensors: as in `ModelConfig`.
     """
 
     defaults: dict[str, Any]
@@ -162,6 +163,7 @@ class Family:
     bias_settings: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    late_qk_norms: tuple[str, ...] = ()
     post_norms: tuple[str, ...] = ()
     nope_in_full: bool = False
     experts: ExpertNames | None = None
@@ -172,6 +174,7 @@ class Family:
     partial_rotary: bool = False
     interleaved_rotary: bool = False
     phi: bool = False
+    by_alpha: bool = False
     query_growth: bool = False
     fused_tensors: tuple[str, ...] = ()
     sinks: bool = False
@@ -356,6 +359,12 @@ FAMILIES = {
         frozenset({"sliding_window"}),
         query_growth=True,
     ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5},
+        frozenset({"attention_bias", "use_qk_norm"}),
+        bias_settings=("attention_bias", "attention_bias", ""),
+        qk_norm=True, late_qk_norms=("query_layernorm", "key_layernorm"), by_alpha=True,
+    ),
 }  # fmt: skip
 ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -366,7 +375,7 @@ ARCHITECTURE_OF_TYPE = {
     "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "exaone4": "Exaone4ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "minimax_m2": "MiniMaxM2ForCausalLM",
     "glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM", "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
 }  # fmt: skip
 NEEDED = {
     "Qwen3NextForCausalLM": "linear attention with a recurrent state",
@@ -384,5 +393,5 @@ SETTINGS = (
     "use_mrope", "use_qk_norm", "n_routed_experts", "attn_logit_softcapping", "final_logit_softcapping",
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
     "clip_qkv", "alibi", "no_rope_layers", "num_experts", "num_local_experts", "query_pre_attn_scalar",
-    "sliding_window_pattern", "use_bidirectional_attention",
+    "sliding_window_pattern", "use_bidirectional_attention", "use_cla",
 )  # fmt: skip

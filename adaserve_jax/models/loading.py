@@ -301,12 +301,13 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return top[name]
     inputs = d if head is None else 2 * d
     before_mlp, behind_attention, behind_mlp = config.post_norms or ("post_attention_layernorm", "", "")
+    query_norm, key_norm = config.late_qk_norms or ("q_norm", "k_norm")
     modules: dict[str, dict[str, tuple[int, ...]]] = {
         "attn_norm": {"input_layernorm": (d,)},
         "feature_norm": {"hidden_norm": (d,)},
         "qkv": {f"self_attn.{each}_proj": (size, inputs) for each, size in (("q", q), ("k", kv), ("v", kv))},
-        "q_norm": {"self_attn.q_norm": (q if config.joint_qk_norm else config.head_dim,)},
-        "k_norm": {"self_attn.k_norm": (kv if config.joint_qk_norm else config.head_dim,)},
+        "q_norm": {f"self_attn.{query_norm}": (q if config.joint_qk_norm else config.head_dim,)},
+        "k_norm": {f"self_attn.{key_norm}": (kv if config.joint_qk_norm else config.head_dim,)},
         "out": {"self_attn.o_proj": (d, q)},
         "mlp_norm": {before_mlp: (d,)},
         "attn_post_norm": {behind_attention: (d,)},

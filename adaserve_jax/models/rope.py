@@ -27,6 +27,7 @@ SCALING_KEYS = frozenset({
 })  # fmt: skip
 """Rotary settings that any family may have beside its base and the share of a head that is rotated."""
 _KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor"}
+_ALPHA = "alpha"
 _GROWTH_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
@@ -135,14 +136,17 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
 
 
 def read_rope(
-    top: Settings, *, by_layer: bool = False, of_phi: bool = False, partial: bool = False, growing: bool = False
-) -> tuple[float, RopeScaling | None]:
+    top: Settings, *, by_layer: bool = False, of_phi: bool = False, partial: bool = False, growing: bool = False,
+    alpha_dim: int | None = None,
+) -> tuple[float, RopeScaling | None]:  # fmt: skip
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
     ones (rope_theta, rope_scaling).
 
     by_layer: rope_parameters may have parts of their own for each kind of layer; those of full attention are returned.
     of_phi: any scaling is longrope, whatever it is called. partial: a share of each head may be rotated. growing: as
-    for `read_query_growth`.
+    for `read_query_growth`. alpha_dim: head dimension, D, of a family in which `dynamic` may have an alpha, whatever
+    the length of the text: its base is multiplied by alpha^(D / (D - 2)), so that the slowest pair's frequency is
+    divided by alpha. None: alpha is refused.
     Raises CheckpointError, UnsupportedModelError.
     """
     name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
@@ -153,7 +157,7 @@ def read_rope(
         raise top.unsupported(name, "one for all layers is")
     rope = Settings(given, top.path, name)
     for key in given:
-        if key not in _KEYS and not (growing and key in _GROWTH_KEYS):
+        if key not in _KEYS and not (growing and key in _GROWTH_KEYS) and not (alpha_dim and key == _ALPHA):
             raise rope.unsupported(key)
     for settings in (rope, top):
         if settings.get("partial_rotary_factor") not in (None, 1.0) and not partial:
@@ -161,6 +165,8 @@ def read_rope(
     theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
     if of_phi and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su", "yarn"):
         return theta, _longrope(rope, top)
+    if alpha_dim and (rope.get("rope_type") or rope.get("type")) == "dynamic" and rope.get(_ALPHA):
+        theta *= rope.positive(_ALPHA) ** (alpha_dim / (alpha_dim - 2))
     return theta, _scaling(rope, name, top)
 
 

@@ -232,8 +232,10 @@ TWO_KINDS = {
         ({"architectures": ["GlmForCausalLM"], "head_dim": 16, "attention_bias": False,
           "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
          1e4, LinearScaling(2.0)),
+        ({"architectures": ["HunYuanDenseV1ForCausalLM"],
+          "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 50.0}}, 1e4 * 50 ** (16 / 14), None),
     ],
-    ids=["longrope", "partial", "gemma3", "yarn", "ministral3", "glm"],
+    ids=["longrope", "partial", "gemma3", "yarn", "ministral3", "glm", "alpha"],
 )  # fmt: skip
 def test_a_new_head_has_the_rotary_base_of_its_target_and_a_scaling_that_its_layer_takes(
     tmp_path: Path, given: dict[str, Any], theta: float, scaling: Any

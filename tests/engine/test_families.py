@@ -16,7 +16,7 @@ TOKENS = 128
 DIVIDED = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt_oss", "granite",
     "smollm3", "seed_oss", "glm4", "ernie4_5", "ministral3", "qwen2_moe", "glm4_moe", "exaone4",
-    "olmo2", "olmo3", "olmoe", "minimax_m2",
+    "olmo2", "olmo3", "olmoe", "minimax_m2", "hunyuan_dense",
 )  # fmt: skip
 """Families whose texts are compared on two devices as well."""
 PROMPTS = [90, 7]  # tokens; with the first, the window and the context before scaling are left behind at once

@@ -277,6 +277,18 @@ PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "moe_intermediate_size": 8},
         {"qk_norm": True, "qkv_bias": False},
     ),
+    (
+        "HunYuanDenseV1ForCausalLM",
+        {"rope_theta": 1e4, "use_qk_norm": True, "use_cla": False, "cla_share_factor": 2, "attention_head_dim": 16,
+         "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                          "mscale_all_dim": 1.0, "type": "dynamic"}},
+        {"qk_norm": True, "late_qk_norms": ("query_layernorm", "key_layernorm"), "qkv_bias": False,
+         "rope_scaling": None, "rope_theta": 1e4 * 1000 ** (16 / 14), "max_position": 256},
+    ),
+    (
+        "HunYuanDenseV1ForCausalLM", {"attention_bias": True, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"qkv_bias": True, "out_bias": True, "mlp_bias": False, "rope_scaling": None},
+    ),
 ]  # fmt: skip
 
 
@@ -344,6 +356,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
         "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
     ),
+    ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, "rope_scaling.alpha = 9.0 is not supported"),
+    ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla = True is not supported"),
     (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2, "mscale_x": 1}}, "rope_scaling.mscale_x = 1 is not"),
     (
         {"architectures": ["Glm4MoeForCausalLM"], "n_group": 2},

@@ -80,7 +80,7 @@ def test_shards_and_a_converted_source(tmp_path: Path, monkeypatch: pytest.Monke
     "mixtral", "gemma3", "phi4_mini", "gpt_oss",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("llama_biases", "mistral", "qwen2", "qwen3_moe_mixed", "qwen3_window", "granite")
+        for name in ("llama_biases", "mistral", "qwen2", "qwen3_moe_mixed", "qwen3_window", "granite", "hunyuan_dense")
     ),
 ])  # fmt: skip
 def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, name: str) -> None:

@@ -42,3 +42,18 @@ def test_frequencies_equal_transformers(case: str) -> None:
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=3e-7)
     assert (scaling.magnitude if scaling else 1.0) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("alpha", [50.0, 1000.0])
+def test_frequencies_by_alpha_equal_transformers(alpha: float) -> None:
+    from transformers import HunYuanDenseV1Config
+    from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": alpha}
+    theirs = HunYuanDenseV1RotaryEmbedding(HunYuanDenseV1Config(head_dim=128, rope_parameters=rope))
+    theta, scaling = read_rope(Settings({"rope_parameters": rope}, Path("config.json")), alpha_dim=128)
+    assert scaling is None and theirs.attention_scaling == 1
+    frequencies = plain_frequencies(theta, 128)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=3e-7)

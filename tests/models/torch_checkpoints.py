@@ -168,6 +168,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
         }},
     ),
+    "hunyuan_dense": (
+        "HunYuanDenseV1", {"attention_bias": True, "pad_token_id": 0, "rope_parameters": {
+            "rope_type": "dynamic", "rope_theta": 500.0, "factor": 1.0, "alpha": 50.0,
+        }},
+    ),
+    "hunyuan_dense_plain": ("HunYuanDenseV1", {"pad_token_id": 0, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
 

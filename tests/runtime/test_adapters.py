@@ -36,7 +36,7 @@ CASES = {
     "glm-canonical": OF_GLM, "glm4-blocks": OF_GLM, "ernie4_5-blocks": DENSE, "ministral3-blocks": DENSE,
     "qwen2_moe-blocks": ATTENTION, "glm4_moe-canonical": ATTENTION, "olmo2-blocks": DENSE, "olmo3-canonical": DENSE,
     "exaone4-blocks": DENSE, "olmoe-blocks": ATTENTION,
-    "minimax_m2-blocks": ATTENTION,
+    "minimax_m2-blocks": ATTENTION, "hunyuan_dense-blocks": DENSE,
 }  # fmt: skip
 """Family and order of attention's sums, and modules that the adapter changes: all that can be."""
 QUICK = {"phi4_mini-blocks"}
