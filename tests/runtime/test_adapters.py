@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.models.families import ARCHITECTURE_OF_TYPE
+from adaserve_jax.models.families import FAMILIES as SERVED
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.model import DeviceModel
 from tests.documents import rows, section
@@ -71,14 +73,25 @@ def logits_of(model: DeviceModel, sequence: list[int], adapter: int) -> tuple[np
     return np.concatenate(chunks), tree
 
 
-def test_the_table_of_families_says_what_can_be_adapted() -> None:
+def _said() -> dict[str, str]:
+    """Return what models.md says can be adapted, by family."""
     _, *families = rows(section("models.md", "## Families"))
-    said = {row.names[0]: row.cells[2] for row in families}
+    return {row.names[0]: row.cells[2] for row in families}
+
+
+def test_every_family_has_a_row_in_the_documents_and_is_checked() -> None:
+    checked = {f"{name}ForCausalLM" for name, _ in FAMILIES.values()} | {"MiMoForCausalLM"}
+    assert set(SERVED) == set(_said()) == checked
+    assert set(ARCHITECTURE_OF_TYPE.values()) == set(SERVED)
+
+
+def test_the_table_of_families_says_what_can_be_adapted() -> None:
     modules: dict[str, list[list[str]]] = {}
     for case, adapted in CASES.items():
         modules.setdefault(f"{FAMILIES[case.split('-')[0]][0]}ForCausalLM", []).append(adapted)
     expected = {name: "attention" if ATTENTION in each else "all" for name, each in modules.items()}
-    assert said == expected | {"MiMoForCausalLM": expected["Qwen2ForCausalLM"]}, "MiMo is read as Qwen2"
+    expected["MiMoForCausalLM"] = expected["Qwen2ForCausalLM"]
+    assert _said() == expected, "models.md (left) says otherwise than CASES"
 
 
 def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
