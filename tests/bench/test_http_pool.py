@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.http_client.settings import UrlSettings
 
@@ -42,3 +43,33 @@ def test_a_host_that_takes_connections_and_says_nothing_is_given_up(spare: int):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
         assert acquired(UrlSettings(url, connect_timeout_s=0.05, spare_connections=spare)) == ("connect_timeout", False)
+
+
+def test_an_idle_connection_that_was_closed_is_not_handed_out():
+    async def until_it_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def acquired_again(pool: ConnectionPool) -> tuple[HttpConnection, HttpConnection]:
+        found: asyncio.Queue[HttpConnection] = asyncio.Queue()
+        pool.acquire(found.put_nowait, pytest.fail)
+        first = await found.get()
+        first.close()
+        pool.acquire(found.put_nowait, pytest.fail)
+        return first, await found.get()
+
+    async def run() -> None:
+        server = await asyncio.start_server(until_it_ends, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        pool = ConnectionPool(UrlSettings(url, spare_connections=1))
+        await pool.fill()
+        assert await pool.reachable()
+        first, second = await acquired_again(pool)
+        assert second is not first and second.is_open
+        pool.close_busy()
+        assert not second.is_open
+        await pool.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(run())
