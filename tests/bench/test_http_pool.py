@@ -45,7 +45,11 @@ def test_a_host_that_takes_connections_and_says_nothing_is_given_up(spare: int):
         assert acquired(UrlSettings(url, connect_timeout_s=0.05, spare_connections=spare)) == ("connect_timeout", False)
 
 
-def test_an_idle_connection_that_was_closed_is_not_handed_out():
+@pytest.mark.parametrize("absent", ["", "TCP_USER_TIMEOUT"])
+def test_an_idle_connection_that_was_closed_is_not_handed_out(absent: str, monkeypatch: pytest.MonkeyPatch):
+    """Also on a system that lacks an option of sockets."""
+    monkeypatch.delattr(socket, absent, raising=False)
+
     async def until_it_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
