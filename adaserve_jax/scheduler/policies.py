@@ -105,16 +105,15 @@ class Parts:
 class Policy:
     """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
 
-    about: description in the table of policies. selector: which drafted nodes are verified, one of SELECTION_RULES or
-    a function of the policy's own. need, slo_order: how the SLO phase counts tokens and its order of service.
+    about: description in the table of policies. selector: which drafted nodes are verified, one of SELECTION_RULES or a
+    function of the policy's own. need, slo_order: how the SLO phase counts tokens and its order of service.
     tree_widths: nodes by level (selector "static" only). search_budget: the verify budget is chosen again, over the
-    token edges, once the candidates are known.
-    calibrated: f is made of calibrated chances instead of the draft's own probabilities. uses_draft: the draft is fed
-    and searched at all, when one is loaded. needs_draft: the policy is refused without a draft. elastic: the draft's
-    memory becomes KV pages while speculation is off and pages are short; otherwise the draft stays. weighs_pages: that
-    happens when pages would bring more than the draft, instead of while speculation is off. bounds_lengths: lengths of
-    outputs are learned, for the horizon of need and the order "goodput". sources: what its trees are made of, unless
-    `EngineConfig.draft_sources` or the policy's name says otherwise.
+    token edges, once the candidates are known. calibrated: f is made of calibrated chances instead of the draft's own
+    probabilities. uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is
+    refused without a draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short;
+    otherwise the draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while
+    speculation is off. bounds_lengths: lengths of outputs are learned, for the horizon of need and the order "goodput".
+    sources: what its trees are made of, unless `EngineConfig.draft_sources` or the policy's name says otherwise.
     """
 
     about: str

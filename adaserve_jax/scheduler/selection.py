@@ -39,7 +39,7 @@ class Ranked:
 
 @dataclass(frozen=True, eq=False)
 class Offered:
-    """What the selection function of a policy chooses from.
+    """Describe the nodes that a policy's own selector chooses from.
 
     f: f64[R, C], chance that each drafted node is accepted, likeliest first in each row; 0: no node. need: f64[R],
     tokens that each request must gain in this step, the root's counted. most: nodes that fit the step.
@@ -51,7 +51,7 @@ class Offered:
 
 
 SelectionFunction = Callable[[Offered], np.ndarray]
-"""Return how many nodes of each request are verified, i64[R], its likeliest first."""
+"""Return how many nodes of each request to verify, i64[R], its likeliest first."""
 
 
 def rank(candidates: CandidateTrees) -> Ranked:
@@ -142,18 +142,18 @@ def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return wanted, reached[:, -1] >= need
 
 
-def chosen_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
-    """Return the nodes that `function` chooses, bool[R, C] along ranked columns. Raises ConfigError if they cannot be
+def taken_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
+    """Return how many candidates of each sequence `function` takes, i64[R]. Raises ConfigError if they cannot be
     verified.
     """
-    rows, columns = offered.f.shape
+    rows = len(offered.f)
     taken = np.asarray(function(offered))
     if taken.shape != (rows,) or taken.dtype.kind not in "iu" or taken.min() < 0 or taken.sum() > offered.most:
         raise ConfigError(
             f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
             f"most {offered.most} in all, got {taken.tolist()}; fix the function"
         )
-    return (np.arange(columns) < taken[:, None]) & (offered.f > 0)
+    return np.minimum(taken, np.count_nonzero(offered.f, axis=1))
 
 
 def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:

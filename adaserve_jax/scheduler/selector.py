@@ -77,7 +77,7 @@ class Selector:
         elif callable(self._policy.selector):
             budget, wanted = self._budget_and_need(planned, ranked, int(candidates.depth.max()), now)
             offered = selection.Offered(ranked.f, wanted, budget - plan.num_decode)
-            chosen = selection.chosen_by(self._policy.selector, offered)
+            chosen = selection.only_needed(ranked, selection.taken_by(self._policy.selector, offered), 0)
         else:
             return self._by_need(planned, candidates, ranked, now)
         return selection.pack(candidates, plan.root_token, ranked, chosen)
