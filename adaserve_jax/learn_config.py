@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from adaserve_jax.settings import Panel, PathText, Settings, setting, settings
 
 Loss = Literal["kl", "reverse_kl", "jsd"]
 """Distance of the draft's distribution q from the target's p: KL(p||q), KL(q||p), or a mixture between them."""
-LOSSES: tuple[str, ...] = get_args(Loss)
 
 
 @settings

@@ -31,7 +31,7 @@ SCORES = 4
 
 
 def choose_length(
-    config: ModelConfig, learn: LearnConfig, dtype: Any, device: Any = None, counter: CompileCounter | None = None,
+    config: ModelConfig, learn: LearnConfig, dtype: Any, counter: CompileCounter | None = None,
     progress: Progress | None = None, target: HeadTarget | None = None,
 ) -> TrainPrograms:  # fmt: skip
     """Compile the programs for the longest of LENGTHS whose micro-step, measured here, takes at most learn_delay_ms.
@@ -39,7 +39,7 @@ def choose_length(
     target: of a head, whose micro-step runs it too. Raises ConfigError if not even the shortest does.
     """
     tried: dict[int, TrainPrograms] = {}
-    first = TrainPrograms(config, learn, LENGTHS[0], dtype, device, counter, target)
+    first = TrainPrograms(config, learn, LENGTHS[0], dtype, counter, target)
     first.compile(progress, only=("begin",))
 
     @cache

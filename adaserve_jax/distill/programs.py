@@ -229,14 +229,14 @@ class TrainPrograms:
     """Programs that train a draft of one shape in micro-steps of `num_tokens` tokens; `compile` fills `compiled`."""
 
     def __init__(
-        self, config: ModelConfig, learn: LearnConfig, num_tokens: int, dtype: Any, device: Any = None,
+        self, config: ModelConfig, learn: LearnConfig, num_tokens: int, dtype: Any,
         counter: CompileCounter | None = None, target: HeadTarget | None = None,
     ) -> None:  # fmt: skip
         """Declare the programs.
 
-        dtype: serving type of the draft, in which products are computed; trained numbers are f32. device: None is the
-        first local one. counter: counts compilations while a program runs. target: of a head; without it, a head has
-        no programs of OF_ONE_LENGTH.
+        dtype: serving type of the draft, in which products are computed; trained numbers are f32. counter: counts
+        compilations while a program runs. target: of a head; without it, a head has no programs of OF_ONE_LENGTH. They
+        run on the first local device.
         Raises UnsupportedModelError: the draft is a mixture of experts.
         """
         check_trainable(config)
@@ -244,7 +244,7 @@ class TrainPrograms:
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self._target = target
         self.dtype = jnp.dtype(dtype)
-        self.device = device or jax.local_devices()[0]
+        self.device = jax.local_devices()[0]
         self.top_k = min(learn.learn_top_k, config.vocab_size)
         self.compiled: dict[tuple[Any, ...], Callable] = {}
         self._counter = counter
@@ -262,7 +262,7 @@ class TrainPrograms:
 
     def with_length(self, num_tokens: int) -> TrainPrograms:
         """Return programs for another length of micro-steps, sharing those that do not depend on it."""
-        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter, self._target)
+        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self._counter, self._target)
         other.compiled = {key: each for key, each in self.compiled.items() if key[0] not in OF_ONE_LENGTH}
         return other
 

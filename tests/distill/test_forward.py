@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from adaserve_jax.distill.programs import batch_sums, rows_logits
 from adaserve_jax.distill.records import PADDING, PackedBatch, pack
-from adaserve_jax.learn_config import LOSSES, LearnConfig
+from adaserve_jax.learn_config import LearnConfig, Loss
 from tests.distill.made import CONFIG, VOCAB, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle
 
@@ -43,7 +43,7 @@ def two_texts() -> list[Any]:
     return [made_record(rng, 13, 6), made_record(rng, 11, 5)]
 
 
-@pytest.mark.parametrize("kind", [each if each != "reverse_kl" else SLOWER for each in LOSSES])
+@pytest.mark.parametrize("kind", [each if each != "reverse_kl" else SLOWER for each in get_args(Loss)])
 def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
     learn = LearnConfig(learn_loss=kind, learn_beta=0.3, learn_temperature=0.8)
     records = two_texts()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 
 from adaserve_jax.distill.programs import row_losses
-from adaserve_jax.learn_config import LOSSES
+from adaserve_jax.learn_config import Loss
 from tests.distill.made import made_record
 from tests.oracles import training as oracle
 
@@ -29,7 +30,7 @@ def _gradient(logits, ids, log_p, kind, beta, temperature):
     return loss.sum(), (loss, overlap)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", get_args(Loss))
 @pytest.mark.parametrize(("top", "temperature"), [(TOP, 0.7), (VOCAB, 1.0)])
 def test_equal_to_float64_by_hand(kind: str, top: int, temperature: float):
     rng = np.random.default_rng(0)
@@ -41,7 +42,7 @@ def test_equal_to_float64_by_hand(kind: str, top: int, temperature: float):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", get_args(Loss))
 def test_fewer_tokens_give_a_distance_and_an_acceptance_from_below(kind: str):
     rng = np.random.default_rng(1)
     whole = made_record(rng, 12, ROWS, top=VOCAB, vocab=VOCAB)
@@ -55,7 +56,7 @@ def test_fewer_tokens_give_a_distance_and_an_acceptance_from_below(kind: str):
     assert (overlap <= accepted + 1e-6).all()
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", get_args(Loss))
 @pytest.mark.parametrize("sharp", [1.0, 60.0])
 def test_a_target_that_is_sure_and_tokens_that_it_excludes_give_numbers(kind: str, sharp: float):
     """Nothing is left for all others, log p is -inf, and with sharp scores q has nothing left either."""
@@ -88,7 +89,7 @@ def test_half_precision_that_adds_up_to_more_than_one_is_scaled_back():
     np.testing.assert_allclose(overlap, 1, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", get_args(Loss))
 def test_what_is_no_number_spoils_its_row_and_no_other(kind: str):
     record = made_record(np.random.default_rng(3), 12, ROWS, top=TOP, vocab=VOCAB)
     record.log_p[1, 2] = np.nan
