@@ -11,13 +11,12 @@ from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.controllers.corrected import (
     EXPLORE_SHARE,
     MEAN_SHARE,
-    MIN_DWELL,
     CorrectedController,
     OptionRatios,
     neighbours,
 )
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
+from adaserve_jax.scheduler.controllers.nightjar import MIN_DWELL, SwitchTable
 from adaserve_jax.scheduler.controllers.shapes import Shapes
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
@@ -328,11 +327,9 @@ def test_wrong_tables_cost_it_no_more_than_the_cost_model_alone(rows):
 
 
 @pytest.mark.slow
-def test_a_draft_thought_too_dear_is_tried_and_found_good():
-    """At four times its cost the tables leave it alone for ever, and lose a tenth."""
-    right = tokens_per_s("half-model", 4, 5000)
-    assert tokens_per_s("half-model", 4, 5000, draft=4.0) < 0.95 * right
-    assert tokens_per_s("adaserve", 4, 5000, draft=4.0) > 0.96 * right
+def test_a_draft_thought_too_dear_is_found_good():
+    """The tables are told that it takes four times as long."""
+    assert tokens_per_s("adaserve", 4, 5000, draft=4.0) > 0.96 * tokens_per_s("adaserve", 4, 5000)
 
 
 @pytest.mark.slow

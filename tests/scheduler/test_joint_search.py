@@ -10,7 +10,7 @@ from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
-from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
+from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, JointController
 from adaserve_jax.scheduler.controllers.shapes import kernels
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
@@ -41,7 +41,7 @@ class Oracle:
             for edge in (e for e in edges if e <= last):
                 for share in (1.0, 0.5, 0.25):
                     room = edge - self.rows
-                    chunk = min(max(ceil(room * share), min(MIN_CHUNK, room)), self.load.prefill_tokens)
+                    chunk = min(ceil(room * share), self.load.prefill_tokens)
                     nodes = min(edge - chunk, self.limits.max_tree_tokens) - self.rows
                     if nodes >= 0:
                         yield self.value(depth, width, edge, chunk, nodes, last), depth, chunk

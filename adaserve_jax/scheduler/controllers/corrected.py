@@ -16,15 +16,13 @@ import numpy as np
 from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, SoloSpeed, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import is_of_its_chain
 from adaserve_jax.scheduler.controllers.joint import Correction, JointController, Pick, Weighed
-from adaserve_jax.scheduler.controllers.nightjar import ExplorationSchedule, SwitchTable, doubling
+from adaserve_jax.scheduler.controllers.nightjar import MIN_DWELL, ExplorationSchedule, SwitchTable, doubling
 from adaserve_jax.scheduler.controllers.shapes import Shapes
-from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.cost_model import OUTLIER, CostTable
 from adaserve_jax.types import Limits
 
 MEAN_SHARE = 0.35
 """Weight of the plain mean in a blended ratio; the moving average, which follows changes, has the rest."""
-RATIO_LIMIT = 4.0
-"""A single ratio is clipped to this factor and its inverse."""
 EXPLORE_SHARE = 0.1
 """Upper bound on the share of bins that begin with a trial; beyond it the probability falls with the bin's number in
 its block.
@@ -35,11 +33,6 @@ UNSURE = 0.5
 """Added to NEAR for a shape that has shown nothing: the tables may be off by a factor of two."""
 TRIAL_STEPS = 3
 """Steps for which a shape that does better than predicted may become the best one."""
-MIN_DWELL = 8
-"""Fewest steps that speculation stays off if turning it on takes longer than a plain step, unless that keeps fewer
-sequences on pace. If drafts lag by little, on and off may alternate: chains are free beside prompts that fill the
-same bucket.
-"""
 STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
 """Seconds of a shape: size of noise, and weights in steps. They hardly scatter."""
 TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
@@ -71,8 +64,8 @@ class OptionRatios:
         self._lately = [1.0] * options
 
     def learn(self, option: int, ratio: float, weight: float) -> None:
-        """Take in one measurement of that weight."""
-        ratio = min(max(ratio, 1 / RATIO_LIMIT), RATIO_LIMIT)
+        """Take in one measurement of that weight; a ratio counts as no more than OUTLIER, and no less than 1 / it."""
+        ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
         total = self._weight[option] + weight
         self._mean[option] += weight / total * (ratio - self._mean[option])
         rate = max(weight / total, weight / (weight + self._lately_weight))
@@ -254,6 +247,10 @@ class CorrectedController(Controller):
         return self._switch.switch_s(int(late.max()), len(late)) if len(late) else 0.0
 
     def _must_dwell(self, switch_s: float) -> bool:
+        """Return whether speculation stays off for now: turning it on takes longer than a plain step.
+
+        If drafts lag by little, on and off may alternate: chains are free beside prompts that fill the same bucket.
+        """
         return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
 
     def _prompts_only(self, load: Load) -> Decision:

@@ -27,9 +27,7 @@ GRID = 16
 FINE_SHAPES = 3
 """Shapes that are also tried with the edges between the coarse ones."""
 CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
-"""Shares of a step's tokens beside the roots that prefill may take."""
-MIN_CHUNK = 16
-"""Fewest prefill tokens of a step while prompts wait: prefill always progresses."""
+"""Shares of a step's tokens beside the roots that prefill may take, rounded up: prefill always progresses."""
 CATCHUP_STEPS = 32
 """Steps over which the cost of a long catch-up is spread."""
 COARSE_EDGES = 12
@@ -297,7 +295,7 @@ class JointController(Controller):
         if self._prefill_tokens is not None:
             return np.minimum(room, min(load.prefill_tokens, self._prefill_tokens))
         shares = np.ceil(room * CHUNK_SHARES).astype(np.int64)
-        return np.minimum(np.maximum(shares, np.minimum(MIN_CHUNK, room)), load.prefill_tokens)
+        return np.minimum(shares, load.prefill_tokens)
 
 
 def _spread(low: int, high: int, most: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from adaserve_jax.scheduler.controllers.base import (
 )
 from adaserve_jax.scheduler.controllers.baselines import fill
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, is_of_its_chain
-from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.cost_model import OUTLIER, CostTable
 from adaserve_jax.types import Limits
 
 MIN_DWELL = 16
@@ -35,8 +35,6 @@ HYSTERESIS = 0.02
 """Share of its loss by which speculation must be better than none, or none better than speculation, to change over."""
 PRIOR_STEPS = 1.0
 """Weight, in steps, of the cost model's prediction of an arm."""
-OUTLIER = 4.0
-"""Factor of an arm's average time to which a longer step is clipped."""
 MEMORY_STEPS = 512
 """Most steps that an arm's sums stand for; older ones fade as new ones come."""
 FADE = 0.5
@@ -311,7 +309,7 @@ class NightjarController(ChainController):
         index = bisect_left(self._sizes, rows)
         bucket = self._buckets[index]
         if bucket is None:
-            rows = min(self._sizes[index], self._limits.max_requests)
+            rows = self._sizes[index]
             bucket = self._buckets[index] = ArmBucket(*self._costs.predicted(rows), rows)
         return bucket
 
