@@ -14,7 +14,9 @@ small that prompts wait for minutes.
 Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
 From all of them: README.md with tables and figures, verdict.json, contenders.json with every contender at every point,
 and a figure for each machine and kind of targets.
-`--report-only` writes these of whatever is there. `--quick` takes short generated traces and few contenders.
+`--report-only` writes these of whatever is there. `--beside` takes contenders that do not run from the contenders.json
+of an earlier run, so that a policy that changed is compared without running all others again. `--quick` takes short
+generated traces and few contenders.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from benchmarks.adaserve.sweeps_points import (
     contenders,
     points,
 )
-from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, tables, verdict
+from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, lines_of, tables, verdict
 
 QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
 
@@ -157,8 +159,27 @@ def known_settings(files: Sequence[str]) -> dict[tuple[str, str, str, float], Se
     return found
 
 
-def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
+def with_earlier(lines: Sequence[Line], file: Path | None) -> list[Line]:
+    """Return the lines and those of an earlier run's contenders.json about other contenders and points.
+
+    Raises ConfigError: it cannot be read.
+    """
+    if file is None:
+        return list(lines)
+    try:
+        earlier = lines_of(json.loads(file.read_text()))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--beside: {file} is no contenders.json of a run: {error}") from error
+    return list({_place(line): line for line in [*earlier, *lines]}.values())
+
+
+def _place(line: Line) -> tuple[str, str, str, float, str]:
+    return line.machine, line.targets, line.sweep, line.value, line.contender
+
+
+def write_report(lines: Sequence[Line], out: Path) -> dict[str, Any]:
     """README.md, verdict.json, contenders.json and, where matplotlib is installed, the figures; returns the verdict."""
+    commit = ", ".join(sorted({each for line in lines for each in line.overall["commit"].split(", ")}))
     judged = {"commit": commit, **verdict(lines)}
     each = {"commit": commit, "points": contenders_by_point(lines)}
     (out / "README.md").write_text(f"# Policy sweeps\n\n{tables(each)}\n")
@@ -192,6 +213,9 @@ def policy_sweeps(
             "settings are run again, and none is searched for"
         ),
     ] = "",
+    beside: Annotated[
+        Path | None, typer.Option(help="contenders.json of an earlier run: what is not run is taken from it")
+    ] = None,
     report_only: Annotated[bool, typer.Option(help="run nothing: write the report of what sweeps.jsonl has")] = False,
     quick: Annotated[bool, typer.Option(help="short generated traces and few contenders, to see it work")] = False,
 ) -> None:
@@ -201,9 +225,10 @@ def policy_sweeps(
     if min(requests, jobs, seed) < 0:
         raise ConfigError("--requests, --jobs and --seed must not be below 0")
     if report_only:
-        lines = read_rows(out / "sweeps.jsonl", Line)
-        commits = sorted({row["commit"] for line in lines for row in line.rows})
-        show(write_report(lines, out, ", ".join(commits)), out)
+        file = out / "sweeps.jsonl"
+        lines = read_rows(file, Line) if file.exists() or beside is None else []
+        make_folder(out)
+        show(write_report(with_earlier(lines, beside), out), out)
         return
     named = [load_machine(name) for name in comma_list("machines", machines, str)]
     chosen = contenders(quick=quick)
@@ -235,8 +260,8 @@ def policy_sweeps(
         for machine in named for point in todo for contender in chosen if contender.runs_at(point, machine)
     ]  # fmt: skip
     all_jobs = [each for each in every if each.contender.policy is not None or each.setting is not None or not known]
-    judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
-    show(judged, out)
+    lines = run_all(all_jobs, out, jobs or os.cpu_count() or 1)
+    show(write_report(with_earlier(lines, beside), out), out)
 
 
 def _among(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ KINDS = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s
 class Line:
     """One contender at one point.
 
-    rows: result rows as in results.jsonl, over all classes first. recovery_s: seconds from the end of the overload to
+    rows: result rows as in results.jsonl, over all classes first; of an earlier run (`lines_of`) what contenders.json
+    keeps of them. recovery_s: seconds from the end of the overload to
     the first moment after which `submission.RECOVERED` of them meet their targets again; None if that never comes, and
     in other sweeps.
     """
@@ -48,6 +49,8 @@ class Line:
     @property
     def setting(self) -> str:
         row = self.overall
+        if "setting" in row:
+            return row["setting"]
         chunk = row["max_prefill_tokens"] or "any"
         return f"{row['policy']}, chunk {chunk}, {row['max_requests']} running"
 
@@ -138,6 +141,22 @@ def contenders_by_point(lines: Sequence[Line]) -> list[dict[str, Any]]:
         for (machine, targets, sweep), by_value in grouped(lines).items()
         for value, at_point in by_value.items()
     ]
+
+
+def lines_of(result: dict[str, Any]) -> list[Line]:
+    """Return what a contenders.json of an earlier run says of contenders that there are still, as lines without a key."""
+    groups = {contender.name: contender.group for contender in contenders()}
+    return [
+        Line(
+            "", point["machine"], point["sweep"], point["value"], point["targets"], name, groups[name],
+            rows=({
+                "slo_class": ALL_CLASSES, "requests": point["requests"], "attainment": told["attainment"],
+                "goodput_tps": told["goodput_tps"], "setting": told["setting"], "commit": result["commit"],
+            },),
+            recovery_s=told.get("recovery_s"),
+        )
+        for point in result["points"] for name, told in point["contenders"].items() if name in groups
+    ]  # fmt: skip
 
 
 def verdict(lines: Sequence[Line]) -> dict[str, Any]:

@@ -154,6 +154,37 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert table.endswith("Simulated at commit c0ffee.")
 
 
+def test_contenders_of_an_earlier_run_stand_beside_a_new_one(modules, tmp_path: Path) -> None:
+    """Its own lines give the same file again; those that ran anew, and only those, are replaced."""
+    main, tables = modules["main"], modules["tables"]
+    lines = [
+        line(modules, "adaserve", "ours", 0.95, 900.0), line(modules, "tuned", "tuned", 0.97, 880.0),
+        line(modules, "ar", "baseline", 0.70, 750.0),
+        replace(line(modules, "ar", "baseline", 0.9, 650.0, sweep="overload"), recovery_s=3.0),
+    ]  # fmt: skip
+    (tmp_path / "first").mkdir()
+    first = main.write_report(lines, tmp_path / "first")
+    file = tmp_path / "first" / "contenders.json"
+    told = json.loads(file.read_text())
+    assert tables.contenders_by_point(tables.lines_of(told)) == told["points"]
+    assert tables.verdict(tables.lines_of(told)) == tables.verdict(lines)
+    anew = line(modules, "adaserve", "ours", 0.99, 910.0)
+    anew.overall["commit"] = "decaf"
+    second = main.write_report(main.with_earlier([anew], file), tmp_path / "first")
+    assert second["commit"] == "c0ffee, decaf"
+    (before,), (after,) = first["points"], second["points"]
+    assert after == {
+        **before, "attainment": 0.99, "goodput_tps": 910.0, "goodput_ratio": pytest.approx(910 / 750),
+        "minus_best_baseline": pytest.approx(0.29), "violation_ratio": pytest.approx(30.0),
+        "minus_tuned": pytest.approx(0.02), "goodput_ratio_to_tuned": pytest.approx(910 / 880),
+    }  # fmt: skip
+    told["points"][0]["contenders"]["gone"] = told["points"][0]["contenders"]["ar"]
+    assert {each.contender for each in tables.lines_of(told)} == {"adaserve", "tuned", "ar"}
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"--beside: .*contenders.json is no contenders.json of a run"):
+        main.with_earlier([], file)
+
+
 def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
     """All requests after the overload are met by the one contender, and none by the other."""
     main, places = modules["main"], modules["points"]
