@@ -1,21 +1,21 @@
 """Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
 architecture/device.md, scheduler.md and star.md, between their markers, from what lies under benchmarks/results.
 
-benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
-device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
-policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
-nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
-client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
-osd/latency.py and osd/cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-heads.json: of starsd/heads.py;
-peers-*.json: of peers/compare.py;
-restart-*.json: of server/restart.py; draft-vocabulary-*.json: of engine/draft_vocabulary.py;
-acceptance-rules-*.json: of engine/acceptance_rules.py;
-absent-devices.json: of absent_devices.py; tile-sizes.json: of tile_sizes.py; draft-sources-*.json and
-draft-heads-*.json: of engine/draft_sources.py and draft_sources_load.py; online-learning/head-*.json: of
-osd/online_learning.py; contenders-*.json: of adaserve/sweeps.py;
-constants-*.json: of adaserve/constants.py; multi-slo/*.json: of `adaserve bench --suite multi-slo`. No number is typed.
-Imports no jax.
+Of benchmarks/results it reads, each written by the file of benchmarks/ beside it:
+
+* throughput-*.json, halves-*.json: engine/throughput.py; load-*: engine/load_time.py; off-path-*: engine/off_path.py;
+  acceptance-rules-*, draft-vocabulary-*: the files of engine/ with these names; draft-sources-*, draft-heads-*:
+  engine/draft_sources.py and draft_sources_load.py
+* device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
+* validation-*, calibration-*, constants-*: the files of adaserve/ with these names; sweeps-*, contenders-*:
+  adaserve/sweeps.py (its verdict.json and contenders.json)
+* nightjar-*: nightjar/tables.py, engine.py and offload.py
+* online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
+* starsd/*, star-heads, star-plan: starsd/; cluster-plan/points.jsonl: cluster/plan.py
+* client-accuracy-*, restart-*: server/; peers-*: peers/compare.py; reproduce: papers/reproduce.py
+* multi-slo/*: `adaserve bench --suite multi-slo`
+
+No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ PEERS_CHART = ROOT / "docs" / "figures" / "peers.svg"
 FIGURES = (
     f"| requests at once | temperature | policy | tokens/s | times `{REFERENCE}` | tokens per step "
     "| draft nodes accepted | texts that differ |\n|---|---|---|---|---|---|---|---|"
+)
+TABLES_ALONE = "half-model"
+HALVES = (
+    "| requests at once | temperature | policy | tokens/s | share of steps that draft "
+    f"| times `{TABLES_ALONE}` |\n|---|---|---|---|---|---|"
 )
 STEPS = (
     "| requests at once | temperature | policy | share of steps that draft | depth | width | tree tokens per row "
@@ -175,6 +180,19 @@ def tables(rows: Sequence[ThroughputRow]) -> str:
     parts += ["Aims and results:", "\n".join([AIMS, *judged])] if judged else []
     parts += ["The engine's steps:", "\n".join([STEPS, *steps])]
     return "\n\n".join(parts)
+
+
+def halves_table(rows: Sequence[ThroughputRow]) -> str:
+    """Return how `adaserve` stands beside its two halves, from a run of these policies."""
+    against = {row.point: row for row in rows if row.system == TABLES_ALONE}
+    measured = [
+        line(
+            *point(row), number(median(row.tps), 1), number(row.drafting_share),
+            "-" if row.system == TABLES_ALONE else str(paired_ratio(row.tps, against[row.point].tps)),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return "\n\n".join([f"Measured with `{command(rows)}`:", "\n".join([HALVES, *measured]), conditions(rows)])
 
 
 def load_table(result: dict[str, Any]) -> str:
@@ -414,6 +432,7 @@ def main() -> int:
     star_heads = heads_table(results / "star-heads.json")
     tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
     scheduler = SCHEDULER_PAGE.read_text()
+    halves = [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))]
     constants = _tables(constants_table, sorted(results.glob("constants-*.json")))
     swept = SWEEPS_PAGE.read_text()
     contenders = _tables(sweep_tables, sorted(results.glob("contenders-*.json")))
@@ -423,7 +442,9 @@ def main() -> int:
         CLUSTER_PAGE: (cluster, planned),
         SOURCES_PAGE: (drafting, drafts),
         LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
-        SCHEDULER_PAGE: (scheduler, between(scheduler, "constants", constants, SCHEDULER_PAGE)),
+        SCHEDULER_PAGE: (scheduler, between(
+            between(scheduler, "halves", halves, SCHEDULER_PAGE), "constants", constants, SCHEDULER_PAGE
+        )),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         SWEEPS_PAGE: (swept, between(swept, "contenders", contenders, SWEEPS_PAGE)),
         PEERS_CHART: (PEERS_CHART.read_text() if PEERS_CHART.exists() else "", peer_chart(peers)),

@@ -144,7 +144,7 @@ def contenders_by_point(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def lines_of(result: dict[str, Any]) -> list[Line]:
-    """Return what a contenders.json of an earlier run says of contenders that there are still, as lines without a key."""
+    """Return the lines, without keys, of the contenders of an earlier run's contenders.json that there still are."""
     groups = {contender.name: contender.group for contender in contenders()}
     return [
         Line(
