@@ -155,7 +155,7 @@ def _adaserve(parts: Parts) -> Controller:
     if not parts.limits.max_depth:
         return joint
     plain_step_s = parts.cost.baseline_s
-    return CorrectedController(joint, parts.limits, parts.switch, parts.seed, plain_step_s=plain_step_s)
+    return CorrectedController(joint, parts.limits, parts.switch, plain_step_s=plain_step_s)
 
 
 def closed_form(parts: Parts) -> Controller:

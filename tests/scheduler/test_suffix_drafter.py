@@ -127,9 +127,7 @@ def test_the_choice_counts_what_text_brings_before_it_drafts() -> None:
     )  # fmt: skip
     decision = joint.decide(load)
     assert decision.depth == 0 and decision.tree_token_cap > 16
-    both = joint.weigh(load).by_shape()[0]
-    alone = joint.weigh(Load.of_one()).by_shape()[0]
-    assert both[0] > alone.max()
+    assert joint.weigh(load).choices.value[0].max() > joint.weigh(Load.of_one()).choices.value.max()
 
 
 def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() -> None:

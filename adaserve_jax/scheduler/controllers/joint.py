@@ -117,13 +117,6 @@ class Weighed:
             choices.value.item(best, edge, share), choices.on_pace.item(best, edge, share),
         )  # fmt: skip
 
-    def by_shape(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return f64[O], the value of each shape at its best coarse edge, and the sequences on pace in it."""
-        value = self.choices.value.reshape(len(self.shapes), -1)
-        at = value.argmax(axis=1)
-        rows = np.arange(len(at))
-        return value[rows, at], self.choices.on_pace.reshape(value.shape)[rows, at]
-
 
 class JointController(Controller):
     """Controller that picks the option of highest predicted value; its only state are the tables that it reads."""
