@@ -97,6 +97,7 @@ KNOBS = (
     Knob("controllers.joint", "FINE_SHAPES", (1, 8)),
     Knob("controllers.joint", "REACH_STEPS", (1, 16)),
     Knob("controllers.joint", "GRID", (8, 32)),
+    Knob("controllers.corrected", "MIN_DWELL", (1, 32)),
     Knob("controllers.corrected", "HALF_LIFE", (64, 1024)),
     Knob("acceptance", "MEAN_RATE", (0.05, 0.2)),
     Knob("acceptance", "PSEUDO_OUTCOMES", (4.0, 36.0)),

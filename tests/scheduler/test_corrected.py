@@ -8,9 +8,9 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.controllers.corrected import CorrectedController, OptionRatios
+from adaserve_jax.scheduler.controllers.corrected import MIN_DWELL, CorrectedController, OptionRatios
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.controllers.nightjar import MIN_DWELL, SwitchTable
+from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import Scheduler

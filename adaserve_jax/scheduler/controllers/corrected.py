@@ -15,10 +15,15 @@ import numpy as np
 from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, SoloSpeed, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import is_of_its_chain
 from adaserve_jax.scheduler.controllers.joint import Correction, JointController, Pick
-from adaserve_jax.scheduler.controllers.nightjar import MIN_DWELL, SwitchTable, doubling
+from adaserve_jax.scheduler.controllers.nightjar import SwitchTable, doubling
 from adaserve_jax.scheduler.cost_model import OUTLIER, CostTable
 from adaserve_jax.types import Limits
 
+MIN_DWELL = 8
+"""Fewest steps that speculation stays off if turning it on takes longer than a plain step, unless that keeps fewer
+sequences on pace. If drafts lag by little, on and off may alternate: chains are free beside prompts that fill the
+same bucket.
+"""
 STEP_NOISE, STEP_PRIOR, STEP_LATELY = 0.05, 1.0, 5.0
 """Seconds of a shape: size of noise, and weights in steps. They hardly scatter."""
 TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY = 0.15, 64.0, 400.0
@@ -193,10 +198,6 @@ class CorrectedController(Controller):
         return self._switch.switch_s(int(late.max()), len(late)) if len(late) else 0.0
 
     def _must_dwell(self, switch_s: float) -> bool:
-        """Return whether speculation stays off for now: turning it on takes longer than a plain step.
-
-        If drafts lag by little, on and off may alternate: chains are free beside prompts that fill the same bucket.
-        """
         return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
 
     def _prompts_only(self, load: Load) -> Decision:
