@@ -30,6 +30,7 @@ def _texts(llm: LLM, policy: str) -> list[list[int]]:
 def test_the_text_is_the_targets(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     with LLM(target=str(write(tmp_path)), draft="mtp", **NARROW | {"max_context": 64}) as llm:
         expected = _texts(llm, "ar")
-        for policy in ("spec:2", "adaserve", "adaserve@model", "adaserve@suffix+model"):
+        for policy in ("spec:2", "spec:2@suffix+model", "adaserve", "adaserve@model", "adaserve@suffix+model"):
             assert _texts(llm, policy) == expected, policy
-            assert llm.stats().scheduler.draft_tokens > 0
+            # by its own measured times `adaserve` may leave the draft alone
+            assert policy.startswith("adaserve") or llm.stats().scheduler.draft_tokens > 0
