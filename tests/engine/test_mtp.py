@@ -18,7 +18,7 @@ PROMPTS = ["the cat", "a the a the a the", "in", "thing in the ring"]
 def _texts(llm: LLM, policy: str) -> list[list[int]]:
     llm.set_policy(policy)
     params = [
-        SamplingParams(max_tokens=16, temperature=0.5 * (seed % 2), seed=seed, ignore_eos=True)
+        SamplingParams(max_tokens=40, temperature=0.5 * (seed % 2), seed=seed, ignore_eos=True)
         for seed in range(len(PROMPTS))
     ]
     return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
@@ -30,7 +30,6 @@ def _texts(llm: LLM, policy: str) -> list[list[int]]:
 def test_the_text_is_the_targets(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     with LLM(target=str(write(tmp_path)), draft="mtp", **NARROW | {"max_context": 64}) as llm:
         expected = _texts(llm, "ar")
-        for policy in ("spec:2", "spec:2@suffix+model", "adaserve", "adaserve@model", "adaserve@suffix+model"):
+        for policy in ("spec:2", "adaserve", "adaserve@model", "adaserve@suffix+model"):
             assert _texts(llm, policy) == expected, policy
-            # by its own measured times `adaserve` may leave the draft alone
-            assert policy.startswith("adaserve") or llm.stats().scheduler.draft_tokens > 0
+            assert llm.stats().scheduler.draft_tokens > 0

@@ -80,11 +80,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A chosen decision. shape: its index. value, on_pace: with corrections."""
+    """A chosen decision. shape: its index. on_pace: sequences that it keeps on pace, with corrections."""
 
     decision: Decision
     shape: int
-    value: float
     on_pace: float
 
 
@@ -114,7 +113,7 @@ class Weighed:
         chosen = int(shapes[best])
         return Pick(
             self.decide(chosen, int(choices.chunk[edge, share])), chosen,
-            choices.value.item(best, edge, share), choices.on_pace.item(best, edge, share),
+            choices.on_pace.item(best, edge, share),
         )  # fmt: skip
 
 
