@@ -215,6 +215,7 @@ def test_a_cluster_that_is_killed_carries_no_order_out(tmp_path: Path):
         cluster.join()
 
 
+@pytest.mark.slow
 def test_a_cluster_in_the_background_that_ends_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", "up", "--detach", "--targets", "0"])
     with pytest.raises(errors.AdaServeError, match=r"^targets must be .*got 0 \(the cluster ended with status 2; its"):

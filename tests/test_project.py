@@ -14,6 +14,7 @@ import pytest
 import adaserve_jax
 from scripts import checks_table, reference_docs
 from tests.conftest import LONGEST, OPTIMISED, ROOT
+from tests.slow import slow_after
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
 SKIPPED_FOLDERS = {
@@ -152,14 +153,16 @@ def test_importing_the_package_does_not_import_jax():
     assert not {"jax", "jaxlib", "flax", "transformers", *SERVER_PACKAGES} & modules_after("import adaserve_jax")
 
 
-@pytest.mark.parametrize("module", ["cli.app", "server.serve", "engine.process_engine", "engine.remote_draft"])
+@pytest.mark.parametrize(
+    "module", slow_after(2, ["server.serve", "engine.remote_draft", "cli.app", "engine.process_engine"])
+)
 def test_the_command_line_and_the_front_end_load_neither_jax_nor_grpc(module: str):
     loaded = modules_after(f"import adaserve_jax.{module}")
     assert "grpc" not in loaded
     assert module == "engine.remote_draft" or not {"jax", "jaxlib", "flax"} & loaded
 
 
-@pytest.mark.parametrize("module", ["bench", "cli", "engine.client", "results"])
+@pytest.mark.parametrize("module", slow_after(2, ["bench", "engine.client", "cli", "results"]))
 def test_these_import_without_the_servers_packages(module: str):
     if not list(PACKAGE.glob(module.replace(".", "/") + "*")):
         pytest.skip(f"adaserve_jax.{module} does not exist")

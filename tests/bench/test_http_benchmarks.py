@@ -102,6 +102,7 @@ def test_drift_is_between_medians_when_warm_and_at_the_end(modules):
     assert modules["soak"].drift([7.0]) == (7.0, 7.0)
 
 
+@pytest.mark.slow
 def test_bodies_that_are_too_large_are_refused_and_the_gaps_of_one_stream_are_measured(modules, port):
     refusals = modules["refusals"]
     for _, path, body in refusals.bodies():

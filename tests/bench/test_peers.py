@@ -262,6 +262,7 @@ def alive(stat: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_stand_in_is_measured_by_the_real_client_and_the_run_goes_on_at_its_port(
     scripts, tmp_path, monkeypatch, capfd
 ):

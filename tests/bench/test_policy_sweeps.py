@@ -185,6 +185,7 @@ def test_contenders_of_an_earlier_run_stand_beside_a_new_one(modules, tmp_path: 
         main.with_earlier([], file)
 
 
+@pytest.mark.slow
 def test_an_overload_has_the_time_until_targets_are_met_again(modules) -> None:
     """All requests after the overload are met by the one contender, and none by the other."""
     main, places = modules["main"], modules["points"]

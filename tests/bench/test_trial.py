@@ -121,6 +121,7 @@ def test_without_a_draft_there_is_no_acceptance(monkeypatch: pytest.MonkeyPatch)
     assert found.errors is not None and found.errors["draft"].steps == 0
 
 
+@pytest.mark.slow
 def test_requests_fit_the_context_and_follow_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that leaves no room for MOST_NEW_TOKENS behind the shortest prompt is used as far as it goes."""
     made = []

@@ -100,6 +100,7 @@ def test_a_run_is_stopped_gone_on_with_and_serves(
     assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The good version of a trainer's checkpoint, as the learner keeps it: a folder per draft."""
     config = OfflineConfig(lora_rank=2)

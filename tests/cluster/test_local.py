@@ -155,6 +155,7 @@ def test_status_shows_every_process(cluster, capsys):
     assert all(f"pid {pid}" in shown for pid in cluster.pids().values()) and shown.count("up at the router") == 2
 
 
+@pytest.mark.slow
 def test_down_leaves_nothing(cluster):
     pids = cluster.pids()
     assert run_program("cluster", "down", "--run-folder", str(cluster.folder.path)) == 0

@@ -21,6 +21,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import SamplingParams, ToolCalls
 from adaserve_jax.types import Sequence, SequenceUpdate
 from tests.constraints.grammar_texts import EOS, V, Writer, ids_of
+from tests.slow import slow_after
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
 
@@ -130,7 +131,7 @@ def calls_in(text: str, form: str) -> list[tuple[str, Any]]:
     return [(one[1], json.loads(one[2])) for one in found]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", slow_after(6, FORMATS))
 def test_required_calls_are_whatever_the_tokens_calls_that_fit(vocabulary: Vocabulary, form: str):
     rng, names, most = np.random.default_rng(5), set(), 0
     for parallel in (False, True) * 12:
@@ -228,7 +229,7 @@ def test_what_speculation_corrupted_elsewhere_cannot_be_written(vocabulary: Voca
     assert EOS not in ids_of(masks[0]) or case == "text behind the call"
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", slow_after(4, FORMATS))
 def test_trees_around_the_beginning_of_a_call_get_the_masks_of_texts(vocabulary: Vocabulary, form: str):
     calls = ToolCalls(form, TOOLS)
     chain = vocabulary.tokenizer.encode("hé " + FORMATS[form].write([("shell", '{"command": "ls"}')]))

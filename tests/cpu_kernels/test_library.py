@@ -47,6 +47,7 @@ def test_a_second_process_finds_the_library_of_the_first(tmp_path: Path) -> None
     assert target("product_f32") == f"adaserve_product_f32_{name}"
 
 
+@pytest.mark.slow
 def test_without_a_compiler_xla_computes(tmp_path: Path) -> None:
     found, log = in_a_process(tmp_path, CXX="no-such-compiler")
     assert found == "none"
@@ -62,6 +63,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert found == "none" and "no room for" in log
 
 
+@pytest.mark.slow
 def test_a_switch_turns_them_off(tmp_path: Path) -> None:
     found, log = in_a_process(tmp_path, **{SWITCH: "0"})
     assert found == "none" and "kernels" not in log

@@ -16,10 +16,11 @@ from adaserve_jax.cpu_kernels.product import (
     multiply_groups_int4,
     multiply_int4,
 )
+from tests.slow import slow_after
 
 TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 COLUMNS = (1, 2, 7, 8, 9, 16, 17, 32, 33, MAX_COLUMNS)
-SIZES = ((1, 1), (7, 33), (8, 128), (64, 129), (203, 1100), (1031, 96))
+SIZES = ((7, 33), (203, 1100), (1031, 96), (1, 1), (8, 128), (64, 129))
 """Outputs and inputs: less than a tile, whole tiles, tiles and a rest, more than one sum, and work for two threads."""
 
 
@@ -31,7 +32,7 @@ def made(name: str, outputs: int, inputs: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", slow_after(3, SIZES), ids=str)
 def test_products_equal_float64(name: str, size: tuple[int, int]) -> None:
     weight = made(name, *size)
     largest = float(np.abs(weight.astype(np.float64)).max())
@@ -58,7 +59,7 @@ GROUPS = ([0, 1, 0, 3, 9], [40, 0, 1], [0, 0], [5])
 
 
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("size", [(7, 33), (203, 1100), (96, 64)], ids=str)
+@pytest.mark.parametrize("size", slow_after(1, [(203, 1100), (7, 33), (96, 64)]), ids=str)
 def test_grouped_products_equal_float64(name: str, size: tuple[int, int]) -> None:
     for sizes in GROUPS:
         weight = np.stack([made(name, *size) * (group + 1) // 1 for group in range(len(sizes))]).astype(TYPES[name])
@@ -93,7 +94,9 @@ def in_int4(outputs: int, inputs: int, group: int) -> tuple[tuple[np.ndarray, ..
     return (packed, scale, zero), ((values - zero[..., None]) * scale[..., None]).reshape(outputs, inputs)
 
 
-@pytest.mark.parametrize("size", [(1, 2, 2), (7, 36, 4), (8, 128, 32), (203, 1120, 16), (1031, 96, 32)], ids=str)
+@pytest.mark.parametrize(
+    "size", slow_after(2, [(7, 36, 4), (203, 1120, 16), (1, 2, 2), (8, 128, 32), (1031, 96, 32)]), ids=str
+)
 def test_products_of_int4_equal_float64(size: tuple[int, int, int]) -> None:
     """Outputs, inputs, and inputs that share a scale: whole words of eight values, and less; small and negative f16."""
     given, weight = in_int4(*size)

@@ -54,6 +54,7 @@ def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("kl", True), ("jsd", False), ("reverse_kl", False)])
+@pytest.mark.slow
 def test_the_hands_gradient_is_that_of_finite_differences(kind: str, tied: bool):
     config = replace(CONFIG, tie_embeddings=tied)
     weights = float64(made_params(config))

@@ -69,6 +69,7 @@ def test_tokens_are_drawn_from_the_mixture(tmp_path: Path, mix: float) -> None:
     assert stats.chisquare(found, count * q).pvalue < 1e-6
 
 
+@pytest.mark.slow
 def test_a_text_depends_on_its_seed_and_ends_at_eos(tmp_path: Path) -> None:
     """Not on the other texts, nor on how many are drawn at once."""
     target = write_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=1)

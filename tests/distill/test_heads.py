@@ -98,6 +98,7 @@ def _steps(source: HeadTarget, config: ModelConfig, params: Params, batch: Packe
     return run(params, jax.tree.map(jnp.asarray, batch))
 
 
+@pytest.mark.slow
 def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
     batch = _packed(_records())
     found = _steps(pair.source, pair.config, pair.params, batch)
@@ -119,6 +120,7 @@ def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
     assert compared > 3 * len(real)
 
 
+@pytest.mark.slow
 def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
     records, learn = _records(), LearnConfig(learn_temperature=1.3)
     batch = _packed(records)

@@ -16,6 +16,7 @@ from adaserve_jax.distill.routing import MIN_PROMPTS, DraftRouter
 from adaserve_jax.errors import CheckpointError, ConfigError
 from tests.clock import Clock
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
+from tests.slow import slow_after
 from tests.waiting import wait_until
 
 NAMES = ("default", "code")
@@ -74,7 +75,9 @@ def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tm
     assert again.to_state() == router.to_state() != topics().to_state()
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "nothing", '{"version": 1, "embedding": "other", "topics": {}}'])
+@pytest.mark.parametrize(
+    "content", slow_after(1, ['{"version": 1, "embedding": "other", "topics": {}}', "", "[1]", "nothing"])
+)
 def test_broken_topics_are_learned_anew(
     programs: TrainPrograms, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from adaserve_jax.distill.programs import row_losses
 from adaserve_jax.learn_config import Loss
 from tests.distill.made import made_record
 from tests.oracles import training as oracle
+from tests.slow import slow_after
 
 ROWS, VOCAB, TOP = 6, 11, 4
 
@@ -31,7 +32,7 @@ def _gradient(logits, ids, log_p, kind, beta, temperature):
 
 
 @pytest.mark.parametrize("kind", get_args(Loss))
-@pytest.mark.parametrize(("top", "temperature"), [(TOP, 0.7), (VOCAB, 1.0)])
+@pytest.mark.parametrize(("top", "temperature"), slow_after(1, [(TOP, 0.7), (VOCAB, 1.0)], several=True))
 def test_equal_to_float64_by_hand(kind: str, top: int, temperature: float):
     rng = np.random.default_rng(0)
     record = made_record(rng, 12, ROWS, top=top, vocab=VOCAB)

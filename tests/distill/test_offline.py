@@ -95,6 +95,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
         whole.load(state)
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_its_owners_and_a_cut_file_is_told(
     models: Models, prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prom
     assert all(found[name].dtype == jnp.float32 for name in found)
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_numbers_end_the_run(models: Models, prompts: list[list[int]], tmp_path: Path) -> None:
     run = _open(models, prompts, replace(CONFIG, rate=1e30))
     with pytest.raises(ConfigError, match=r"training gave a loss of .* rate must be lower than 1e\+30"):

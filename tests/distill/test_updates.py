@@ -68,6 +68,7 @@ def test_no_number_serves(programs: TrainPrograms):
     assert same(updates.trainer.weights(), weights)
 
 
+@pytest.mark.slow
 def test_a_client_with_wrong_rows_changes_nothing_for_the_others(programs: TrainPrograms):
     """One client's texts, and its share of the held-out ones, are in a language that contradicts the others' at every
     token. Drafts that learned it would do better over all, and worse for everybody else."""
@@ -105,6 +106,7 @@ def test_a_version_that_turns_out_worse_is_taken_back(programs: TrainPrograms):
 
 
 @pytest.mark.parametrize("last", [pytest.param("copy", marks=pytest.mark.slow), "publish"])
+@pytest.mark.slow
 def test_a_version_that_was_found_worse_is_not_kept_at_the_end(programs: TrainPrograms, last: str):
     served, old = Served(programs, SHORT), Language(1)
     updates, version = served.updates, on_probation(served, old)
@@ -185,6 +187,7 @@ def test_an_update_can_be_left(programs: TrainPrograms):
     assert updates.state()["version"] == updates.version
 
 
+@pytest.mark.slow
 def test_drafts_of_one_shape_share_programs_and_nothing_else(programs: TrainPrograms):
     code, maths = Served(programs, name="code"), Served(programs, name="maths")
     code.take(Language(1).records(120))

@@ -21,9 +21,12 @@ PLACEHOLDER = re.compile(r"^(?:[A-Z]{3,}|\.\.\.|\[.*\]|[A-Z]{3,},.*)$")
 """As in usage lines: FILE, ..., [OPTIONS]."""
 
 
+APP = typer.main.get_command(cli_app.app)
+
+
 def refused(words: list[str]) -> str:
     """Why the command line does not take these words; "": it does. Nothing is run."""
-    command: Any = typer.main.get_command(cli_app.app)
+    command: Any = APP
     words = list(words)
     while hasattr(command, "commands"):
         command = command.commands.get(words.pop(0)) if words else None

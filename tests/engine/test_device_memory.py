@@ -40,7 +40,7 @@ def test_no_program_of_the_engine_copies_a_pool(demo_engine: LocalEngine) -> Non
             assert re.search(r"input_output_alias=\{ \{0\}: \(0,.*\{1\}: \(1,", text)
 
 
-@pytest.mark.parametrize("num_steps", [250, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [120, pytest.param(1000, marks=pytest.mark.slow)])
 def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(
     demo_engine: LocalEngine, num_steps: int
 ) -> None:

@@ -126,6 +126,7 @@ def test_every_parameter_under_every_policy(deterministic: LLM) -> None:
     check_policies(deterministic, ALL_POLICIES, 48)
 
 
+@pytest.mark.slow
 def test_neighbours_that_ask_for_nothing_do_not_notice(deterministic: LLM) -> None:
     params = params_of(12)
     alone = choices(run(deterministic, "ar", params[:1]))

@@ -35,6 +35,7 @@ from tests.engine.driven_texts import (
     moved,
     plain,
 )
+from tests.slow import slow_after
 from tests.waiting import wait_until
 
 SMALL = {
@@ -170,7 +171,7 @@ def test_pools_lost_in_a_copy_end_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     counter.close()
 
 
-@pytest.mark.parametrize("step", ["_free_extension", "_load_weights", "_new_draft_pools"])
+@pytest.mark.parametrize("step", slow_after(1, ["_load_weights", "_free_extension", "_new_draft_pools"]))
 def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -16,6 +16,7 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.scheduler.policies import POLICIES as NAMED
 from tests.engines import PLAIN
 from tests.oracles.llama import oracle_logits
+from tests.slow import slow_after
 
 PROMPTS = [
     "def add(a, b):\n",
@@ -45,7 +46,7 @@ def texts(llm: LLM, temperature: float, at_once: int) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize("temperature", slow_after(1, [0.8, 0.0, 1.2]))
 def test_deterministic_mode_is_bitwise_the_same_under_every_policy_and_load(
     deterministic: LLM, temperature: float
 ) -> None:

@@ -392,6 +392,7 @@ def test_what_is_served_again_is_guessed_better_and_no_text_changes(serving: Ser
     assert stats.target_tokens == 4 * sum(TOKENS - number % 6 for number in range(18)) and not stats.left_out
 
 
+@pytest.mark.slow
 def test_records_hold_what_the_target_thought(loaded: Loaded, tmp_path: Path) -> None:
     """Against an oracle that reads the text from its start, with no step, tree or page; also where the draft was right,
     where a prompt's pages were there already, and where more tokens are asked for than the vocabulary has."""
@@ -560,6 +561,7 @@ def test_what_fails_ends_learning_and_nothing_else(
 
 
 @pytest.mark.parametrize("where", ["accumulate", "collect"])
+@pytest.mark.slow
 def test_what_was_learned_before_a_failure_is_kept(loaded: Loaded, where: str, tmp_path: Path) -> None:
     """Where training fails, and where the last rows do not come when the engine is closed; and no text is kept."""
     serving = Serving(loaded, learn_folder=str(tmp_path))

@@ -80,6 +80,7 @@ def test_a_prompt_that_is_scored_takes_nothing_from_the_prefix_cache_and_leaves_
 @pytest.mark.parametrize(
     "policy", ["adaserve", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ar", "spec:4"))]
 )
+@pytest.mark.slow
 def test_each_position_is_told_once_whoever_is_preempted(demo_engine: LocalEngine, policy: str) -> None:
     """16 requests that grow to 150 tokens each, in a pool of 1,024 and steps of 64."""
     llm = LLM.over(demo_engine)

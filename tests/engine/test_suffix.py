@@ -40,6 +40,7 @@ def test_deterministic_texts_are_the_same_whatever_drafts(deterministic: LLM, te
     assert all(each == found["ar"][0] for both in found.values() for each in both)
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_with_choices_penalties_and_grammars(demo_engine: LocalEngine) -> None:
     llm = LLM.over(demo_engine)
     schema = {"type": "array", "items": {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}}, "minItems": 3}

@@ -38,6 +38,7 @@ def test_chains_accept_the_length_on_average(llm: LLM, params: dict) -> None:
     assert all(each.output_tokens == 120 for each in found)
 
 
+@pytest.mark.slow
 def test_the_engine_says_so_and_refuses_what_cannot_be(llm: LLM) -> None:
     assert llm.info.synthetic_acceptance == "1,1,0.5"
     with pytest.raises(

@@ -129,6 +129,7 @@ def _check_against_torch(folder: Path, tokens: np.ndarray, start: int = 0) -> No
     assert np.abs(model_logits(folder, tokens, positions, _causal(len(tokens))) - theirs).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_oracle(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, dtype="bf16")
     tokens = np.random.default_rng(6).integers(0, 320, TOKENS)
@@ -137,6 +138,7 @@ def test_bf16_stays_near_the_oracle(tmp_path: Path) -> None:
     assert 1e-4 < np.sqrt((error**2).mean()) < 0.1
 
 
+@pytest.mark.slow
 def test_random_parameters_fit_their_specs_and_repeat() -> None:
     config = ModelConfig(97, 32, 48, 2, 4, 2, 16, 1e4, 1e-5, False, 128)
     params = init_params(config, seed=3, dtype=jnp.bfloat16)
@@ -148,6 +150,7 @@ def test_random_parameters_fit_their_specs_and_repeat() -> None:
     assert not np.array_equal(params["layers.1.qkv"], params["layers.0.qkv"])
 
 
+@pytest.mark.slow
 def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
     """At position 0 nothing turns; elsewhere queries and keys keep their length, and values do not change."""
     config = ModelConfig(97, 32, 48, 1, 4, 2, 16, 1e4, 1e-5, True, 128)
@@ -171,6 +174,7 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
         np.testing.assert_allclose(lengths[:, 0], lengths[:, 2], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
     """A transpose folded into a product makes it many times slower on a CPU: see layers.keep_layout. So many tokens
     are multiplied by XLA even where there are kernels."""

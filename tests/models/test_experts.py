@@ -61,6 +61,7 @@ def test_only_experts_that_a_token_chose_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.array(touched_by_used), np.array(touched) & used)
 
 
+@pytest.mark.slow
 def test_random_parameters_have_experts(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(write_checkpoint(tmp_path, **MIXTRAL))
     params = init_params(config, seed=3)

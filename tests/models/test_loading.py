@@ -160,6 +160,7 @@ def beside_the_weights(folder: Path, quantize: str = "none") -> float:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("form", ["source", pytest.param("converted", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_host_memory_holds_one_weight_beside_the_model(tmp_path: Path, form: str) -> None:
     source = write_checkpoint(tmp_path / "source", **LARGE, dtype="bf16", shards=2)
     if form == "converted":

@@ -130,6 +130,7 @@ def test_the_model_is_read_as_qwen2(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weight, theirs[name])
 
 
+@pytest.mark.slow
 def test_random_parameters_fit_their_specs(tmp_path: Path) -> None:
     config = ModelConfig.of_draft("mtp", write_mimo(tmp_path))
     assert {name: weight.shape for name, weight in init_params(config, 0).items()} == {

@@ -30,6 +30,7 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sliding", [5, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_scores_equal_the_oracle(folder: Path, sliding: int | None, tmp_path: Path) -> None:
     if sliding is not None:
         mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": sliding}

@@ -23,6 +23,7 @@ from adaserve_jax.models.quantize import SCALE, ZERO, Int4Groups, int4_product, 
 from tests.models.checkpoints import CONFIG, MIXTRAL, random_tensors, write_checkpoint, write_tensors
 from tests.oracles.llama import oracle_logits
 from tests.oracles.quantized import dequantized_checkpoint, group_size, rounded, rounded_in_groups
+from tests.slow import slow_after
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 12)
 
@@ -146,9 +147,9 @@ def test_a_cpu_never_widens_a_whole_weight() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("overrides", [
-    {}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.slow), MIXTRAL,
-], ids=["untied", "tied", "experts"])  # fmt: skip
+@pytest.mark.parametrize("overrides", slow_after(1, [
+    MIXTRAL, {}, {"tie_word_embeddings": True},
+]), ids=["experts", "untied", "tied"])  # fmt: skip
 def test_a_model_equals_float64_over_its_rounded_weights(tmp_path: Path, overrides: dict[str, Any], kind: str) -> None:
     folder = write_checkpoint(tmp_path / "given", **overrides)
     config = ModelConfig.from_folder(folder)
@@ -231,6 +232,7 @@ def test_specs_of_int4_are_the_arrays(tmp_path: Path) -> None:
     assert params["layers.0.attn_norm"].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_products_are_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
     """bf16 loads the same int8 weights, and its logits stay near those of f32."""
     folder = write_checkpoint(tmp_path)

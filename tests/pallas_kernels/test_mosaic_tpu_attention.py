@@ -74,6 +74,7 @@ def test_copies_do_not_race_with_reads(name: str) -> None:
         pltpu.reset_tpu_interpret_mode_state()
 
 
+@pytest.mark.slow
 def test_beams_equal_the_xla_implementation() -> None:
     rng = np.random.default_rng(0)
     rows, kv_heads, group, width, keys, pages = 3, 2, 2, 3, 9, 4

@@ -86,6 +86,7 @@ def test_colours_are_of_one_shade_and_nothing_reaches_beyond_the_picture(drawn, 
                         assert value.startswith("#") and value[1:] in identifiers
 
 
+@pytest.mark.slow
 def test_the_same_figure_gives_the_same_bytes(drawn):
     for name in ("stack", "hostile"):
         assert draw(KINDS[name]()) == drawn[name]

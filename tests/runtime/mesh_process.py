@@ -81,7 +81,7 @@ ADAPTED = {
     "phi": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }  # fmt: skip
 """Modules that the adapters of cases whose names begin so change, by checkpoint."""
-QUICK = ("norms", "experts", "adapted")
+QUICK = ("norms", "experts")
 """The cases of which one run sees chunks, trees, shares and copies."""
 OPTIMISED = ("norms", "converted", "demo_exact", "grown_exact")
 """Those whose programs are read, and whose bits are compared."""

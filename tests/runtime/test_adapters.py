@@ -94,6 +94,7 @@ def test_the_table_of_families_says_what_can_be_adapted() -> None:
     assert _said() == expected, "models.md (left) says otherwise than CASES"
 
 
+@pytest.mark.slow
 def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
     """The forward takes adapters where there is room. Where there is none, programs do not depend on the rank."""
     config = EngineConfig(target=str(write_checkpoint(tmp_path / "target")), draft=None, **SMALL)

@@ -112,6 +112,7 @@ def check_row(found: CandidateTrees, row: int, expected: CandidateTrees, at: int
         np.testing.assert_allclose(ours[there], theirs[there], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_row_has_the_candidates_of_its_own_draft(executor: ModelExecutor, alone: list[ModelExecutor]) -> None:
     everything = np.arange(len(DRAFTS))
     mixed = [executor.speculate(plan) for plan in steps_of(DRAFTS, everything)]

@@ -144,6 +144,7 @@ def test_heads_that_do_not_fit_are_refused(config: EngineConfig, tmp_path: Path)
     assert "reads layers 0, 2, 9 of its target, which has 4; use a head" in refusal(draft=deep)
 
 
+@pytest.mark.slow
 def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig) -> None:
     """What the target computes while the head is away lies on pages of the extension, and moves with them."""
     executor = load_executor(replace(config, elastic="on"))
@@ -170,6 +171,7 @@ def test_features_come_back_from_pages_in_the_drafts_memory(config: EngineConfig
         executor.close()
 
 
+@pytest.mark.slow
 def test_a_head_without_an_embedding_uses_its_targets(config: EngineConfig, tmp_path: Path) -> None:
     """The same array, which is counted once and outlives the head's memory and its exchanges."""
     layers = {"eagle_aux_hidden_state_layer_ids": LAYERS}

@@ -89,6 +89,7 @@ def test_a_tree_is_no_deeper_than_there_are_heads(config: EngineConfig, tmp_path
         executor.close()
 
 
+@pytest.mark.slow
 def test_features_come_back_from_pages_in_the_heads_memory(config: EngineConfig) -> None:
     """The heads' memory becomes pages and is theirs again; what the target computed meanwhile is read."""
     executor = load_executor(replace(config, elastic="on"))

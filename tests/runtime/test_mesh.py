@@ -98,6 +98,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("gptq", 2),
         ("gptq_int8", 2),
         ("gptq_int4", 2),
+        ("adapted", 4),
         ("adapted_exact", 4),
         ("adapted_int8", 4),
         ("adapted_int4", 4),
@@ -112,7 +113,7 @@ def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str
     check_logits(whole, case, ways)
 
 
-@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4), ("adapted", 4)])
+@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4)])
 def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
     check_logits(mesh, case, ways)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from adaserve_jax.pallas_kernels.compat import compiling_for
 from adaserve_jax.runtime.pools import NO_PAGE, InFlight, Pools, commit
+from tests.slow import slow_after
 
 LAYERS, PAGES, EXTENSION, HEADS, SLOTS, FEATURES, TOKENS = 2, 5, 3, 2, 16, 4, 12
 PADDED = 6
@@ -50,7 +51,7 @@ def bits(x: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("extended", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [jnp.bfloat16, jnp.float32]))
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_commit_writes_the_kept_tokens_and_nothing_else(platform: str, dtype: Any, extended: bool) -> None:
     run = jax.jit(lambda pools, in_flight: commit(pools, in_flight))  # a function of its own: each platform is traced

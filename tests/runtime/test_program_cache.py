@@ -160,6 +160,7 @@ for engine in range(3):
 
 
 @pytest.mark.parametrize(("settings", "files"), [pytest.param("same", 2, marks=pytest.mark.slow), ("changing", 3 * 2)])
+@pytest.mark.slow
 def test_a_program_that_jax_had_cached_runs_and_is_not_kept(tmp_path: Path, settings: str, files: int) -> None:
     """Nor is it when another engine of the process asks for it, which JAX has in memory then."""
     start = [sys.executable, "-c", START, tmp_path, settings]

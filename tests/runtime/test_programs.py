@@ -24,6 +24,7 @@ from adaserve_jax.tree.verify import PREFILL
 from adaserve_jax.types import DraftTrees, StepPlan
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
+from tests.slow import slow_after
 
 PAGE, MAX_PAGES, TOKENS, ROWS = 8, 6, 16, 4
 SEQUENCES = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48], [7, 7, 250]]
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module", params=["blocks", pytest.param("canonical", marks=pytest.mark.slow), "pools_of_a_tpu"])
+@pytest.fixture(scope="module", params=slow_after(1, ["blocks", "canonical", "pools_of_a_tpu"]))
 def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceModel]:
     config = ModelConfig.from_folder(checkpoint)
     programs = ModelPrograms(config, MAX_PAGES, canonical=request.param == "canonical")

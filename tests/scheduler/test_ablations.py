@@ -11,6 +11,7 @@ from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.policies import ABLATIONS, HALVES, LADDER, ORDERS, POLICIES, expand_groups, find_policy
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, limits_of, random_load
+from tests.slow import slow_after
 
 
 def test_groups_stand_for_their_policies_each_once():
@@ -50,7 +51,7 @@ def test_eq_8_and_9_replace_our_controller_only():
     assert not Run.of(limits_of(), policy="adaserve", eq8_eq9=True).scheduler._selector._search_budget
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+@pytest.mark.parametrize("name", slow_after(4, ABLATIONS))
 def test_every_ablation_serves_to_the_end(name):
     run = Run.of(limits_of(max_depth=3, num_pages=64), policy=name)
     load = random_load(5, 24, rate=40.0)

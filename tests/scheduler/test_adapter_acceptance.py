@@ -61,6 +61,7 @@ def totals(policy: str, rows: tuple[int, ...] = (0, 1), skip: int = 60) -> dict[
     return found
 
 
+@pytest.mark.slow
 def test_f_becomes_honest_and_nodes_go_where_they_are_accepted() -> None:
     learned, as_stated = totals("adaserve"), totals("spec:4")
     for f, hits, nodes in learned.values():

@@ -16,6 +16,7 @@ from adaserve_jax.scheduler.elastic import bring_back_draft, contract, expand_or
 from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import Limits, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
+from tests.slow import slow_after
 
 QUICK = ElasticRule(persist_steps=4, min_stay_steps=8)
 LIMITS = limits_of(num_pages=40, extension_pages=24)
@@ -155,7 +156,7 @@ def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     assert run.scheduler.stats.elastic_moves == {}
 
 
-@pytest.mark.parametrize("part", ["expand", "move_pages", "contract", "draft_ready"])
+@pytest.mark.parametrize("part", slow_after(2, ["expand", "contract", "move_pages", "draft_ready"]))
 def test_a_part_that_fails_leaves_what_was_there_and_is_done_later(part: str) -> None:
     """Twice each; the record of KV slots would see a page, or the draft's KV, that is not what the scheduler thinks."""
     run, load = watched(failing=part), crowd_and_calm(1)

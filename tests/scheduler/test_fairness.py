@@ -11,6 +11,7 @@ from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.types import SamplingParams, Sequence
 from benchmarks.adaserve.fair_tenants import attainment, tenants_trace
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load
+from tests.slow import slow_after
 
 
 class Waiting:
@@ -99,7 +100,7 @@ def test_shares_are_kept_inside_a_class_and_a_backlog_does_not_go_before_another
     assert waiting.shares.counters.tolist() == [30.0, 10.0]
 
 
-@pytest.mark.parametrize("policy", ["adaserve", "niyama", "ar", "priority"])
+@pytest.mark.parametrize("policy", slow_after(2, ["adaserve", "niyama", "ar", "priority"]))
 def test_every_request_ends_with_its_text_under_fair_shares(policy: str) -> None:
     limits = limits_of(num_pages=48)
     run = Run.of(limits, policy=policy, fair_tenants=True)

@@ -12,6 +12,7 @@ from adaserve_jax.scheduler.slo import TOLERANCE
 from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CostSamples
 from tests.scheduler.harness import Run, costs_of, limits_of, random_load, request_of
+from tests.slow import slow_after
 
 POLICIES = (
     "ar", "spec:1", "spec:4", "tetris:2", "specinfer", "dsd", "ucbspec", "exp3spec", "adaserve", "adaserve-paper",
@@ -82,7 +83,7 @@ def test_least_ttft_is_the_prompt_alone_in_equal_chunks(config):
         assert of(run).least_ttft_s(prompt) == pytest.approx(min(ways))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_after(6, POLICIES))
 def test_one_request_alone_gets_what_is_estimated_and_hardly_more(policy):
     """So that what is refused could not have been served, and what is promised can be."""
     run = Run.of(limits_of(max_context=1024, max_depth=4 if policy != "specinfer" else 8), policy=policy)

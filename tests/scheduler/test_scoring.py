@@ -10,10 +10,12 @@ import pytest
 
 from adaserve_jax.scheduler.step import begin_step, end_step
 from tests.scheduler.harness import VOCAB, Run, expected_text, limits_of, random_load, request_of
+from tests.slow import slow_after
 
 
 @pytest.mark.parametrize(
-    ("policy", "max_tree_tokens"), [("ar", 24), ("spec:4", 8), ("adaserve", 8), ("adaserve", 48), ("nightjar", 24)]
+    ("policy", "max_tree_tokens"),
+    slow_after(2, [("adaserve", 8), ("spec:4", 8), ("ar", 24), ("adaserve", 48), ("nightjar", 24)], several=True),
 )
 def test_every_position_of_a_prompt_is_scored_once(policy: str, max_tree_tokens: int) -> None:
     """With few pages, so that many are preempted, and prompts that all begin alike, so that pages are found again."""

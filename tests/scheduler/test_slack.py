@@ -115,6 +115,7 @@ def test_who_spends_all_spare_time_misses_no_target(policy: str, tpot_slo_s: flo
     assert all(update.metrics and update.metrics.slo_met for update in run.last.values())
 
 
+@pytest.mark.slow
 def test_a_full_machine_has_none_at_all():
     run = Run.of(limits_of(max_requests=4), policy="adaserve")
     load, spare = random_load(3, 120, rate=40.0), []

@@ -26,6 +26,7 @@ from adaserve_jax.suffix import kernels
 from adaserve_jax.suffix.source import SuffixSource
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, costs_of, limits_of, request_of
+from tests.slow import slow_after
 
 DEPTH, WIDTH = 3, 2
 chances = st.floats(0.05, 1.0)
@@ -148,7 +149,7 @@ def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() 
     assert POLICIES["adaserve"].sources == "suffix+model"
 
 
-@pytest.mark.parametrize("name", [*POLICIES, *ABLATIONS])
+@pytest.mark.parametrize("name", slow_after(10, [*POLICIES, *ABLATIONS]))
 def test_every_policy_drafts_from_text_where_there_is_no_draft(name: str) -> None:
     limits = limits_of(max_depth=0, max_width=0, suffix_depth=8)
     run = Run.of(limits, policy=f"{name.replace('<k>', '3')}@suffix", draft=None)
@@ -166,6 +167,7 @@ def compiled() -> dict[str, int]:
 def test_no_kernel_is_compiled_by_a_step() -> None:
     code = """
 from tests.scheduler.test_suffix_drafter import compiled, drafter_of, limits_of, np, start
+from tests.slow import slow_after
 
 drafter, batch = drafter_of(limits_of())
 before = compiled()

@@ -147,6 +147,7 @@ def compare(request: Sequence, run: Run, times: list[float]) -> None:
 
 
 @given(st.data())
+@pytest.mark.slow
 def test_every_plan_and_all_metrics_keep_to_the_definition(data: st.DataObject) -> None:
     run = run_of(limits={"num_pages": 40})
     load = [data.draw(thinkers(f"r{number}")) for number in range(data.draw(st.integers(1, 6)))]

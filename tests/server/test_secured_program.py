@@ -55,6 +55,7 @@ burst_s = 10
 """
 
 
+@pytest.mark.slow
 def test_it_serves_over_https_to_its_keys_and_takes_new_ones(tmp_path):
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     names = ["-keyout", "server.key", "-out", "server.pem", "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1"]

@@ -17,6 +17,7 @@ from adaserve_jax.sampling import SamplingParams, Thinking
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.conftest import Running
+from tests.slow import slow_after
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
 
@@ -118,7 +119,7 @@ def test_a_limit_counts_from_the_opening_mark_of_the_model(served: Running):
     assert thought == 4 and tokens[: len(before) + 5] == [*before, *["<think>"] * 4, "</think>"]
 
 
-@pytest.mark.parametrize("bias", [0, 9])
+@pytest.mark.parametrize("bias", slow_after(1, [0, 9]))
 def test_json_begins_behind_the_thinking(opened: Running, bias: int):
     """The closing mark is forced, or comes where the model draws it."""
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}

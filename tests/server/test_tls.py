@@ -159,6 +159,7 @@ def test_a_new_certificate_is_taken_whole_or_not_at_all(files, tmp_path, caplog)
     assert shown() == ssl.PEM_cert_to_DER_cert((files / "client.pem").read_text()) != first
 
 
+@pytest.mark.slow
 def test_a_bench_measures_it_and_checks_its_certificate(files, start_server, monkeypatch):
     with start_server(settings(files)) as server:
         url = UrlSettings(server.url.replace("http://", "https://"), api_key="k", baseline_s=0.01)

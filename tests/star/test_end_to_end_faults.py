@@ -313,6 +313,7 @@ threading.Event().wait()
 """A target with three requests of 100 tokens, which never ends them."""
 
 
+@pytest.mark.slow
 def test_a_target_dies(world: World) -> None:
     """Its sessions are freed with their leases; the other target drafts meanwhile."""
     greeting: list[Any] = []

@@ -135,6 +135,7 @@ def texts() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_interleaved_sessions_have_the_trees_of_a_local_drafter(model: DraftModel, local: Local, calibrated: bool):
     """Fed in chunks of other sizes, in batches of other rows, at other depths; one loses its KV between and is fed
     anew, on other pages."""

@@ -1,0 +1,16 @@
+"""Parameters of which `make test` runs the first, and `make test-slow` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_after(count: int, values: Iterable[Any], *, several: bool = False) -> list[Any]:
+    """Return the values of a parametrised test, those after the first `count` marked as slow. several: each value is a
+    tuple of several arguments."""
+    values = list(values)
+    rest = [value if several else (value,) for value in values[count:]]
+    return [*values[:count], *(pytest.param(*each, marks=pytest.mark.slow) for each in rest)]
