@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 BLOCKED = ("jax", "flax", "fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "transformers")
 PROGRAM = """
 import sys
@@ -29,6 +31,7 @@ def test_bench_and_results_need_neither_jax_nor_the_servers_packages():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_local_engine_of_the_bench_needs_none_of_the_servers_packages():
     done = run(("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client"), "import adaserve_jax.bench.local_client")
     assert done.returncode == 0, done.stderr

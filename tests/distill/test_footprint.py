@@ -14,6 +14,7 @@ of_both = pytest.mark.parametrize("fixture", ["programs", pytest.param("low_rank
 
 
 @of_both
+@pytest.mark.slow
 def test_state_is_what_the_arrays_take(fixture: str, request: pytest.FixtureRequest):
     programs: TrainPrograms = request.getfixturevalue(fixture)
     state, base, sums = programs.run("begin", made_params(dtype=programs.dtype))

@@ -193,6 +193,7 @@ def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path
     np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_new_heads_of_a_target_with_scaled_logits_begin_with_its_logits(tmp_path: Path) -> None:
     granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 4.0}
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=3, **granite)
@@ -255,6 +256,7 @@ def _medusa(folder: Path, target: Path) -> tuple[ModelConfig, Params, HeadTarget
     return config, load_params(folder, config), HeadTarget(model, load_params(target, model))
 
 
+@pytest.mark.slow
 def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair, tmp_path: Path) -> None:
     folder = write_medusa(tmp_path / "heads")
     config, params, source = _medusa(folder, pair.target)

@@ -94,6 +94,7 @@ def test_greedy_text_is_the_oracles_argmax(demo_engine: LocalEngine) -> None:
     assert scores.argmax(1)[clear].tolist() == np.asarray(output.token_ids)[clear].tolist()
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_targets_softmax_with_speculation(demo_engine: LocalEngine) -> None:
     """The second token is sampled at a tree node whenever the first was drafted. Its frequencies, given the first,
     pass a chi-square test."""

@@ -55,6 +55,7 @@ def test_texts_are_the_same_with_choices_penalties_and_grammars(demo_engine: Loc
     llm.set_policy("adaserve")
 
 
+@pytest.mark.slow
 def test_another_salts_texts_change_neither_text_nor_what_is_drafted(demo_engine: LocalEngine) -> None:
     """Ask for a text that another salt has just written: steps, drafted and accepted tokens are as if it had not."""
     llm = LLM.over(demo_engine)

@@ -44,6 +44,7 @@ def test_logits_equal_the_oracle(tmp_path: Path, per_token: int) -> None:
     assert np.abs(run(folder, load_params(folder, ModelConfig.from_folder(folder))) - expected).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_only_experts_that_a_token_chose_are_read(tmp_path: Path) -> None:
     """An expert of NaN is in the result of the tokens that go through it, each through two of six; padding is not
     routed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
+
 from adaserve_jax.models.held_out import held_out_code, is_held_out, library_files
 
 
@@ -14,6 +16,7 @@ def test_the_hash_decides() -> None:
     assert all(int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) % 100 < 3 for key in held_out)
 
 
+@pytest.mark.slow
 def test_held_out_code_is_part_of_the_library_without_its_tests() -> None:
     by_text = {text: parts for parts, text in library_files()}
     texts = held_out_code()

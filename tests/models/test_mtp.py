@@ -49,6 +49,7 @@ def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_logits_equal_torch(tmp_path: Path) -> None:
     folder = write_mimo(tmp_path)
     tokens, features = _inputs(2)

@@ -93,6 +93,7 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.slow
 def test_nobody_is_told_to_install_what_nothing_needs(tmp_path: Path) -> None:
     """Where PyTorch is missing."""
     write_tokenizer(tmp_path, byte_tokenizer())

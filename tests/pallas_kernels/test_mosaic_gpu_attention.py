@@ -115,6 +115,7 @@ def test_lowers_for_cuda(name: str) -> None:
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow
 def test_layers_share_one_lowering_of_the_kernel() -> None:
     """Lowering one takes Python about a second, which a model of many layers and programs cannot pay for each."""
     pool, keys = half(2, 40, 8, 64, 128), half(4, 8, 24, 128)

@@ -215,6 +215,7 @@ def odd_series(draw_value, names: bool) -> Series:
 
 @settings(max_examples=4, phases=[Phase.generate])
 @given(st.data(), st.sampled_from(["line", "step", "scatter", "bars", "stack"]), st.booleans())
+@pytest.mark.slow
 def test_whatever_the_values_something_is_drawn(data, kind, names):
     series = st.lists(odd_series(names=names), max_size=4).map(tuple)
     made_panels = tuple(Panel(title, data.draw(series), "y") for title in ("", "t" * 70))

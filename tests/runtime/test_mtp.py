@@ -50,6 +50,7 @@ def _check_tree(found: Any, row: int, config: EngineConfig, text: np.ndarray) ->
     [([[20, 9]], [[21, 10]]), ([[7, 1], [8, 8], [20, 9]], [[1, 1], [6, 10], [21, 10]])],
     ids=["at_once", "in_chunks"],
 )
+@pytest.mark.slow
 def test_trees_are_those_of_the_oracle(
     executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
 ) -> None:

@@ -33,7 +33,6 @@ from adaserve_jax.types import (
     StepPlan,
 )
 from tests.constraints.definition import LETTERS, VOCAB, Letters, edited
-from tests.slow import slow_after
 
 PAGE, MAX_PAGES, ROWS, DEPTH, TOKENS, SAMPLED = 4, 8, 4, 3, 48, 16
 LIMITS = Limits(ROWS, (TOKENS,), SAMPLED, PAGE * MAX_PAGES, PAGE, 64, DEPTH, 2)
@@ -328,11 +327,9 @@ def wide(target: Any) -> Any:
     return stub
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("entries", "chunks"),
-    slow_after(
-        3, [(1, 1), (1025, 1 + 3), (4097, 1 + 3 + 1), (1024, 1), (4096, 1 + 3), (4224, 1 + 3 + 1)], several=True
-    ),
+    ("entries", "chunks"), [(1, 1), (1024, 1), (1025, 1 + 3), (4096, 1 + 3), (4097, 1 + 3 + 1), (4224, 1 + 3 + 1)]
 )
 def test_long_lists_go_in_as_few_tables_as_hold_them(wide: Any, entries: int, chunks: int) -> None:
     rng = np.random.default_rng(entries)

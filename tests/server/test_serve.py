@@ -203,6 +203,7 @@ def test_it_answers_while_the_engine_starts_and_can_be_stopped_then():
     assert out == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_load_ends_the_program_with_its_error():
     with Program("missing") as program:
         code, out, err = program.end()

@@ -226,7 +226,6 @@ def test_junk_in_a_connection_both_ways(world: World) -> None:
     assert junked == [world.front, world.back]
 
 
-@pytest.mark.slow
 def test_the_service_is_killed_and_started_again(world: World) -> None:
     """In the middle of the requests, at the tenth tree from now."""
     lost = world.counts.lost
@@ -297,6 +296,8 @@ import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.messages import Draft, Hello, Open, SessionSampling, Tree, Welcome
+
+pytestmark = pytest.mark.slow
 address, vocabulary, cells = sys.argv[1:]
 def received(frame):
     for message in frame:
@@ -313,7 +314,6 @@ threading.Event().wait()
 """A target with three requests of 100 tokens, which never ends them."""
 
 
-@pytest.mark.slow
 def test_a_target_dies(world: World) -> None:
     """Its sessions are freed with their leases; the other target drafts meanwhile."""
     greeting: list[Any] = []
@@ -340,7 +340,6 @@ def test_a_target_dies(world: World) -> None:
     wait_until(lambda: world.service.number("leases_ended_total") >= ended + 3, LOOK_S)
 
 
-@pytest.mark.slow
 def test_a_network_that_loses_packets_and_has_spikes_and_is_gone(world: World) -> None:
     """5% of packets lost: TCP sends again, which takes longer than a step waits; then 200 ms there and back; then no
     packet at all, until the service is left alone."""

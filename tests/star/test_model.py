@@ -34,6 +34,8 @@ from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
 from tests.star.streams import HANG_S, Target
 
+pytestmark = pytest.mark.slow
+
 QUICK = Effort((16,), passes=1, repeats=1, repeats_beyond=0, all_depths=False)
 SIZES = {
     "max_sessions": 8, "max_batch": 2, "max_batch_tokens": 8, "max_context": 128, "page_size": 16, "num_pages": 24,
@@ -135,7 +137,6 @@ def texts() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_interleaved_sessions_have_the_trees_of_a_local_drafter(model: DraftModel, local: Local, calibrated: bool):
     """Fed in chunks of other sizes, in batches of other rows, at other depths; one loses its KV between and is fed
     anew, on other pages."""

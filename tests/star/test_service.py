@@ -76,6 +76,7 @@ def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.gc, "freeze", lambda: None)
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_on_and_on_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToyModel(fails=True)
     model.go_on.set()
