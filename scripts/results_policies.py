@@ -18,6 +18,10 @@ SWEPT = (
     "| goodput, times | best tuned chain | points above it | points above `adaserve-paper` |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
+FLUCTUATING = (
+    "| requests per second | policy | met, mean of the traces | worst trace | points that `adaserve` is above it, mean "
+    "| worst trace | best trace |\n|---|---|---|---|---|---|---|"
+)
 CLOSE = 0.03
 KINDS = {"tpot": "TPOT", "joint": "TPOT and TTFT"}
 
@@ -50,6 +54,25 @@ def validation_tables(result: dict[str, Any]) -> str:
             f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
         ]
     )
+
+
+def fluctuating_table(result: dict[str, Any]) -> str:
+    """Return the table of a run of benchmarks/adaserve/fluctuating.py, the best policy of each rate first."""
+    met: dict[float, dict[str, list[float]]] = {}
+    for row in result["rows"]:  # by seed
+        met.setdefault(row["rate_rps"], {}).setdefault(row["policy"], []).append(row["attainment"])
+    rows = []
+    for rate, by_policy in sorted(met.items()):
+        ours = by_policy["adaserve"]
+        for policy, theirs in sorted(by_policy.items(), key=lambda each: -sum(each[1])):
+            apart = [100 * (a - b) for a, b in zip(ours, theirs, strict=True)]
+            rows.append(line(
+                f"{rate:g}", f"`{policy}`", f"{sum(theirs) / len(theirs):.2%}", f"{min(theirs):.2%}",
+                *(("-",) * 3 if policy == "adaserve" else (f"{sum(apart) / len(apart):+.2f}", f"{min(apart):+.2f}",
+                                                           f"{max(apart):+.2f}")),
+            ))  # fmt: skip
+    about = f"{result['simulated']}, {result['seeds']} traces of each rate. Commit {result['commit'][:12]}."
+    return "\n\n".join([f"Simulated with `{result['command']}`:", "\n".join([FLUCTUATING, *rows]), about])
 
 
 def _rounds(points: list[dict[str, Any]]) -> str:

@@ -7,8 +7,8 @@ Of benchmarks/results it reads, each written by the file of benchmarks/ beside i
   acceptance-rules-*, draft-vocabulary-*: the files of engine/ with these names; draft-sources-*, draft-heads-*:
   engine/draft_sources.py and draft_sources_load.py
 * device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
-* validation-*, calibration-*, constants-*: the files of adaserve/ with these names; sweeps-*, contenders-*:
-  adaserve/sweeps.py (its verdict.json and contenders.json)
+* validation-*, calibration-*, constants-*, fluctuating-*: the files of adaserve/ with these names; sweeps-*,
+  contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
 * nightjar-*: nightjar/tables.py, engine.py and offload.py
 * online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
 * starsd/*, star-heads, star-plan: starsd/; cluster-plan/points.jsonl: cluster/plan.py
@@ -35,7 +35,7 @@ from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_head_table, online_tables
 from results_nightjar import nightjar_tables
 from results_peers import multi_slo_tables, peer_chart, peer_tables
-from results_policies import calibration_table, constants_table, sweeps_table, validation_tables
+from results_policies import calibration_table, constants_table, fluctuating_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_sources import head_tables, sources_load_table, sources_table
 from results_star import heads_table, overhead_tables, table1_tables
@@ -434,6 +434,7 @@ def main() -> int:
     scheduler = SCHEDULER_PAGE.read_text()
     halves = [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))]
     constants = _tables(constants_table, sorted(results.glob("constants-*.json")))
+    fluctuating = _tables(fluctuating_table, sorted(results.glob("fluctuating-*.json")))
     swept = SWEEPS_PAGE.read_text()
     contenders = _tables(sweep_tables, sorted(results.glob("contenders-*.json")))
     peers = json.loads((results / "peers-110m-cpu.json").read_text())
@@ -443,7 +444,8 @@ def main() -> int:
         SOURCES_PAGE: (drafting, drafts),
         LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
         SCHEDULER_PAGE: (scheduler, between(
-            between(scheduler, "halves", halves, SCHEDULER_PAGE), "constants", constants, SCHEDULER_PAGE
+            between(between(scheduler, "halves", halves, SCHEDULER_PAGE), "constants", constants, SCHEDULER_PAGE),
+            "fluctuating", fluctuating, SCHEDULER_PAGE,
         )),
         ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
         SWEEPS_PAGE: (swept, between(swept, "contenders", contenders, SWEEPS_PAGE)),
