@@ -109,7 +109,7 @@ class EngineConfig(Settings):
     )
     infeasible_slo: Literal["best_effort", "refuse"] = setting(
         "best_effort", "a target below what one request alone would get: best_effort (serve the request, and say so) "
-        "or refuse (an error that names the least feasible target)", Panel.POLICY,
+        "or refuse (an error that names the tightest feasible target)", Panel.POLICY,
     )  # fmt: skip
     fair_tenants: bool = setting(
         False, "serve the tenants (API keys) of a class equally many tokens while they wait, so that one that floods "

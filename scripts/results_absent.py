@@ -92,4 +92,4 @@ def _memory(verify: dict[str, Any]) -> str:
 def _range(shares: list[float]) -> str:
     if not shares:
         return ""
-    return f"{min(shares):.1%} to {max(shares):.1%}"
+    return " to ".join(dict.fromkeys(f"{share:.1%}" for share in (min(shares), max(shares))))

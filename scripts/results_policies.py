@@ -120,9 +120,10 @@ def sweeps_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     figure_8 = [p for p in result["points"] if (p["sweep"], p["targets"]) == ("rate", "tpot")]
     ratios = [point["attainment"] / point["best_baseline_attainment"] for point in figure_8]
+    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
     about = (
-        f"Largest ratio of attainment to the best baseline's on {result['points'][0]['machine']}, rates, TPOT targets: "
-        f"{max(ratios):.2f}. Commit {', '.join(commit[:12] for commit in result['commit'].split(', '))}."
+        f"On {result['points'][0]['machine']} with TPOT targets only, over all rates, `adaserve` reaches at most "
+        f"{max(ratios):.2f} times the attainment of the best baseline. Commit {commits}."
     )
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 

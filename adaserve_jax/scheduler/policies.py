@@ -48,11 +48,11 @@ SelectionRule = Literal[
 ]  # fmt: skip
 SELECTION_RULES: dict[SelectionRule, str] = {
     "slo": "{need}, then the likeliest of all",
-    "slo-equal": "{need}, then as many for each request",
+    "slo-equal": "{need}, then the same number for each request",
     "slo-only": "{need}, and no more",
     "throughput": "as many of the likeliest as raise throughput",
     "slo-throughput": "as many of the likeliest as raise throughput, among those that keep the most targets",
-    "equal": "as many for each request",
+    "equal": "the same number for each request",
     "best": "the likeliest of all requests",
     "static": "the same tree for each request",
 }
@@ -200,7 +200,7 @@ POLICIES: dict[str, Policy] = {
         closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
     ),
     "adaserve-code": Policy(
-        "the same as its authors' code has it: need 5 % up and at least 1, nodes capped, the least needy first",
+        "the same as its authors' code has it: need raised by 5% and at least 1, nodes capped, the least needy first",
         lambda parts: ClosedFormController.for_limits(parts.limits, rounds_up=True), selector="slo", need="code",
         slo_order="fastest-first", calibrated=False, needs_draft=True,
     ),

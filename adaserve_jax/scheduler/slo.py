@@ -28,7 +28,7 @@ TOLERANCE = 0.1
 recent requests and steps, which move by some percent from step to step, and a wrong no costs more than a wrong yes.
 """
 MESSAGE_STEP_MS = 0.1
-"""Multiple, in milliseconds, to which error messages round the least feasible target up."""
+"""Multiple, in milliseconds, to which error messages round the tightest feasible target up."""
 
 
 def need(
@@ -108,7 +108,7 @@ class FeasibilityVerdict:
         )
 
     def refusal(self, sequence: Sequence) -> RequestError:
-        """Return the error that names the least feasible targets of an infeasible sequence."""
+        """Return the error that names the tightest feasible targets of an infeasible sequence."""
         targets = (
             ("slo_tpot_ms", sequence.tpot_slo_s, self.least_tpot_s),
             ("slo_ttft_ms", sequence.ttft_slo_s, self.least_ttft_s),

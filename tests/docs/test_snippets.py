@@ -35,9 +35,11 @@ def run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_path, monkeypatch):
-    code, _ = blocks(POLICY, "python")
+    """Its reader may have added the selector of the page's second part."""
+    code, selector = blocks(POLICY, "python")
     assert len(code.splitlines()) <= 40
-    (tmp_path / "shortest_enough.py").write_text(code)
+    (tmp_path / "shortest_enough.py").write_text(f"{code}\n{selector}")
+    name = "shortest_enough.py:shortest_enough"
     simulate, report = [words for words in commands(POLICY, "adaserve") if words[0] in ("simulate", "report")]
     run([*simulate, "--requests", "40"], tmp_path, monkeypatch)
     rows = [
@@ -45,11 +47,11 @@ def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_
         for line in (tmp_path / "results" / "shortest-enough" / "results.jsonl").read_text().splitlines()
     ]
     everybody = {row["policy"]: row for row in rows if row["slo_class"] == "all"}
-    assert set(everybody) == {"ar", "adaserve", "shortest_enough.py"}
+    assert set(everybody) == {"ar", "adaserve", name}
     assert {row["requests"] for row in everybody.values()} == {40}
-    drafted = {name: row["drafted_tokens"] for name, row in everybody.items()}
-    assert drafted["ar"] == 0 < drafted["shortest_enough.py"] < drafted["adaserve"]
-    assert "shortest_enough.py" in run(report, tmp_path, monkeypatch)
+    drafted = {policy: row["drafted_tokens"] for policy, row in everybody.items()}
+    assert drafted["ar"] == 0 < drafted[name] < drafted["adaserve"]
+    assert name in run(report, tmp_path, monkeypatch)
 
 
 class Kept(LLM):

@@ -31,6 +31,8 @@ from tests.star.network import network
 from tests.star.service_process import ServiceProcess
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 0.15
 """Below the 200 ms of a spike."""
 SCHEDULING_S = 5.0
@@ -296,8 +298,6 @@ import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.messages import Draft, Hello, Open, SessionSampling, Tree, Welcome
-
-pytestmark = pytest.mark.slow
 address, vocabulary, cells = sys.argv[1:]
 def received(frame):
     for message in frame:
