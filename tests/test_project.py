@@ -136,6 +136,9 @@ def test_files_of_the_life_of_a_request_exist():
     page = (ROOT / "docs" / "architecture" / "life-of-a-request.md").read_text()
     named = set(re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page))
     assert len(named) > 20 and sorted(name for name in named if not (PACKAGE / name).is_file()) == []
+    core = re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page.partition("## The core path")[2])
+    assert len(page.splitlines()) <= 60
+    assert len(core) > 10 and sum(len((PACKAGE / name).read_text().splitlines()) for name in core) <= 5000
 
 
 def test_every_document_is_in_the_index():

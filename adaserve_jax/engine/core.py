@@ -59,7 +59,7 @@ _OVERDUE = {
 }
 """Messages of choices that did not begin in time, by the error's code."""
 MOST_ENDED = 64
-"""Requests that have ended and are still among those with a latest begin, beside four times the open ones."""
+"""Entries of `_latest_begins` beyond four for each open request at which those of ended requests are dropped."""
 
 
 class EngineCore:
@@ -304,7 +304,7 @@ class EngineCore:
         return None if self._learner is None else self._learner.idle_for_s
 
     def work_while_idle(self) -> bool:
-        """Without requests, bring the draft back by one part, or run a piece of training.
+        """Without requests, run a piece of training, or make the memory transition that is due while the draft is away.
 
         Never waits for the draft's weights; may wait for the copy of cached pages. Return True if there may be more
         training to do at once.

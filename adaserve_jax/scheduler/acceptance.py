@@ -18,7 +18,9 @@ from adaserve_jax.types import CandidateTrees, DraftTrees
 PRIOR_FIRST = 0.7
 """Assumed acceptance of the draft's first choice before anything is measured."""
 MEAN_RATE = 0.1
+"""Weight of a new step in the moving average of f."""
 DECAY = 0.97
+"""Share of the accepted and expected tokens that stays after a step."""
 PRIOR_TOKENS = 4.0
 """Weight, in accepted tokens, of the assumption that f is calibrated."""
 FORGET = 0.005

@@ -211,24 +211,29 @@ class Batch:
         Returns the pages that it shares with the prefix cache, i32[n]; it allocates the others. None: it cannot start.
         """
         while True:
-            if len(self.running) < self.capacity:
+            has_slot, wanted = len(self.running) < self.capacity, 0
+            if has_slot or self._preempts_for_priority:
                 shared = _NO_PAGES if self.prefixes is None else self.prefixes.find(state)
                 # a shared page that somebody holds costs nothing; a cached one stops being free once it is taken
                 wanted = self.pool.pages_for(state.num_tokens) - int(np.count_nonzero(self.pool.references(shared)))
-                if wanted + len(self.running) <= self.pool.num_free:
+                if has_slot and wanted + len(self.running) <= self.pool.num_free:
                     return shared
-            if not self._preempt_for(state):
-                self.blocked_on_pages = len(self.running) < self.capacity
+            if not self._preempt_for(state, wanted):
+                self.blocked_on_pages = has_slot
                 return None
 
-    def _preempt_for(self, state: SequenceState) -> bool:
-        """Under strict priorities, preempt the running sequence of highest rank if its priority is lower."""
-        if not self._preempts_for_priority or not self.running:
+    def _preempt_for(self, state: SequenceState, wanted: int) -> bool:
+        """Under strict priorities, preempt the running sequence of highest rank among those of lower priority.
+
+        Preempts none if all of them together do not hold the `wanted` pages: they would lose their KV in vain.
+        """
+        if not self._preempts_for_priority:
             return False
-        worst = max(self.running, key=lambda running: running.rank)
-        if worst.sequence.priority <= state.sequence.priority:
+        worse = [running for running in self.running if running.sequence.priority > state.sequence.priority]
+        free = self.pool.num_free + sum(running.num_pages for running in worse)
+        if not worse or wanted + len(self.running) - len(worse) > free:
             return False
-        self.preempt(worst)
+        self.preempt(max(worse, key=lambda running: running.rank))
         return True
 
     def _start(self, state: SequenceState, shared: np.ndarray) -> None:

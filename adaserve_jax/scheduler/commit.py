@@ -28,8 +28,9 @@ from adaserve_jax.types import (
 class StepUpdates(Sequence[SequenceUpdate]):
     """Updates of one step: columns for readers that count, a sequence made one by one for readers that stream.
 
-    U sequences got tokens. states: [U]. numbers: i64[U], `SequenceState.number`. token_ids: i32[U, D], of which the
-    first counts[u] are new; counts: i64[U]. ended: the updates that end their sequence, by index in ascending order.
+    U sequences got tokens. states: [U]. numbers: i64[U], `SequenceState.number`. token_ids: i32[U, max_tree_depth + 1],
+    of which the first counts[u] are new; counts: i64[U]. ended: the updates that end their sequence, by index in
+    ascending order.
     """
 
     states: list[SequenceState]

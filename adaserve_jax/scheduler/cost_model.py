@@ -20,10 +20,12 @@ from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, conte
 LATEST = 4096
 """Steps whose predictions are kept."""
 KINDS = ("verify", "draft", "step")
+"""Times whose predictions are kept: of the target's forward, of drafting, of the whole step."""
 ENTRY_RATE = 0.2
-"""Weight of a new ratio (measured over sample) in its entry's moving average."""
+"""Weight of a new ratio (measured over sample) in its entry's moving average, and in the draft's drift."""
 DRIFT_RATE = 0.05
-"""Weight of a new ratio in the drift, which stands in for entries not seen lately, and of a new typical context."""
+"""Weight of a new value in the drift of verification, which stands in for entries not seen lately, in the typical
+context and in the overheads."""
 FIRST_STEPS = 4
 """Steps that the samples count for in the drift ratio while fewer than 1 / DRIFT_RATE steps were seen. The ratio is
 a plain average at first, so that an engine on a machine busier than when it was timed soon plans by the times that

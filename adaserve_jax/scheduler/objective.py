@@ -35,8 +35,10 @@ class Objective:
 class BudgetQuestion:
     """Inputs of the budget choice. E token edges.
 
-    need_rate: f64[R], tokens per second, inf if hopeless. edges, verify_s: [E]. spent_s: time of the step that has
-    passed or is fixed. tree_token_cap: most tree tokens, roots included.
+    need_rate: f64[R], tokens per second, inf if hopeless. edges: i64[E]; verify_s: f64[E], seconds to verify each.
+    spent_s: time of the step that has passed or is fixed. prefill_tokens: of this step. prefill_weight: b, in
+    sequences. tree_token_cap: most tree tokens, roots included. depth: deepest candidate. baseline_s: seconds of one
+    token of one sequence without speculation.
     """
 
     need_rate: np.ndarray

@@ -21,7 +21,6 @@ from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
-from adaserve_jax.scheduler.scoring import scored_prompts, share_out
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import deadline_rate, need_rate
 from adaserve_jax.types import DraftPlan, Limits, ScoredPrompts, StepPlan
@@ -100,9 +99,9 @@ class Pace:
 class PlannedStep:
     """A plan with what selection and commit need to know of its rows.
 
-    slots: i64[R]. remaining: i64[num_decode], tokens to max_total. wait_ratio: of the most urgent waiting sequence.
-    made_s: when it was planned. decided_depth: depth that the controller chose, even if no row could use it. suffix:
-    trees of text already seen, where the step may verify any.
+    slots: i64[R]. remaining: i64[num_decode], tokens to max_total. wait_ratio: as in `Load`. made_s:
+    when it was planned. decided_depth: depth that the controller chose, even if no row could use it. suffix: trees of
+    text already seen, where the step may verify any.
     """
 
     plan: StepPlan
@@ -159,14 +158,14 @@ class Planner:
             can_speculate &= batch.table.num_tokens[decode] > 1  # it reads the feature of the token before
         if suffix is not None:
             can_speculate &= ~suffix.covered
-        spare = self._limits.max_tree_tokens - len(decode) - len(prefill)
+        free_positions = self._limits.max_tree_tokens - len(decode) - len(prefill)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
             draft_lag=self._draft.lag_in_step(lag),
             can_speculate=can_speculate,
             num_prefill=len(prefill),
-            prefill_tokens=sum(share_out(prefill, self._max_prefill, spare)),
+            prefill_tokens=sum(_cut_chunks(prefill, self._max_prefill, free_positions)),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
@@ -181,10 +180,10 @@ class Planner:
         decision.check(self._decision_limits, load)
         if suffix is not None and not decision.depth and self._text_without_draft:
             decision = replace(decision, tree_token_cap=self._limits.max_tree_tokens)
-        chunks = share_out(
-            prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)),
-            spare // 2 if decision.depth or suffix is not None else spare,  # a long prompt would else stop speculation
-        )  # fmt: skip
+        if decision.depth or suffix is not None:
+            free_positions //= 2  # a long prompt would else stop speculation
+        most = min(decision.prefill_tokens, self._limits.max_tokens - len(decode))
+        chunks = _cut_chunks(prefill, most, free_positions)
         self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
         slots = decode
         if chunks:
@@ -193,7 +192,7 @@ class Planner:
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
         due_s = load.due_s if self._draft.remote else None
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
-        scored = scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
+        scored = _scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
         if decision.tree_token_cap <= len(decode):
             suffix = None
         plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=suffix is not None)
@@ -259,7 +258,7 @@ class Planner:
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
             is_late = self._batch.queue.is_late(state)
-            rate = 0.0 if is_late else self._pace_rate(state, state.tpot_slo_s, now)
+            rate = 0.0 if is_late else self._pace_rate(state, state.tpot_slo_s, state.deadline_s, now)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
@@ -290,15 +289,16 @@ class Planner:
         table = self._batch.table
         if table.misses_ttft(state.slot, now):
             return 0.0
-        return self._pace_rate(state, float(table.tpot_slo_s[state.slot]), now)
+        return self._pace_rate(state, float(table.tpot_slo_s[state.slot]), float(table.deadline_s[state.slot]), now)
 
-    def _pace_rate(self, state: SequenceState, tpot_slo_s: float | None, now: float) -> float:
-        """Return the tokens per second that keep a sequence without output on its targets; 0 without any."""
+    def _pace_rate(self, state: SequenceState, tpot_slo_s: float | None, deadline_s: float, now: float) -> float:
+        """Return the tokens per second that keep a sequence on the targets in force; 0 without any, or if the deadline
+        has passed. deadline_s: inf without one.
+        """
         paced = 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
-        sequence = state.sequence
-        if sequence.e2e_slo_s is None:
+        if deadline_s == math.inf:
             return paced
-        left_s = sequence.arrival_s + sequence.e2e_slo_s - now
+        left_s = deadline_s - now
         return max(paced, self._tokens_left(state) / left_s) if left_s > 0 else 0.0
 
     def _least_left(self, slot: int) -> int:
@@ -374,6 +374,50 @@ class Planner:
         )
 
 
+def _cut_chunks(prefill: list[SequenceState], tokens: int, positions: int) -> list[int]:
+    """Return chunk lengths for the first of `prefill`, in order, until `tokens` are given out.
+
+    positions: sampled positions that scored prompts may take, beside one for each sequence. A position after which the
+    log probability of the prompt's next token is reported takes one, as a tree node does.
+    """
+    chunks: list[int] = []
+    for state in prefill:
+        if tokens <= 0:
+            break
+        chunk = min(state.pending, tokens)
+        if state.has_unscored:
+            already_scored = max(state.num_scored - state.num_computed, 0)
+            chunk = min(chunk, already_scored + 1 + positions)
+            positions -= max(chunk - already_scored - 1, 0)
+        chunks.append(chunk)
+        tokens -= chunk
+    return chunks
+
+
+def _scored_prompts(prefill: list[SequenceState], chunks: list[int], num_decode: int) -> ScoredPrompts | None:
+    """Return the positions of these chunks that are scored; None if there are none.
+
+    prefill: sequences of the rows from `num_decode` on, as many as chunks.
+    """
+    if not any(state.has_unscored for state in prefill):
+        return None
+    rows: list[tuple[int, int, int]] = []
+    at, token = [], []
+    first = 0
+    for row, (state, chunk) in enumerate(zip(prefill, chunks, strict=True), num_decode):
+        computed = state.num_computed
+        begin, end = max(computed, state.num_scored), min(computed + chunk, state.prompt_len - 1)
+        if begin < end:
+            rows.append((row, end - begin, state.sequence.sampling.prompt_logprobs or 0))
+            at.append(np.arange(begin, end, dtype=np.int32) + (first - computed))
+            token.append(state.token_ids[begin + 1 : end + 1])
+        first += chunk
+    if not rows:
+        return None
+    row_ids, counts, tops = np.array(rows, np.int32).T
+    return ScoredPrompts(row_ids, counts, tops, np.concatenate(at), np.concatenate(token))
+
+
 class DraftPlanner:
     """Planner of the draft's part of a step, for a local draft or a draft service."""
 
@@ -415,8 +459,9 @@ class DraftPlanner:
     def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
         """Return bool[num_decode], rows that can use a draft.
 
-        A row whose draft lags by more than one step can catch up on decodes plainly until it has caught up. remaining,
-        lag: i64[num_decode], tokens to the end and tokens that the draft lacks.
+        A row whose draft needs several steps to catch up decodes without a tree until then, and can use the draft only
+        if tokens are left afterwards. remaining, lag: i64[num_decode], tokens to the end and tokens that the draft
+        lacks.
         """
         if not (self.used and self.can_draft):
             return np.zeros(len(lag), bool)

@@ -32,7 +32,9 @@ STRICT_S = 1e9
 PATIENCE_S = 10.0
 """TTFT target, in seconds, assumed of a sequence without one, and upper bound of the target used in the order."""
 MAX_PRIORITY = 100
+"""Bound of priorities in the order, either way."""
 PROMOTION_PERIOD = 128
+"""Admissions of which one takes the sequence that has waited longest."""
 PROMPT_TOKEN_S = 0.008
 """alpha of `hybrid` ordering: seconds by which a token of the prompt puts a sequence back. Source: Niyama's 8 ms."""
 OUTPUT_WEIGHT = 8.0

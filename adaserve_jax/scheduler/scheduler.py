@@ -159,12 +159,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, new and preempted, without the copies that `stats` makes."""
+        """Number of waiting sequences, new and preempted, without the copies of `stats`."""
         return len(self.batch.queue)
 
     @property
     def num_new(self) -> int:
-        """Sequences that wait and never ran, which `max_waiting` bounds."""
+        """Number of waiting sequences that never ran, which `max_waiting` bounds."""
         return self.batch.queue.num_new
 
     def adapters_in_use(self) -> set[int]:
@@ -248,7 +248,10 @@ class Scheduler:
         return state is not None and state.first_scheduled_s is None
 
     def plan(self, now: float) -> StepPlan | None:
-        """Return what to run next, or None without sequences. A plan that was never committed is forgotten."""
+        """Return what to run next, or None without sequences.
+
+        A plan that was never committed is dropped, but its admissions, preemptions and pages stand.
+        """
         started = time.perf_counter()
         if self._draft_sessions is not None:
             self._draft.is_away = not self._draft_sessions.available

@@ -19,7 +19,8 @@ from adaserve_jax.types import CandidateTrees, DraftTrees
 
 SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
 
-_ROW_BITS, _COLUMN_BITS = 16, 10
+_ROW_BITS, _COLUMN_BITS = 15, 10
+"""Of the 32 bits that break ties. The 7 that are left hold the depth of a node, at most `EngineConfig.suffix_depth`."""
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -41,8 +42,8 @@ class Ranked:
 class Offered:
     """Describe the nodes that a policy's own selector chooses from.
 
-    f: f64[R, C], chance that each drafted node is accepted, likeliest first in each row; 0: no node. need: f64[R],
-    tokens that each request must gain in this step, the root's counted. most: nodes that fit the step.
+    f: f64[R, C], probability that the whole path to each node is accepted, likeliest first in each row; 0: no node.
+    need: f64[R], tokens that each request must gain in this step, the root's counted. most: nodes that fit the step.
     """
 
     f: np.ndarray

@@ -42,8 +42,8 @@ class Selector:
         self._edges = np.array(limits.token_edges)
         # the other rules may leave room: a static tree has fewer nodes than its candidates, a rule that asks what nodes
         # are worth may refuse some, and the budget of the horizon form may be less than the plan's
-        self._takes_all = policy.selector in ("equal", "best", "slo-equal") or (
-            policy.selector == "slo" and policy.need != "horizon"
+        self._takes_all = policy.selector in ("equal", "best") or (
+            policy.selector in ("slo", "slo-equal") and policy.need != "horizon"
         )
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
@@ -61,9 +61,8 @@ class Selector:
         if self._takes_all and planned.decided_depth and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
         ranked = selection.rank(candidates)
-        if (
-            not planned.decided_depth and self._policy.selector != "slo"
-        ):  # text alone, whose chances alone say its worth
+        # without a draft only text is offered, and its f alone says how much of it is worth verifying
+        if not planned.decided_depth and self._policy.selector != "slo":
             budget, _ = self._in_horizon(planned, ranked, int(candidates.depth.max()), now, search=True)
             chosen = selection.best_overall(ranked, budget - plan.num_decode)
         elif self._policy.selector == "equal":

@@ -145,14 +145,14 @@ class SequenceState:
         return self.num_tokens - self.prompt_len
 
     @property
-    def is_scored(self) -> bool:
+    def has_unscored(self) -> bool:
         """True while tokens of the prompt are still to be scored."""
         return self.num_scored < self.prompt_len - 1
 
     @property
     def num_reusable(self) -> int:
-        """Number of the first tokens whose KV is all that is needed: no logits after them are."""
-        return self.num_scored if self.is_scored else self.num_tokens - 1
+        """Number of leading tokens that may come from cached pages, because no logits are needed after them."""
+        return self.num_scored if self.has_unscored else self.num_tokens - 1
 
     @property
     def is_untargeted(self) -> bool:
@@ -164,6 +164,12 @@ class SequenceState:
     def tpot_slo_s(self) -> float | None:
         """Return the TPOT target of the part of the output that the next token belongs to, as it is scheduled."""
         return self.sequence.thinking_tpot_slo_s if self.text_state >= 0 else self.sequence.tpot_slo_s
+
+    @property
+    def deadline_s(self) -> float:
+        """Return the time by which the last token is due; inf without a deadline."""
+        e2e_slo_s = self.sequence.e2e_slo_s
+        return math.inf if e2e_slo_s is None else self.sequence.arrival_s + e2e_slo_s
 
     @property
     def is_running(self) -> bool:
@@ -280,7 +286,7 @@ class SlotTable:
             getattr(self.sampling, name)[slot] = getattr(sequence.sampling, name)
         ttft_slo_s = sequence.ttft_slo_s if self._gives_up else None
         self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else sequence.arrival_s + ttft_slo_s
-        self.deadline_s[slot] = np.inf if sequence.e2e_slo_s is None else sequence.arrival_s + sequence.e2e_slo_s
+        self.deadline_s[slot] = state.deadline_s
         self._aim(state)
         if state.text_state != ANSWERING:
             self._before_answer.add(slot)

@@ -1,7 +1,7 @@
 """The step loop: plan, speculate, select, verify, commit, then expand or contract memory.
 
-The engine and the simulator both run this code. A step has two halves, because a simulated replica lets its
-clock pass the end of a step before anybody may see what the step brought.
+The engine and the simulator both run this code. A step has two halves, because a simulated replica
+advances its clock between verification and commit.
 """
 
 from __future__ import annotations

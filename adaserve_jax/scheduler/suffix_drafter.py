@@ -15,13 +15,13 @@ from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.stats import StepStats
-from adaserve_jax.suffix.kernels import merge_rows
+from adaserve_jax.suffix.kernels import BINS, merge_rows
 from adaserve_jax.suffix.source import SuffixSource, TextRows, TextSource
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
-_NO_EDGES = np.full((2, 7), np.inf, np.float32)
-"""The source finds its cells itself."""
+_NO_EDGES = np.full((2, BINS - 1), np.inf, np.float32)
+"""Bin edges that `ChanceTable` asks for, [2, BINS - 1]. None is used: the source assigns cells itself."""
 
 
 @dataclass(frozen=True, eq=False)

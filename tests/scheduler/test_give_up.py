@@ -69,3 +69,22 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
     run.step()
     paced = 25.0 / (1 - RESERVE)
     assert asked[-1] == (pytest.approx([paced, paced, 25.0]), 1)
+
+
+def test_a_deadline_that_was_given_up_takes_no_room_after_preemption():
+    run = Run.of(limits_of(), policy="adaserve")
+    run.scheduler.add(request_of("late", prompt=200, tokens=30, ttft_slo_s=0.3, e2e_slo_s=60.0))
+    run.clock.advance(0.2)
+    while not run.text.get("late"):
+        run.step()
+    asked: list[tuple[list[float], int]] = []
+
+    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
+        asked.append((need_rate.tolist(), others))
+        return True
+
+    run.scheduler.controller.sustains = sustains
+    run.scheduler.batch.preempt(run.scheduler.batch.running[0])
+    run.scheduler.add(request_of("in time", tpot_slo_s=0.04))
+    run.step()
+    assert asked == [([25.0], 1)]

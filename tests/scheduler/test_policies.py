@@ -387,6 +387,20 @@ class TestPriority:
         assert run.last["worst"].metrics.preemptions == 1
         assert len(run.text["worst"]) == 30
 
+    def test_nobody_is_preempted_whose_pages_would_not_be_enough(self):
+        """Of ten pages the best has seven and the worst two; the one between needs five."""
+        run = Run.of(limits_of(num_pages=10, page_size=8), policy="priority", prefix_cache=False)
+        run.scheduler.add(request_of("best", prompt=50, tokens=4, priority=0))
+        run.scheduler.add(request_of("worst", prompt=10, tokens=4, priority=5))
+        run.step()
+        assert len(run.scheduler.batch.running) == 2
+        run.scheduler.add(request_of("between", prompt=40, tokens=4, arrival_s=run.clock.now(), priority=1))
+        while run.scheduler.has_work:
+            run.step()
+        assert {name: last.metrics.preemptions for name, last in run.last.items()} == {
+            "best": 0, "worst": 0, "between": 0,
+        }  # fmt: skip
+
     def test_equals_wait_for_their_turn(self):
         run = Run.of(limits_of(max_requests=1), policy="priority")
         run.scheduler.add(request_of("first", tokens=5))

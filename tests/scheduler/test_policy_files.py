@@ -175,7 +175,7 @@ def test_a_decision_that_wants_too_much_is_cut_to_what_a_step_holds(tmp_path):
         limits, policy=written(tmp_path, ONE.replace(FILLED, "Decision(4, 1, 10_000, 10_000, feed_draft=True)"))
     )
     for name, prompt in (("a", 4), ("b", 4), ("long", 100)):
-        run.add(request_of(name, prompt=prompt, tokens=40))
+        run.add(request_of(name, prompt=prompt, tokens=40, tpot_slo_s=1.0))  # its speed alone is asked for
     beside = []
     while run.scheduler.has_work:
         plan, trees = run.step()

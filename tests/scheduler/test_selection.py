@@ -326,3 +326,14 @@ def test_only_needed_leaves_the_rest():
     ranked = chains_of([[0.9, 0.81], [0.5, 0.25], [0.4, 0.2]])
     chosen = selection.only_needed(ranked, np.array([2, 0, 1]), left=10)
     np.testing.assert_array_equal(chosen, [[True, True], [False, False], [True, False]])
+
+
+def test_the_longest_path_of_text_leaves_absent_nodes_absent():
+    """64 tokens deep, as `suffix_depth` allows, beside a node of that depth that is not there."""
+    depth = np.array([*range(1, 65), 64], np.int32)
+    parent = np.tile(np.array([*range(-1, 63), 62], np.int32), (2, 1))
+    log_f = np.zeros((2, 65), np.float32)
+    log_f[:, -1] = -np.inf
+    ranked = selection.rank(CandidateTrees(np.zeros((2, 65), np.int32), parent, log_f, depth))
+    assert (ranked.f == [1.0] * 64 + [0.0]).all()
+    assert (ranked.column == np.arange(65)).all()

@@ -46,3 +46,29 @@ def test_prompts_take_nothing_of_a_budget_that_is_not_chosen_again(policy):
             beside.append((trees.num_nodes, plan.tree_token_cap))
     assert len(beside) > 2
     assert all(nodes == budget > 3 for nodes, budget in beside)
+
+
+SEARCHED = """
+from adaserve_jax.scheduler.controllers.baselines import FixedController
+from adaserve_jax.scheduler.policies import Policy
+
+chains = Policy(
+    "chains of 4, as much of them as pays", lambda parts: FixedController(parts.limits, 4), selector="SELECTOR",
+    search_budget=True, needs_draft=True,
+)
+"""
+
+
+@pytest.mark.parametrize("selector", ["slo", "slo-equal"])
+def test_a_searched_budget_may_leave_room_for_all_candidates(tmp_path, selector):
+    """Each node beyond the roots of eight rows costs a millisecond of 16, and one in eight is accepted."""
+    (tmp_path / "searched.py").write_text(SEARCHED.replace("SELECTOR", selector))
+    run = Run.of(limits_of(), policy=str(tmp_path / "searched.py"), acceptance=0.125, knee=8)
+    for row in range(8):
+        run.add(request_of(f"r{row}", tokens=100))
+    verified = []
+    while run.scheduler.has_work:
+        plan, trees = run.step()
+        if plan.num_decode == 8 and plan.draft is not None and plan.draft.depth == 4:
+            verified.append(trees.num_nodes)
+    assert max(verified[20:]) < 8 * (1 + 4)

@@ -30,10 +30,11 @@ class SoloSpeed:
     def rate(self, depth: int, width: int, nodes: int) -> float:
         """Return expected tokens per second.
 
-        Every step drafts `depth` levels of `width` and verifies the `nodes` best of them beside the root; depth 0
-        verifies one token per step.
+        Every step drafts `depth` levels of `width` and verifies the `nodes` best of them beside the root, fewer where
+        a tree or a step holds no more; depth 0 verifies one token per step.
         """
         verify_s = self._cost.verify_s(1)
+        nodes = min(nodes, depth * width, self.limits.max_tree_tokens - 1)
         if not depth:
             return 1.0 / float(verify_s[self._edge(1)] + self._cost.overhead_s(False))
         chance = np.sort(self._acceptance.expected()[:depth, :width], axis=None)[::-1]
@@ -58,7 +59,8 @@ class Load:
     hopeless. draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate:
     bool[num_decode], rows that can still use a draft, also if they need more than this step to catch up. num_prefill:
     rows whose prompt is not computed. prefill_tokens: prompt tokens of them that this step may compute, at most
-    max_prefill_tokens. wait_ratio: waiting time of the most urgent waiting sequence over its TTFT target. context:
+    max_prefill_tokens. wait_ratio: largest ratio of wait to patience (the TTFT target, what a deadline leaves, or
+    PATIENCE_S) of the prompts that run and the first sequence that waits. context:
     i64[rows], committed tokens of decode rows, then prefill rows; None if not known. can_draft: False while no draft
     can be asked, whatever is decided: its memory is KV pages, it is being loaded, or no draft service is available.
     suffix_f: f64[num_decode, C], f of the nodes that text already seen proposes for each row, best first, 0 for absent
