@@ -119,8 +119,8 @@ class Selector:
             step_s = self._cost.steps_at_warm_up_s(plan.num_rows, levels, width, load)[edges]
             return selection.most_per_second(ranked, sizes, step_s)
         step_s = self._cost.verify_s(plan.num_rows, load)[edges] + max(now - planned.made_s, 0.0)
-        late_s = planned.made_s - pace.start_s
-        wanted = need(late_s[:, None], step_s, pace.tpot_slo_s[:, None], pace.num_decoded[:, None])
+        decode_time_s = planned.made_s - pace.start_s
+        wanted = need(decode_time_s[:, None], step_s, pace.tpot_slo_s[:, None], pace.num_decoded[:, None])
         return selection.most_per_second(ranked, sizes, step_s, wanted)
 
     def _in_horizon(
