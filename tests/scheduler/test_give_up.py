@@ -72,7 +72,7 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
 
 
 def test_a_deadline_that_was_given_up_takes_no_room_after_preemption():
-    run = Run.of(limits_of(), policy="adaserve")
+    run = Run.of(limits_of(), policy="adaserve", prefix_cache=False)
     run.scheduler.add(request_of("late", prompt=200, tokens=30, ttft_slo_s=0.3, e2e_slo_s=60.0))
     run.clock.advance(0.2)
     while not run.text.get("late"):
