@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from adaserve_jax.cluster.requests import (
@@ -42,6 +42,8 @@ ANSWER_HEADERS_DROPPED = frozenset({"content-length", "date", "server", "x-reque
 BUSY_CODES = frozenset({"queue_full", "overloaded"})
 """Error codes of a 429 that concern one target only: another one may have a slot."""
 UNFIT_CODES = frozenset({"not_ready", "engine_restarting", "engine_dead", "engine_stalled", "shutting_down", "aborted"})
+NEVER_BEGUN_CODES = frozenset({"not_ready", "engine_stalled", "shutting_down"})
+"""Of these, refusals: the target has not begun to work on the request."""
 """Error codes of a 503 after which a target gets nothing until its health check succeeds."""
 MAX_BUFFERED_ANSWER_BYTES = 2**24
 """A longer answer in one body is sent on while it comes."""
@@ -64,11 +66,12 @@ class EventBuffer:
     """Lets only whole events through, so that an answer that is cut can end with an error event.
 
     events: number of events let through. done: whether the last one was [DONE], after which nothing is missing.
+    failed: whether any was an error. tail: the last TAIL_BYTES of them.
     """
 
     def __init__(self) -> None:
         self.events = 0
-        self.done = False
+        self.done = self.failed = False
         self.tail = b""
         self._rest = b""
 
@@ -82,6 +85,7 @@ class EventBuffer:
         if complete:
             self.events += complete.count(EVENT_END)
             self.done = complete.endswith(DONE)
+            self.failed = self.failed or ERROR_EVENT.search(complete) is not None
             self.tail = (self.tail + complete)[-TAIL_BYTES:]
         return complete
 
@@ -203,7 +207,7 @@ class _TargetCollector(Collector):
             for name, text in (
                 ("requests", "Requests sent to the target, each attempt counted."),
                 ("ejections", "Times that the target was found unfit after it was fit."),
-                ("cuts", "Streams that the target did not end."),
+                ("cuts", "Answers that the target did not end after a part was sent on."),
                 ("failures", "Streams that the target ended with an error."),
             )
         ]
@@ -265,6 +269,12 @@ class Forwarder:
             await finish_first(self._answer(request, scope, send_and_note_status), disconnected())
         except ApiError as error:
             status = error.status_code
+            raise
+        except ClientDisconnect:
+            raise
+        except Exception:
+            if status == CLIENT_CLOSED_REQUEST:  # nothing was sent
+                status = 500
             raise
         finally:
             self.in_flight -= 1
@@ -375,7 +385,8 @@ class Forwarder:
         if answer.should_retry:
             if answer.is_unfit:
                 self._mark_unfit(target, answer.code)
-            return FailedAttempt(answer.code, answer.is_unfit, answer)
+            may_have_started = answer.is_unfit and answer.code not in NEVER_BEGUN_CODES
+            return FailedAttempt(answer.code, may_have_started, answer)
         self._learn_length(target, in_flight, answer.body)
         await answer.send(send)
         return None
@@ -399,7 +410,7 @@ class Forwarder:
                     await send({"type": "http.response.body", "body": complete, "more_body": True})
                 started = True
             last = buffer.rest()
-            target.failures += ERROR_EVENT.search(buffer.tail) is not None
+            target.failures += buffer.failed
         except TargetLost as lost:
             if not started:
                 raise

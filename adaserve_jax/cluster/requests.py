@@ -76,9 +76,13 @@ def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> Pa
     own_tpot_s, own_ttft_s = _seconds(fields.get("slo_tpot_ms")), _seconds(fields.get("slo_ttft_ms"))
     if own_tpot_s is None and relative is not None:
         own_tpot_s = relative * classes.baseline_s
+    try:
+        prompt_tokens = max(sum(_tokens(fields.get(name)) for name in PROMPT_FIELDS[path]), 1)
+    except RecursionError:  # the target says what is wrong with it
+        prompt_tokens = 1
     assigned = Assigned(
         slo_class=name if name in classes.targets else DEFAULT_CLASS,
-        prompt_tokens=max(sum(_tokens(fields.get(name)) for name in PROMPT_FIELDS[path]), 1),
+        prompt_tokens=prompt_tokens,
         arrival_s=now,
         tpot_slo_s=tpot_s if own_tpot_s is None else own_tpot_s,
         ttft_slo_s=ttft_s if own_ttft_s is None else own_ttft_s,

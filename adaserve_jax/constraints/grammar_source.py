@@ -105,7 +105,8 @@ def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if unknown := sorted(schema.keys() - ONE_BY_ONE):
         refuse(f"{unknown[0]!r} does not hold where arguments are written one by one", "tool_calls", tool)
-    if not isinstance(properties, dict) or not isinstance(required, list) or set(required) - properties.keys():
+    are_names = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if not isinstance(properties, dict) or not are_names or set(required) - properties.keys():
         refuse("properties must declare what is required", "tool_calls", tool)
 
 

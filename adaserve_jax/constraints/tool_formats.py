@@ -43,9 +43,11 @@ def is_plain_text(schema: Any) -> bool:
     keyword that only the grammar of JSON holds."""
     if not isinstance(schema, dict) or schema.keys() - _OF_PLAIN_TEXT:
         return False
-    if isinstance(values := schema.get("enum"), list):
-        return bool(values) and all(isinstance(value, str) for value in values)
-    return schema.get("type") == "string"
+    if "enum" in schema:
+        values = schema["enum"]
+        return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+    lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+    return schema.get("type") == "string" and all(type(length) is int and length >= 0 for length in lengths)
 
 
 _SAID = {"type", "title", "description", "default", "examples"}

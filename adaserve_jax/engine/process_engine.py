@@ -122,7 +122,14 @@ class ProcessEngine:
         replies = ipc.receiver(self._context, self.socket_folder, ipc.FROM_ENGINE)
         command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self.socket_folder]
         # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except BaseException:
+            replies.close(linger=0)
+            self._requests.close(linger=0)
+            self._context.term()
+            shutil.rmtree(self.socket_folder, ignore_errors=True)
+            raise
         start = ipc.encode(ipc.Start(self._config, self._factory, self._warm_folder))
         assert child.stdin is not None
         with suppress(BrokenPipeError):  # the child died at once; the receiving thread reports it
@@ -196,7 +203,8 @@ class ProcessEngine:
         if child is None:
             return
         if child.stdin is not None:
-            child.stdin.close()  # the child ends by itself
+            with suppress(BrokenPipeError):  # it is dead, and what could not be written is still buffered
+                child.stdin.close()  # the child ends by itself
         if self._info is None:
             child.kill()  # while it loads it has nothing to save
         try:

@@ -182,7 +182,8 @@ class SupervisedEngine:
         engine.start()
         self._ready_at = self._clock()
         self._start_s = self._ready_at - began
-        for name, folder in list(self._adapters.items()):
+        # unloaded ones first, so that the others find room
+        for name, folder in sorted(self._adapters.items(), key=lambda each: each[1] is not None):
             self._restore_adapter(engine, name, folder)
         self._info = engine.info
 
@@ -200,7 +201,7 @@ class SupervisedEngine:
         """Decide whether the dead engine is replaced, and return the error that its requests get."""
         with self._changed:
             now = self._clock()
-            if not self._closing:
+            if not self._closing and self._fault is None:  # one that died in its start had no requests
                 self._suspects.engine_died(requests)
             error = self._verdict(why, now)
             self._fault = error, now if isinstance(error, EngineRestartingError) else None
@@ -355,7 +356,11 @@ class Suspects:
                     self._contents -= {content}
                 if not left:
                     self.end_trial(request)
-            sink(chunk)
+            try:
+                sink(chunk)
+            except BaseException:
+                self.end_trial(request)  # it gets no more chunks
+                raise
 
         return watched
 

@@ -44,8 +44,8 @@ class RequestRecord:
     A request that did not finish meets none of its targets. Outcomes of a cancelled one are None: nobody knows whether
     it would have met them.
 
-    status: finished (stop or length), rejected (refused at submission), failed (an error or a foreign abort),
-    unfinished (cut off by the end of the run), cancelled (its client closed the connection).
+    status: finished (stop or length), rejected (refused, or ended before it began), failed (an error or a foreign
+    abort), unfinished (cut off by the end of the run), cancelled (its client closed the connection).
     due_s: when the request was due, since the start of the run; at a server, its arrival in Unix time.
     late_s: how much later than due_s the client submitted it.
     tpot_slo_s: target of all tokens, or of the answer alone where thinking_tpot_slo_s is given.

@@ -313,6 +313,8 @@ class ModelExecutor:
         self.compile_counter.close()
         if self.resampler is not None:
             self.resampler.close()
+        if self.logit_capture is not None:
+            self.logit_capture.drop_logits()
         self.target.close()
         if self.local_drafter is not None:
             self.local_drafter.model.close()

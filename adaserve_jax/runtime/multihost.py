@@ -28,6 +28,8 @@ from adaserve_jax.runtime.step_layout import PackedStep
 from adaserve_jax.types import Progress
 
 JOIN_LIMIT_S = 300.0
+HELLO_LIMIT_S = 10.0
+"""Time in which a connection must say who it is: others wait behind it."""
 LEAVE_LIMIT_S = 10
 RETRY_S = 0.1
 _MAX_MESSAGE_BYTES = 1 << 26
@@ -113,8 +115,9 @@ class Followers:
             address = _address(config)
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             with socket.create_server(address, family=family, backlog=config.num_processes) as listener:
-                listener.settimeout(JOIN_LIMIT_S)
+                until = time.monotonic() + JOIN_LIMIT_S
                 while len(self._connections) < config.num_processes - 1:
+                    listener.settimeout(max(until - time.monotonic(), 1e-3))
                     connection = listener.accept()[0]
                     try:
                         self._admit(connection, config)
@@ -130,9 +133,10 @@ class Followers:
             raise
 
     def _admit(self, connection: socket.socket, config: EngineConfig) -> None:
-        connection.settimeout(JOIN_LIMIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(HELLO_LIMIT_S)
         hello = json.loads(_receive(connection) or "null")
+        connection.settimeout(JOIN_LIMIT_S)
         differing = _difference(_shared(config), hello["config"])
         if hello["process_id"] in self._connections:
             differing = f"process_id is {hello['process_id']} in two processes"

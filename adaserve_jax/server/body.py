@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -44,7 +43,11 @@ class BoundedRoute(APIRoute):
         async def bounded(request: Request) -> Response:
             state: ServerState = request.app.state.server
             if request.method == "POST" and state.phase != "starting":
-                async with turn if len(await request.body()) > LARGE_BYTES else nullcontext():
+                if len(await request.body()) > LARGE_BYTES:
+                    async with turn:
+                        await asyncio.sleep(0)  # lets events of streams go out between two of them
+                        await _check(request, state)
+                else:
                     await _check(request, state)
             return await handle(request)
 

@@ -75,7 +75,7 @@ class RequestBoundaryMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Ask for `Authorization: Bearer KEY` and count the requests of each key.
+    """Ask for `Authorization: Bearer KEY` and count the POST requests of each key.
 
     OPEN_ROUTES need no key, OPERATOR_ROUTES need an operator's. Websockets are refused. A request that passes has its
     account in `request.state.account`.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from adaserve_jax.constraints.reasoning_formats import ReasoningMarks
 from adaserve_jax.server.conversation import content_of
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.schema import ChatBody
+from adaserve_jax.server.schema import INT32, ChatBody
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import SamplingParams
 
@@ -45,6 +45,6 @@ def _limit(body: ChatBody) -> tuple[str, int | None]:
     """Return the name and value of the limit of thinking; None: none. Raises ApiError."""
     both = ("max_thinking_tokens", "thinking_token_budget")
     name, value = next(((name, most) for name in both if (most := getattr(body, name)) is not None), (both[0], None))
-    if value is not None and value < -1:
-        raise invalid(f"{name} must be -1 or an integer from 0 on, got {value}", name)
+    if value is not None and not -1 <= value < INT32:
+        raise invalid(f"{name} must be -1 or an integer from 0 to {INT32 - 1}, got {value}", name)
     return name, None if value == -1 else value

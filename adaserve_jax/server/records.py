@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import adaserve_jax
@@ -74,7 +74,7 @@ class ChoiceStamper:
                 raise
             return self._run
         stats = self._state.client.stats()
-        engine = info, stats.restarts
+        engine = replace(info, adapters=()), stats.restarts  # adapters come and go while it serves
         if self._run is None or (
             engine != self._engine and stats.back_in_s is None
         ):  # else the run is still the dead one's

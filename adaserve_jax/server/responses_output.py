@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.formatting import ChoiceDelta, SpelledLogprob, chat_logprobs
 from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.responses_input import FieldNames
@@ -158,6 +158,7 @@ class ResponsesFormatter:
     """
 
     def __init__(self, body: ResponsesBody, names: FieldNames, model: str):
+        """Take the fields to repeat. Raises ApiError if they cannot be written as JSON."""
         self.names = names
         self._repeated: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -181,6 +182,12 @@ class ResponsesFormatter:
             "truncation": body.truncation or "disabled",
             "user": body.user,
         }
+        try:
+            self.going_on().model_dump_json()
+        except ValueError:
+            raise invalid(
+                "the request's fields must be valid Unicode and not nested too deeply: the response repeats them", None
+            ) from None
 
     def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
         output = OutputItems()

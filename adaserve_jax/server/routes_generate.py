@@ -224,7 +224,8 @@ async def begin(
     chat = PLAIN_CHAT
     if isinstance(body, ChatBody):
         chat = chat_prompt(body, state.settings)
-    count, max_count = len(prompts) * sampling.n, min(state.settings.max_choices, account.max_choices)
+    count = len(prompts) * sampling.n
+    max_count = min(state.settings.max_choices, state.settings.max_inflight, account.max_choices)
     if count > max_count:
         raise invalid(f"prompts times n must be at most {max_count}, got {len(prompts)} times {sampling.n}", "n")
     reservation = None

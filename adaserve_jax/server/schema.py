@@ -151,7 +151,9 @@ class GenerationBody(ConstraintFields):
     draft_tag: ValidText | None = Field(
         None, max_length=MAX_TAG_CHARS, description="The draft to use, one of the model's drafts; default: chosen."
     )
-    priority: int | None = Field(None, ge=-INT32, lt=INT32, description="Lower is sooner; default 0.")
+    priority: int | None = Field(
+        None, ge=-INT32, lt=INT32, description="Lower is sooner; default: the class's, else 0."
+    )
     presence_penalty: Penalty | None = Field(
         None, description="Taken from the logits of tokens that the output has, -2 to 2; default 0."
     )

@@ -112,7 +112,7 @@ class KeySettings(Settings):
     min_priority: int | None = setting(
         None, "least priority value (lower is sooner); lower ones are raised to it; none: any"
     )
-    operator: bool = setting(False, "may see what all clients do: /metrics and /dashboard")
+    operator: bool = setting(False, "may see what all clients do (/metrics, /dashboard), and load and unload adapters")
     learn: bool = setting(
         True, "whether drafts may learn from its requests, and texts are kept to draft from, unless the request says no"
     )

@@ -44,8 +44,9 @@ def open_exporter(endpoint: str) -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # else every failure
+    endpoint = endpoint.rstrip("/")
     path = "" if endpoint.endswith(TRACES_PATH) else TRACES_PATH
-    return OTLPSpanExporter(endpoint=endpoint.rstrip("/") + path, timeout=POST_TIMEOUT_S)
+    return OTLPSpanExporter(endpoint=endpoint + path, timeout=POST_TIMEOUT_S)
 
 
 class Tracer:

@@ -20,7 +20,7 @@ CONTEXTS = (2, 4, 8)
 MOST_MATCHED = 32
 """Tokens up to which the length of a match is counted."""
 MOST_OCCURRENCES = 16
-"""Occurrences that vote for what follows, longest matches first, then the newest."""
+"""Occurrences that vote for what follows: first those found by the longest hashed context, of these the newest."""
 MOST_VISITED = 24
 """Links of one hash chain that are followed."""
 ENOUGH = 8
@@ -85,7 +85,7 @@ def _occurrences(
     query: Any, query_end: Any, tokens: Any, mask: Any, head: Any, prev: Any, oldest: Any, newest: Any, salts: Any,
     salt: Any, found: Any, lengths: Any,
 ) -> Any:  # fmt: skip
-    """Collect positions before which the end of `query` stands, in [oldest, newest); return how many.
+    """Collect positions before which the end of `query` stands, behind oldest and before newest; return how many.
 
     salts: i32[capacity], of each position; found, lengths: i64[MOST_OCCURRENCES], filled.
     """

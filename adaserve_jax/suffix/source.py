@@ -126,12 +126,13 @@ class SuffixSource:
         self._capacity = capacity
         self._newest = 1
         self._salts: dict[str, tuple[int, int]] = {}
+        self._most_salts = MOST_SALTS
         self._next_salt = 0
         self.prior = prior_chances()
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of ended texts in the store."""
+        """Places of the store that are taken: tokens of ended texts, and one more behind each text."""
         return min(self._newest - 1, self._capacity)
 
     def propose(self, rows: TextRows, chance: np.ndarray) -> CandidateTrees:
@@ -167,8 +168,9 @@ class SuffixSource:
         index_tokens(self._ring, mask, self._ring_head, self._ring_prev, start, start, end, number)
         self._newest = end + 1
         self._salts[salt] = number, self._newest
-        if len(self._salts) > MOST_SALTS:
+        if len(self._salts) > self._most_salts:
             self._salts = {each: found for each, found in self._salts.items() if found[1] > self._oldest}
+            self._most_salts = max(MOST_SALTS, 2 * len(self._salts))
 
     @property
     def _oldest(self) -> int:

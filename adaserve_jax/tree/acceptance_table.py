@@ -150,7 +150,7 @@ def _section(table: ChanceTable, mode: int) -> dict[str, Any]:
         return part[mode, :, :, :bins].astype(np.float64).round(_DIGITS).tolist()
 
     section: dict[str, Any] = {
-        "edges": edges.astype(np.float64).round(_DIGITS).tolist(),
+        "edges": edges.astype(np.float64).tolist(),  # rounded, two that are near would become one
         "table": numbers(table.chance),
     }
     if table.learned is not None:

@@ -102,8 +102,8 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of
-    the format. Raises ConfigError when the file cannot be written."""
+    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets and deadlines are
+    not part of the format. Raises ConfigError when the file cannot be written."""
     text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
     data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
     try:
@@ -188,6 +188,8 @@ def fluctuating_trace(
         raise ConfigError(f"a fluctuating trace at {rate_rps:g} requests/s has no request; raise the rate")
     requests.sort(key=lambda request: request.due_s)
     source, made = "" if like is None else f" like {like.name}", f"fluctuating {rate_rps!r} {seed} "
+    if like is None and ttft_slo_s is not None:
+        made += f"ttft {ttft_slo_s!r} s "
     most = math.inf if like is not None or max_context is None else max_context - OUTPUT_TOKENS
     notes: tuple[str, ...] = ()
     if long := sum(request.prompt_tokens > most for request in requests):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -153,6 +154,7 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
 @pytest.mark.parametrize("last", [
     b'data: {"error": {"message": "m", "type": "t", "param": null, "code": "engine_restarting"}}\n\n',
     b'event: response.failed\ndata: {"type":"response.failed"}\n\n',
+    b'event: response.failed\ndata: {"instructions":"' + b"x" * 5000 + b'"}\n\n',
 ])  # fmt: skip
 def test_a_stream_that_its_target_ends_with_an_error_counts_as_failed(last):
     broken, whole_one = stream(token("a"), last), events('\\"error\\": {')
@@ -320,6 +322,24 @@ def test_a_request_that_ends_its_targets_does_not_end_them_all():
         server.stop()
     assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "target_lost" and sent == 3
     assert int(refusal.headers["retry-after"]) >= 1
+
+
+def test_targets_that_refuse_to_begin_are_not_lost_to_a_request():
+    """However many stop at once, the one that does not is found."""
+    asked: list[int] = []
+
+    def each(number: int):
+        def generate(_):
+            asked.append(number)
+            return error("503 Service Unavailable", "shutting_down") if len(asked) < 5 else whole()
+
+        return target(generate)
+
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(each(number))) for number in range(5)]
+        with routed(*(server.url for server in servers), router="round-robin", poll_every=5.0) as router:
+            assert router.post().status_code == 200
+    assert len(asked) == len(set(asked)) == 5
 
 
 @pytest.mark.parametrize("code, sent", [("overloaded", 2), ("queue_full", 2), ("rate_limited", 1)])

@@ -68,6 +68,14 @@ def test_what_cannot_be_read_is_for_the_target_to_refuse(body):
     assert parse_request("/tokenize", b'{"prompt": "x"}', CLASSES, 0.0) is None
 
 
+def test_a_prompt_that_is_nested_too_deeply_counts_as_one_token():
+    prompt: object = "12345678"
+    for _ in range(700):
+        prompt = {"content": prompt}
+    wanted = parse_request("/v1/completions", json.dumps({"prompt": prompt}).encode(), CLASSES, 0.0)
+    assert wanted is not None and wanted.assigned.prompt_tokens == 1
+
+
 class StandIn:
     """A pool whose one connection writes nothing and notes what is asked of it."""
 

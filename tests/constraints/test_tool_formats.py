@@ -318,12 +318,26 @@ def test_strings_of_a_form_stand_there_as_json(vocabulary: Vocabulary, form: str
     ({"anyOf": [{"required": ["text"]}]}, "f: 'anyOf' does not hold where arguments are written one by one"),
     ({"minProperties": 1}, "f: 'minProperties' does not hold where"),
     ({"required": ["none"]}, "f: properties must declare what is required"),
+    ({"required": [{}]}, "f: properties must declare what is required"),
 ])  # fmt: skip
 def test_what_cannot_be_held_one_by_one_is_refused(
     vocabulary: Vocabulary, form: str, more: dict[str, Any], message: str
 ):
     with pytest.raises(RequestError, match=re.escape(message)):
         vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD | more)),)))
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("keyword", [
+    {"minLength": '0}/\nX: "b"\nY: /c{1'}, {"maxLength": True}, {"minLength": -1}, {"enum": None}, {"enum": "abc"},
+])  # fmt: skip
+def test_a_keyword_of_another_type_is_refused_and_never_part_of_a_grammar(
+    vocabulary: Vocabulary, form: str, keyword: dict[str, Any]
+):
+    schema = {"type": "object", "properties": {"text": {"type": "string"} | keyword}, "required": ["text"]}
+    with pytest.raises(RequestError) as caught:
+        vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),)))
+    assert caught.value.code == "invalid_schema"
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)

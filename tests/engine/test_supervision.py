@@ -287,6 +287,30 @@ def test_a_request_that_is_in_every_crash_is_set_aside_and_the_others_are_not():
         world.engine.submit(asked("later", "bad"), lambda chunk: None)
 
 
+def test_a_restart_that_fails_clears_no_suspect():
+    with World(failing=(2,), max_restarts=9) as world:
+        crash(world, "good", "bad")
+        crash(world, "other", "bad")
+        assert len(world.fakes) == 4, "the third did not start"
+        with pytest.raises(RequestError, match="running each of the last 2 times that the engine crashed"):
+            world.engine.submit(asked("again", "bad"), lambda chunk: None)
+
+
+def test_a_suspect_whose_client_fails_lets_the_next_one_be_tried():
+    with World(max_restarts=9) as world:
+        crash(world, "a", "b")
+        crash(world, "a", "b")
+
+        def broken(chunk: OutputChunk) -> None:
+            raise ValueError("no reader")
+
+        world.engine.submit(asked("1", "a"), broken)
+        ((request, sink),) = world.fakes[-1].submitted
+        with pytest.raises(ValueError, match="no reader"):
+            sink(OutputChunk(request.request_id, 0, "x", [1]))
+        world.engine.submit(asked("2", "b"), lambda chunk: None)
+
+
 def test_suspects_are_tried_one_after_the_other_and_cleared():
     with World(max_restarts=9) as world:
         crash(world, "a", "b", "c")

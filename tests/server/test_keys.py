@@ -306,10 +306,14 @@ def test_a_hold_gives_back_what_it_has_and_no_more():
 
 
 def test_room_that_the_server_has_not_is_given_back_to_the_key(start_server):
-    with start_server(ServerSettings(keys=(KEYS[-1],), max_inflight=1)) as server:
+    with start_server(ServerSettings(keys=(KEYS[-1],), max_inflight=2)) as server:
+        held = server.state.slots.reserve(keyring_of(KeySettings("other", "x")).find(b"x"), 1)
         for _ in range(3):
             refused = post(server, "free", n=2)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        never = post(server, "free", n=3)  # nor on an idle server
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        held.release()
         assert server.state.keyring.find(b"free").in_flight == 0
         assert post(server, "free").status_code == 200
         assert server.state.keyring.find(b"free").in_flight == 0

@@ -22,7 +22,7 @@ def test_it_says_whether_the_server_answers(monkeypatch, start_server):
     with start_server(ServerSettings(api_key="k")) as server:
         assert ask(monkeypatch, server, "/health") is None
         assert str(ask(monkeypatch, server, "/ready")).endswith("answered 401")
-        assert ask(monkeypatch, server, "/ready", ADASERVE_PROBE_KEY="k") is None
+        assert ask(monkeypatch, server, "/ready", ADASERVE_PROBE_KEY="k", ADASERVE_TLS_CERT="none") is None
         server.state.drain()
         assert str(ask(monkeypatch, server, "/ready")).endswith("answered 503")
         assert ask(monkeypatch, server, "/health") is None

@@ -23,6 +23,7 @@ from rich.console import Console
 
 import adaserve_jax
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.record_store import RecordStore, read_records
@@ -284,11 +285,17 @@ def test_wrong_settings_are_refused(values, text):
     assert text in str(caught.value)
 
 
-def test_an_engine_that_comes_back_is_another_run(start_server, path):
+def test_an_engine_that_comes_back_is_another_run_and_one_with_another_adapter_is_not(start_server, path, tmp_path):
+    adapter = tmp_path / "sql"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     with start_server() as server:
+        server.engine.adapters = AdapterTable(1)
         recorder = Recorder(server.state, RecordStore.open(path), KEPT, every_s=0.01)
         arrival_unix_s, metrics = time.time() - 1.0, RequestMetrics(arrival_s=time.monotonic() - 1.0, output_tokens=0)
         ended = EndedChoice(Origin("r", "team"), 0, "stop", None, "chat", None, None, metrics)
+        recorder.observe(ended)
+        server.engine.load_adapter("sql", str(adapter))
         recorder.observe(ended)
         server.engine.config = replace(server.engine.config, draft="other/draft")
         recorder.observe(ended)
@@ -299,9 +306,9 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
         recorder.observe(ended)
         recorder.close()
     found = read(path)
-    assert [each.run.draft for each in found] == [found[0].run.draft, *["other/draft"] * 3]
+    assert [each.run.draft for each in found] == [*[found[0].run.draft] * 2, *["other/draft"] * 3]
     runs = [each.run.run_id for each in found]
-    assert len(set(runs)) == 3 and runs[2] == runs[3]
+    assert len(set(runs)) == 3 and runs[0] == runs[1] and runs[3] == runs[4]
     assert found[0].key == "team" and found[0].arrival_unix_s == pytest.approx(arrival_unix_s, abs=0.5)
 
 

@@ -305,6 +305,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
                 {"type": "function_call", "call_id": "2", "name": "f", "arguments": "[1]"}]}, "input",
      "input[2].arguments must be the JSON of an object, got '[1]'"),
     ({"input": "x\ud800"}, "input", "input must be valid Unicode"),
+    ({"user": "\ud800"}, None, "the request's fields must be valid Unicode and not nested too deeply"),
     ({"input": "x" * 10_000}, "input", "prompt must leave room for one token in a context of 512"),
     ({"input": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),
     ({"instructions": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),

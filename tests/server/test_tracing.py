@@ -179,7 +179,7 @@ def collector(status: int = 200) -> Iterator[tuple[str, list[tuple[str, ExportTr
     server.server_close()
 
 
-@pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
+@pytest.mark.parametrize("suffix", ["", "/", "/v1/traces", "/v1/traces/"])
 def test_a_collector_gets_spans_over_http(start_server, suffix):
     with collector() as (url, got):
         settings = ServerSettings(otlp_endpoint=url + suffix)
