@@ -148,9 +148,9 @@ def test_calls_are_held_to_their_schema_behind_the_thinking(opened: Running):
 
 
 def test_limits_that_cannot_be_kept_are_refused(opened: Running, server: Running):
-    for name, value in (("max_thinking_tokens", -2), ("thinking_token_budget", -7)):
+    for name, value in (("max_thinking_tokens", -2), ("thinking_token_budget", -7), ("max_thinking_tokens", 10**20)):
         error = opened.post("/v1/chat/completions", **FIXED, **{name: value}).json()["error"]
-        assert error["message"] == f"{name} must be -1 or an integer from 0 on, got {value}"
+        assert error["message"] == f"{name} must be -1 or an integer from 0 to 2147483647, got {value}"
     error = server.post("/v1/chat/completions", **FIXED, max_thinking_tokens=3).json()["error"]
     assert error["code"] == "unsupported_parameter"
     assert "max_thinking_tokens must be left out, got 3: this model has no marks of thinking" in error["message"]
