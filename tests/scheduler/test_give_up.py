@@ -13,6 +13,18 @@ def without_infeasible(run: Run) -> dict[str, float]:
     return {state.sequence.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler.batch.running}
 
 
+def questions_of(run: Run) -> list[tuple[list[float], int]]:
+    """Rates and other rows of each question whether one more may start, from now on; the answer is yes."""
+    asked: list[tuple[list[float], int]] = []
+
+    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
+        asked.append((need_rate.tolist(), others))
+        return True
+
+    run.scheduler.controller.sustains = sustains
+    return asked
+
+
 @pytest.mark.parametrize(("policy", "after"), [("adaserve", np.inf), ("adaserve-paper", 0.05)])
 def test_a_late_first_token_ends_the_pursuit(policy, after):
     run = Run.of(limits_of(), policy=policy)
@@ -48,13 +60,7 @@ def test_a_prompt_that_is_late_already_holds_nobody_back():
     run.scheduler.add(request_of("late", prompt=200, tokens=30, tpot_slo_s=0.05, ttft_slo_s=0.3))
     run.clock.advance(0.2)
     run.step()
-    asked: list[tuple[list[float], int]] = []
-
-    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
-        asked.append((need_rate.tolist(), others))
-        return True
-
-    run.scheduler.controller.sustains = sustains
+    asked = questions_of(run)
     run.scheduler.add(request_of("a", tpot_slo_s=0.04))
     run.scheduler.plan(0.29)
     run.scheduler.add(request_of("b", tpot_slo_s=0.04))
@@ -77,13 +83,7 @@ def test_a_deadline_that_was_given_up_takes_no_room_after_preemption():
     run.clock.advance(0.2)
     while not run.text.get("late"):
         run.step()
-    asked: list[tuple[list[float], int]] = []
-
-    def sustains(need_rate: np.ndarray, others: int, *_: object, **__: object) -> bool:
-        asked.append((need_rate.tolist(), others))
-        return True
-
-    run.scheduler.controller.sustains = sustains
+    asked = questions_of(run)
     run.scheduler.batch.preempt(run.scheduler.batch.running[0])
     run.scheduler.add(request_of("in time", tpot_slo_s=0.04))
     run.step()
