@@ -246,7 +246,7 @@ class PagePool:
     def publish(self, migration: Migration) -> np.ndarray:
         """Rename pages after their content was moved: holders, the order of cached pages and the cache follow.
 
-        Pages that became free since the plan do not count as moved; cached ones do; the sources become free. Returns
+        Pages that became free since the plan do not count as moved, cached ones do. The sources become free. Returns
         i32[pages_in_force], remap[old] = new. Raises IntegrityError unless `migration` is the open plan.
         """
         self._close(migration)

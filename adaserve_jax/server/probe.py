@@ -35,10 +35,8 @@ def main() -> None:
     """Exit with 0 for a 200, else with 1 and a message on stderr."""
     environment = os.environ
     path = sys.argv[1] if len(sys.argv) > 1 else "/health"
-    port, tls = (
-        int(environment.get("ADASERVE_PORT", "8000")),
-        environment.get("ADASERVE_TLS_CERT", "none") not in ("", "none"),
-    )
+    port = int(environment.get("ADASERVE_PORT", "8000"))
+    tls = environment.get("ADASERVE_TLS_CERT", "none") not in ("", "none")
     try:
         status = probe(path, port, tls=tls, key=environment.get("ADASERVE_PROBE_KEY", ""))
     except (OSError, http.client.HTTPException) as error:

@@ -36,7 +36,8 @@ class Fake:
         self.learning = LearningStats()
         self.alive = self.closed = False
         self.submitted: list[tuple[GenerateRequest, Sink]] = []
-        self.info = SimpleNamespace(target=f"engine {number}")
+        self.info = SimpleNamespace(target=f"engine {number}", adapters=("a",))
+        self.adapters: list[tuple[str, str | None]] = []
 
     def start(self) -> None:
         while not (self.closed or self.may_start.wait(0.01)):
@@ -61,6 +62,12 @@ class Fake:
             sink(OutputChunk(ended.request_id, 0, "", [], reason, RequestMetrics(0.0)))
         self.counts.finished[reason] = self.counts.finished.get(reason, 0) + len(self.submitted)
         self.submitted = []
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        self.adapters.append((name, folder))
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapters.append((name, None))
 
     def stats(self) -> EngineStats:
         return EngineStats(self.counts, compiles_after_ready=self.counts.steps, learning=self.learning)
@@ -285,6 +292,19 @@ def test_a_request_that_is_in_every_crash_is_set_aside_and_the_others_are_not():
             world.engine.submit(asked(text, text), lambda chunk: None)
         world.now += 600.0  # long after the last crash it may try again
         world.engine.submit(asked("later", "bad"), lambda chunk: None)
+
+
+def test_what_was_unloaded_makes_room_in_the_next_engine_before_others_are_loaded():
+    """Each engine begins with adapter a."""
+    with World() as world:
+        for name, folder in (("b", "B"), ("b", None), ("c", "C"), ("a", None), ("b", "B")):
+            if folder is None:
+                world.engine.unload_adapter(name)
+            else:
+                world.engine.load_adapter(name, folder)
+        world.fakes[0].die()
+        wait_until(world.engine.is_alive)
+        assert world.fakes[1].adapters == [("a", None), ("b", "B"), ("c", "C")]
 
 
 def test_a_restart_that_fails_clears_no_suspect():
