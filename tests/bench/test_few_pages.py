@@ -36,7 +36,6 @@ def mean_running(simulated: Simulated) -> float:
     return busy_s / simulated.wall_s
 
 
-@pytest.mark.slow
 def test_under_load_more_requests_run_at_once_and_more_tokens_come_than_where_the_draft_stays() -> None:
     """A third more pages: measured, a fifth more of both."""
     on, off = (simulate("nightjar", replace(FEW, elastic=each), MACHINE, trace()) for each in ("on", "off"))
