@@ -102,7 +102,7 @@ def overload(groups: list[PointGroup], estimates: Estimates) -> str:
         f"**Overload costs those who wait.** At {ours.setting.rate_rps:g} requests/s no policy meets all targets of "
         f"all requests. `{OURS}` meets {met} where `{PLAIN}` meets {plainly_met}. It does so by letting other requests "
         f"wait: the first token takes {seconds(ours)}, against {seconds(plain)}. The bench lets requests wait without "
-        "limit; a server refuses them after `--max-queue-wait` (5 s)."
+        "limit; a server refuses them after `--max-queue-wait`."
     )
 
 

@@ -134,9 +134,10 @@ def test_documents_that_the_code_names_exist():
 
 def test_files_of_the_life_of_a_request_exist():
     page = (ROOT / "docs" / "architecture" / "life-of-a-request.md").read_text()
-    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page))
+    named_file = r"`([a-z_]+/[\w/]+\.py|types\.py)`"
+    named = set(re.findall(named_file, page))
     assert len(named) > 20 and sorted(name for name in named if not (PACKAGE / name).is_file()) == []
-    core = re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page.partition("## The core path")[2])
+    core = re.findall(named_file, page.partition("## The core path")[2])
     assert len(page.splitlines()) <= 60
     assert len(core) > 10 and sum(len((PACKAGE / name).read_text().splitlines()) for name in core) <= 5000
 

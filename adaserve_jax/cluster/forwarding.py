@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from adaserve_jax.cluster.requests import (
@@ -42,9 +42,9 @@ ANSWER_HEADERS_DROPPED = frozenset({"content-length", "date", "server", "x-reque
 BUSY_CODES = frozenset({"queue_full", "overloaded"})
 """Error codes of a 429 that concern one target only: another one may have a slot."""
 UNFIT_CODES = frozenset({"not_ready", "engine_restarting", "engine_dead", "engine_stalled", "shutting_down", "aborted"})
-NEVER_BEGUN_CODES = frozenset({"not_ready", "engine_stalled", "shutting_down"})
-"""Of these, refusals: the target has not begun to work on the request."""
 """Error codes of a 503 after which a target gets nothing until its health check succeeds."""
+NEVER_BEGUN_CODES = frozenset({"not_ready", "engine_stalled", "shutting_down"})
+"""Name the refusals among UNFIT_CODES: the target has not begun to work on the request."""
 MAX_BUFFERED_ANSWER_BYTES = 2**24
 """A longer answer in one body is sent on while it comes."""
 MAX_LOST = 3
@@ -269,12 +269,6 @@ class Forwarder:
             await finish_first(self._answer(request, scope, send_and_note_status), disconnected())
         except ApiError as error:
             status = error.status_code
-            raise
-        except ClientDisconnect:
-            raise
-        except Exception:
-            if status == CLIENT_CLOSED_REQUEST:  # nothing was sent
-                status = 500
             raise
         finally:
             self.in_flight -= 1

@@ -67,7 +67,7 @@ TETRIS_EXTRA = 2
 DSD_PROBE_STEPS = 50
 SARATHI_TOKENS = 512
 PYTHON_SUFFIX = ".py"
-PREFILL_DIVISOR = 8
+CHUNK_DIVISOR = 8
 """Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
 1024.
 """
@@ -370,7 +370,7 @@ def _where(error: Exception, source: Path) -> str:
 
 
 def _budget_by_cost(parts: Parts) -> Controller:
-    most = max(1, parts.limits.max_tokens // PREFILL_DIVISOR)
+    most = max(1, parts.limits.max_tokens // CHUNK_DIVISOR)
     return JointController(
         parts.limits, parts.cost, parts.acceptance, parts.objective, prefill_tokens=most, admits_by_pace=False
     )

@@ -20,7 +20,7 @@ from adaserve_jax.types import CandidateTrees, DraftTrees
 SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
 
 _ROW_BITS, _COLUMN_BITS = 15, 10
-"""Of the 32 bits that break ties. The 7 that are left hold the depth of a node, at most `EngineConfig.suffix_depth`."""
+"""Divide the 32 bits that break ties. The 7 bits left hold a node's depth, at most `EngineConfig.suffix_depth`."""
 _NEVER = np.iinfo(np.int64).max
 
 

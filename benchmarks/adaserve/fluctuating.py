@@ -1,9 +1,9 @@
 """Is `adaserve` behind the best baseline where arrivals fluctuate and targets are of TPOT alone? Several traces a rate.
 
-    python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --out fluctuating.json [--seeds 6] [--jobs 2]
+    python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --out fluctuating.json [--seeds 4] [--jobs 2]
 
-One trace at each rate, as benchmarks/adaserve/sweeps.py has it, tells little where nearly all targets are met: a burst
-more or less moves a policy by half a point. Here every contender runs on the same `--seeds` traces of each rate. Points
+One trace at each rate, as benchmarks/adaserve/sweeps.py has it, tells little where nearly all targets are met: policies
+change places from one to the next. Here every contender runs on the same `--seeds` traces of each rate. Points
 are kept in sweeps.jsonl beside the file, and those that it has of this commit are not run again.
 """
 
@@ -18,13 +18,12 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.bench.simulate import Grid
-from adaserve_jax.cli.options import comma_list
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.sim.machines import load_machine
 from benchmarks.adaserve.sweeps import Job, run_all
-from benchmarks.adaserve.sweeps_points import contenders, points
+from benchmarks.adaserve.sweeps_points import contenders, named_contenders, points
 from benchmarks.adaserve.sweeps_tables import Line
 
 COMPARED = "adaserve,jitserve,dspark:4,spec:4,tetris:4"
@@ -34,7 +33,7 @@ COMPARED = "adaserve,jitserve,dspark:4,spec:4,tetris:4"
 def fluctuating(
     traces: Annotated[Path, typer.Option(help="folder of AdaServe's traces")],
     out: Annotated[Path, typer.Option(help="JSON to write")],
-    seeds: Annotated[int, typer.Option(help="traces of each rate")] = 6,
+    seeds: Annotated[int, typer.Option(help="traces of each rate")] = 4,
     policies: Annotated[str, typer.Option(help="contenders of the sweeps, separated by commas")] = COMPARED,
     machine: Annotated[str, typer.Option(help="packaged machine, or a JSON file")] = "llama-70b",
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
@@ -42,21 +41,20 @@ def fluctuating(
 ) -> None:
     """Simulate every contender on every trace and write its attainment."""
     simulated, commit = load_machine(machine), source_commit()
-    names = comma_list("policies", policies, str)
-    known = {contender.name: contender for contender in contenders()}
-    if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"--policies: no contender {unknown[0]!r}; there are {', '.join(known)}")
+    chosen = named_contenders("policies", policies, contenders())
     todo = [
-        Job(commit, simulated, point, known[name], seed, Grid())
+        Job(commit, simulated, point, contender, seed, Grid())
         for seed in range(seeds)
         for point in points(traces, requests=requests, seed=seed)
         if (point.sweep, point.targets) == ("fluctuating", "tpot")
-        for name in names
+        for contender in chosen
     ]
     make_folder(out.parent)
     lines = run_all(todo, out.parent, jobs or os.cpu_count() or 1)
     rows = [_row(job, line) for job, line in zip(todo, lines, strict=True)]
     command = f"python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --seeds {seeds} --out {out.name}"
+    for option, value, default in (("policies", policies, COMPARED), ("requests", requests, 0)):
+        command += "" if value == default else f" --{option} {value}"
     about = {"commit": commit, "command": command, "simulated": simulated.name, "seeds": seeds}
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 

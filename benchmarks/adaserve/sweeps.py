@@ -53,6 +53,7 @@ from benchmarks.adaserve.sweeps_points import (
     Contender,
     Point,
     contenders,
+    named_contenders,
     points,
 )
 from benchmarks.adaserve.sweeps_tables import Line, contenders_by_point, lines_of, tables, verdict
@@ -232,11 +233,7 @@ def policy_sweeps(
         return
     named = [load_machine(name) for name in comma_list("machines", machines, str)]
     chosen = contenders(quick=quick)
-    wanted = comma_list("only", only, str)
-    unknown = sorted(set(wanted) - {contender.name for contender in chosen})
-    if unknown:
-        raise ConfigError(f"--only: no contender {unknown[0]!r}; there are {', '.join(c.name for c in chosen)}")
-    chosen = [contender for contender in chosen if not wanted or contender.name in wanted]
+    chosen = named_contenders("only", only, chosen) or chosen
     of_sweeps, of_targets = _among("sweeps", sweeps, SWEEPS), _among("targets", targets, TARGETS)
     todo = [
         point for point in points(None if quick else traces, requests=requests, seed=seed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.bench.simulate import TUNED
+from adaserve_jax.cli.options import comma_list
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import POLICIES
 from adaserve_jax.sim.machines import Machine
@@ -113,6 +114,14 @@ def contenders(*, quick: bool = False) -> list[Contender]:
         for name in baselines
     ]
     return [*ours, *authors, *fixed, Contender(TUNED, TUNED_GROUP, None, deep=True)]
+
+
+def named_contenders(option: str, text: str, chosen: list[Contender]) -> list[Contender]:
+    """Return the contenders that an option names, separated by commas. Raises ConfigError: there is none of a name."""
+    wanted, known = comma_list(option, text, str), {contender.name: contender for contender in chosen}
+    if unknown := sorted(set(wanted) - set(known)):
+        raise ConfigError(f"--{option}: no contender {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]
 
 
 def points(folder: Path | None, *, requests: int, seed: int) -> list[Point]:

@@ -21,7 +21,7 @@ from tests.slow import slow_after
 TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 COLUMNS = (1, 2, 7, 8, 9, 16, 17, 32, 33, MAX_COLUMNS)
 SIZES = ((7, 33), (203, 1100), (1031, 96), (1, 1), (8, 128), (64, 129))
-"""Outputs and inputs: less than a tile, whole tiles, tiles and a rest, more than one sum, and work for two threads."""
+"""Outputs and inputs: less than a tile, more than one sum, work for two threads; one, whole tiles, tiles and a rest."""
 
 
 def made(name: str, outputs: int, inputs: int) -> np.ndarray:

@@ -32,7 +32,7 @@ QUICK = {
     ("ct_nvfp4", "llama"),
     ("mxfp4", "gpt_oss"),
 }
-"""A case of each way to store weights, experts among them."""
+"""Cases of `make test`: the ways to store weights that differ most, experts among them."""
 assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
 

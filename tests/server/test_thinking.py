@@ -97,7 +97,7 @@ def ask(server: Running, **fields: Any) -> tuple[dict[str, Any], int, list[str]]
 def test_thinking_ends_at_its_limit_and_not_before(opened: Running):
     _, thought, free = ask(opened)
     assert thought == len(free) == 48
-    for most in (0, 30):
+    for most in (0, 7, 30):
         message, thought, tokens = ask(opened, max_thinking_tokens=most)
         assert thought == most and tokens[:most] == free[:most] and tokens[most] == "</think>"
         assert "".join(tokens[:most]) == (message.get("reasoning") or "")

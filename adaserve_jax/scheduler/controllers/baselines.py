@@ -24,7 +24,7 @@ from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, is_of_its
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import CostSamples, Limits
 
-PREFILL_DIVISOR = 4
+LEAST_PREFILL_DIVISOR = 4
 """While prompts wait, tree tokens leave at least one token in this many of the step to prefill."""
 PAPER_VERIFY_TOKENS, PAPER_DRAFT_TOKENS = 512, 96
 """B1 and B2 of AdaServe's artifact; a smaller machine keeps their ratio."""
@@ -115,7 +115,7 @@ class ClosedFormController(Controller):
 
 def fill(limits: Limits, load: Load, *, depth: int, width: int, nodes: int | None = None) -> Decision:
     """Return the largest trees that fit, then prefill with the rest, no less than its share. nodes: most per row."""
-    reserved = min(load.prefill_tokens, max(1, limits.max_tokens // PREFILL_DIVISOR))
+    reserved = min(load.prefill_tokens, max(1, limits.max_tokens // LEAST_PREFILL_DIVISOR))
     most = min(limits.max_tree_tokens, limits.max_tokens - reserved)
     each = depth * width if nodes is None else min(nodes, depth * width)
     cap = max(load.num_decode, min(load.num_decode * (1 + each), most))
