@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from adaserve_jax.constraints.tool_formats import FORMATS, ONE_BY_ONE, OPTIONS_KEY, lark
+from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, ONE_BY_ONE, OPTIONS_KEY, lark
 from adaserve_jax.errors import RequestError
-from adaserve_jax.sampling import MAX_SCHEMA_CHARS, GrammarKind, GrammarSource, ToolCalls
+from adaserve_jax.sampling import (
+    MAX_SCHEMA_CHARS,
+    GrammarKind,
+    GrammarSource,
+    ToolCalls,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -39,6 +44,10 @@ _EXPECTED: dict[GrammarKind, tuple[str, str]] = {
     "tool_calls": ("tools", "hold parameters"),
 }
 """Request field and what it must hold, by kind."""
+_NAMED_SCHEMAS = {"properties", "patternProperties", *DEFINITIONS}
+"""Keywords that hold schemas by name."""
+_VALUES = {"const", "enum", "default", "examples"}
+"""Keywords that hold values, not schemas."""
 _TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\]\s*)?:", re.MULTILINE)
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
 
@@ -105,6 +114,11 @@ def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if unknown := sorted(schema.keys() - ONE_BY_ONE):
         refuse(f"{unknown[0]!r} does not hold where arguments are written one by one", "tool_calls", tool)
+    for part in _schemas(schema):
+        reference = part.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
+            why = f"$ref must begin with #/$defs/ or #/definitions/ in this format, got {reference!r:.80}"
+            refuse(why, "tool_calls", tool)
     are_names = isinstance(required, list) and all(isinstance(name, str) for name in required)
     if not isinstance(properties, dict) or not are_names or set(required) - properties.keys():
         refuse("properties must declare what is required", "tool_calls", tool)
@@ -130,8 +144,6 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
     """Return a schema with the options under which it is enforced. Raises RequestError."""
     if not isinstance(schema, dict):
         refuse(f'expected an object such as {{"type": "object"}}, got {json.dumps(schema)[:40]}', kind, tool)
-    if OPTIONS_KEY in schema:
-        refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
     if (depth := sum(1 for _ in _levels(schema))) > MAX_NESTING:
         refuse(f"at most {MAX_NESTING} objects and arrays inside each other, got {depth}", kind, tool)
     references = _references(schema)
@@ -142,7 +154,22 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
             kind,
             tool,
         )
+    for part in _schemas(schema):
+        if OPTIONS_KEY in part:
+            refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
     return {**schema, OPTIONS_KEY: OPTIONS}
+
+
+def _schemas(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and every schema in it. What is no schema, such as a value or a table of names, is left out."""
+    inner: Iterable[Any] = part if isinstance(part, list) else ()
+    if isinstance(part, dict):
+        yield part
+        named = [held for key in _NAMED_SCHEMAS & part.keys() if isinstance(held := part[key], dict)]
+        others = [held for key, held in part.items() if key not in _VALUES and not any(held is one for one in named)]
+        inner = [*others, *(held for one in named for held in one.values())]
+    for one in inner:
+        yield from _schemas(one)
 
 
 def _no_number(name: str) -> NoReturn:

@@ -198,7 +198,9 @@ def _one_by_one(texts: ArgumentTexts, fixed: _FixedTexts, schema: dict[str, Any]
             value, rules = _plain_text(texts.after, fixed, given, name)
             lines += rules
         else:
-            held = {**shared, **given} if isinstance(given, dict) else given
+            held = given
+            if isinstance(given, dict):  # references lead from the root, so the definitions are the root's alone
+                held = {key: value for key, value in given.items() if key not in DEFINITIONS} | shared
             value = f"%json {json.dumps(held)} {fixed.term(texts.after)}"
         lines.append(f"argument_{name}: {begin} {value}")
         parts.append(f"argument_{name}" + ("" if key in required else "?"))

@@ -90,6 +90,10 @@ TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
         ('{"$ref": "file:///etc/passwd"}', "ref|file"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
         ('{"type": "object", "x-guidance": {"lenient": true}}', "x-guidance"),
+        (
+            '{"items": {"properties": {"a": {"x-guidance": {}}}}}',
+            "'x-guidance' is no keyword of JSON Schema; leave it out",
+        ),
         (TOO_DEEP, f"at most {MAX_NESTING} objects"),
         ("[" * 60_000, "far more|not JSON"),
         ('{"enum": ["' + "a" * 70_000 + '"]}', "at most 65536 characters"),

@@ -319,12 +319,30 @@ def test_strings_of_a_form_stand_there_as_json(vocabulary: Vocabulary, form: str
     ({"minProperties": 1}, "f: 'minProperties' does not hold where"),
     ({"required": ["none"]}, "f: properties must declare what is required"),
     ({"required": [{}]}, "f: properties must declare what is required"),
+    ({"properties": {"text": {}, "a": {"items": {"$ref": "#/properties/text"}}}},
+     "f: $ref must begin with #/$defs/ or #/definitions/ in this format, got '#/properties/text'"),
+    ({"$defs": {"unit": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, "f: $ref must begin with #/$defs/ or"),
+    ({"properties": {"text": {"$ref": "#/$defs/own", "$defs": {"own": {}}}}}, "own"),
+    ({"properties": {"text": {"type": "array", "x-guidance": {"whitespace_flexible": True}}}},
+     "f: 'x-guidance' is no keyword of JSON Schema"),
 ])  # fmt: skip
 def test_what_cannot_be_held_one_by_one_is_refused(
     vocabulary: Vocabulary, form: str, more: dict[str, Any], message: str
 ):
     with pytest.raises(RequestError, match=re.escape(message)):
         vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD | more)),)))
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_references_of_an_argument_lead_to_the_definitions_of_the_root(vocabulary: Vocabulary, form: str):
+    own = {"$defs": {"unit": {"const": "K"}}, "x": 1}
+    schema = {**HARD, "properties": {"text": {}, "unit": {"$ref": "#/$defs/unit", **own}}}
+    texts = FORMATS[form].arguments
+    assert texts is not None
+    for value, allowed in (('"F"', True), ('"K"', False)):
+        text = FORMATS[form].write([("f", '{"text": 1, "unit": "?"}')])
+        text = text.replace(f"{texts.between}?{texts.after}", f"{texts.between}{value}{texts.after}")
+        assert written_as(vocabulary, form, text, schema) == allowed
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)
@@ -355,9 +373,9 @@ def test_a_string_with_another_keyword_stands_there_as_json(vocabulary: Vocabula
     assert found == [False, True]
 
 
-def written_as(vocabulary: Vocabulary, form: str, text: str) -> bool:
-    """Whether a call of `f` may be this text."""
-    writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(HARD)),), required=True))
+def written_as(vocabulary: Vocabulary, form: str, text: str, schema: dict[str, Any] = HARD) -> bool:
+    """Whether a call of `f`, whose arguments are of this schema, may be this text."""
+    writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),), required=True))
     for token in vocabulary.tokenizer.encode(text):
         if token not in writer.allowed():
             return False
