@@ -60,7 +60,7 @@ def require(ok: bool, param: str, expected: str, value: object, code: str = "inv
         raise RequestError(f"{param} must be {expected}, got {value!r:.200}", param=param, code=code)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Return whether a text holds no half of a surrogate pair."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
@@ -268,13 +268,13 @@ class SamplingParams:
         """Check regex, choice, grammar and allowed_token_ids, and that one grammar at most is given."""
         for name in ("regex", "grammar"):
             text = getattr(self, name)
-            ok = text is None or (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS and _is_unicode(text))
+            ok = text is None or (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS and is_unicode(text))
             shown = f"{len(text)} characters" if isinstance(text, str) else text
             require(ok, name, f"valid Unicode of 1 to {MAX_GRAMMAR_CHARS} characters", shown)
         texts = self.choice
         ok = isinstance(texts, Iterable) and not isinstance(texts, str)
         ok = ok and len(texts := tuple(texts)) <= MAX_CHOICE_TEXTS
-        ok = ok and all(isinstance(text, str) and _is_unicode(text) for text in texts)
+        ok = ok and all(isinstance(text, str) and is_unicode(text) for text in texts)
         ok = ok and sum(map(len, texts)) <= MAX_CHOICE_CHARS
         expected = f"at most {MAX_CHOICE_TEXTS} texts of at most {MAX_CHOICE_CHARS} characters together"
         require(ok, "choice", expected, self.choice)

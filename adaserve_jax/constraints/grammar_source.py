@@ -14,6 +14,7 @@ from adaserve_jax.sampling import (
     GrammarKind,
     GrammarSource,
     ToolCalls,
+    is_unicode,
 )
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
             kind,
             tool,
         )
+    if not is_unicode(json.dumps(schema, ensure_ascii=False)):
+        refuse("its texts must be valid Unicode, got half of a surrogate pair", kind, tool)
     for part in _schemas(schema):
         if OPTIONS_KEY in part:
             refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)

@@ -325,6 +325,7 @@ def test_strings_of_a_form_stand_there_as_json(vocabulary: Vocabulary, form: str
     ({"properties": {"text": {"$ref": "#/$defs/own", "$defs": {"own": {}}}}}, "own"),
     ({"properties": {"text": {"type": "array", "x-guidance": {"whitespace_flexible": True}}}},
      "f: 'x-guidance' is no keyword of JSON Schema"),
+    ({"properties": {"text": {}, "\ud800": {}}}, "f: its texts must be valid Unicode, got half of a surrogate pair"),
 ])  # fmt: skip
 def test_what_cannot_be_held_one_by_one_is_refused(
     vocabulary: Vocabulary, form: str, more: dict[str, Any], message: str
@@ -415,6 +416,10 @@ def test_a_schema_beside_tools_belongs_into_them():
         (
             ToolCalls("hermes", (*TOOLS, ("cut", '{"properties": {"a": {"type": "string", "pattern": "("}}}'))),
             "tools must hold parameters that can be enforced: cut: ",
+        ),
+        (
+            ToolCalls("hermes", (*TOOLS, ("half", '{"properties": {"\\udc00": {}}}'))),
+            "tools must hold parameters that can be enforced: half: its texts must be valid Unicode",
         ),
         (ToolCalls("hermes", TOOLS, answer='{"not": {}}'), "tools must hold parameters that can be enforced: "),
     ],
