@@ -14,6 +14,7 @@ from adaserve_jax.sampling import (
     GrammarKind,
     GrammarSource,
     ToolCalls,
+    is_number,
     is_unicode,
 )
 
@@ -49,6 +50,9 @@ _NAMED_SCHEMAS = {"properties", "patternProperties", *DEFINITIONS}
 """Keywords that hold schemas by name."""
 _VALUES = {"const", "enum", "default", "examples"}
 """Keywords that hold values, not schemas."""
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_LEAST, _MOST = -(2**63), 2**63 - 1
+"""Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
 _TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\]\s*)?:", re.MULTILINE)
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
 
@@ -93,7 +97,8 @@ def translate(kind: GrammarKind, source: GrammarSource, matcher: type[LLMatcher]
 def schema_grammar(text: str, matcher: type[LLMatcher], kind: GrammarKind = "json_schema", tool: str = "") -> str:
     """Return llguidance's form of a schema, that of a tool's arguments if there is one. Raises RequestError."""
     try:
-        return matcher.grammar_from_json_schema(read_schema(text, kind, tool))
+        # As text, since the library refuses a dict with integers of more than 64 bits.
+        return matcher.grammar_from_json_schema(json.dumps(read_schema(text, kind, tool)))
     except ValueError as error:
         refuse(str(error), kind, tool)
 
@@ -160,6 +165,9 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
     for part in _schemas(schema):
         if OPTIONS_KEY in part:
             refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
+        for number in _rounded(part):
+            shown = str(number)[:40]
+            refuse(f"{shown} cannot be held exactly in 64 bits; take a number nearer to 0, or a string", kind, tool)
     return {**schema, OPTIONS_KEY: OPTIONS}
 
 
@@ -173,6 +181,36 @@ def _schemas(part: Any) -> Iterator[dict[str, Any]]:
         inner = [*others, *(held for one in named for held in one.values())]
     for one in inner:
         yield from _schemas(one)
+
+
+def _rounded(part: dict[str, Any]) -> Iterator[float]:
+    """Yield the numbers of a schema's own keywords for which llguidance, which holds floats, would let others through.
+
+    It refuses every `multipleOf` that large by itself.
+    """
+    for holders in _levels([part.get("const"), part.get("enum")]):
+        for holder in holders:
+            values = holder.values() if isinstance(holder, dict) else holder
+            # Of type integer, it takes the nearest of 64 bits; at -2**63 it recurses until the process dies.
+            yield from (one for one in values if is_number(one) and not (abs(one) < -_LEAST and float(one) == one))
+    for name in _BOUNDS & part.keys():
+        if is_number(part[name]) and _is_loosened(name, part[name], part.get("type") != "number"):
+            yield part[name]
+
+
+def _is_loosened(name: str, bound: float, of_integers: bool) -> bool:
+    """Return whether llguidance would let through numbers beyond a bound, which it takes for a float."""
+    is_upper = name in ("maximum", "exclusiveMaximum")
+    step = (1 if is_upper else -1) if name.startswith("exclusive") and of_integers else 0
+    try:
+        held = float(bound) - step
+    except OverflowError:
+        return True
+    if of_integers:
+        held = min(max(held, _LEAST), _MOST)
+    if is_upper:
+        return held > bound - step or held <= _LEAST  # between two bounds of -2**63 it recurses until the process dies
+    return held < bound - step
 
 
 def _no_number(name: str) -> NoReturn:

@@ -103,6 +103,20 @@ def write(writer: Writer, tokenizer: Tokenizer, rng: np.random.Generator, most: 
     pytest.fail(f"no end after {most} tokens: {tokenizer.decode(ids)}")
 
 
+def fits(writer: Writer, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the whole text may be written, by whatever tokens."""
+    left = text.encode()
+    while left:
+        spelled = {token: tokenizer.spelled(token) for token in writer.allowed() if tokenizer.has_text(token)}
+        fitting = [token for token, piece in spelled.items() if left.startswith(piece)]
+        if not fitting:
+            return False
+        token = max(fitting, key=lambda one: len(spelled[one]))
+        writer.grammars.advance(writer.name, [token])
+        left = left[len(spelled[token]) :]
+    return EOS in writer.allowed()
+
+
 def assert_person(value: Any) -> None:
     assert list(value) == ["name", "age", "score", "code", "tags", "next"]
     assert isinstance(value["name"], str) and 1 <= len(value["name"]) <= 12

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,17 @@ from adaserve_jax.constraints.grammar import (
 from adaserve_jax.constraints.grammar_source import MAX_LEVELS, MAX_NESTING, MAX_RULES
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.sampling import MAX_CHOICE_CHARS, MAX_CHOICE_TEXTS, MAX_GRAMMAR_CHARS, MAX_SCHEMA_CHARS
+from adaserve_jax.sampling import (
+    MAX_CHOICE_CHARS,
+    MAX_CHOICE_TEXTS,
+    MAX_GRAMMAR_CHARS,
+    MAX_SCHEMA_CHARS,
+    GrammarKind,
+    GrammarSource,
+    ToolCalls,
+)
 from tests.conftest import ROOT
-from tests.constraints.grammar_texts import EOS, V, Writer
+from tests.constraints.grammar_texts import EOS, V, Writer, fits
 from tests.constraints.hostile_schemas import HOSTILE
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
@@ -112,6 +121,63 @@ def test_schemas_that_cannot_be_enforced_are_refused(grammars: Grammars, schema:
         grammars.prepare(schema).result()
     assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
     assert len(str(caught.value)) < 700
+
+
+# ---- numbers ----
+
+
+INEXACT: list[tuple[dict[str, Any], int | float]] = [
+    ({"enum": [5, 1152921504606846977]}, 1152921504606846977),
+    ({"const": {"a": [2**53 + 1]}}, 2**53 + 1),
+    ({"items": {"const": -(2**53) - 1}}, -(2**53) - 1),
+    ({"const": 2**63}, 2**63),
+    ({"type": "integer", "const": 1e20}, 1e20),
+    ({"const": 10**400}, 10**400),
+    ({"type": "integer", "minimum": 2**53 + 1}, 2**53 + 1),
+    ({"type": "integer", "minimum": 2**64}, 2**64),
+    ({"maximum": 2**53 + 3}, 2**53 + 3),
+    ({"maximum": 10**400}, 10**400),
+    ({"type": "integer", "exclusiveMinimum": 2**53}, 2**53),
+    ({"type": "integer", "exclusiveMaximum": 2**60}, 2**60),
+    # The process died of these.
+    ({"const": -(2**63)}, -(2**63)),
+    ({"type": "integer", "enum": [-1e19]}, -1e19),
+    ({"type": "integer", "minimum": -1e19, "maximum": -(2**63) + 1}, -(2**63) + 1),
+]
+
+
+@pytest.mark.parametrize(("schema", "number"), INEXACT, ids=range(len(INEXACT)))
+def test_numbers_that_would_be_rounded_are_refused_wherever_a_schema_stands(
+    grammars: Grammars, schema: dict[str, Any], number: float
+):
+    text = json.dumps(schema)
+    says = f"{str(number)[:40]} cannot be held exactly in 64 bits; take a number nearer to 0, or a string"
+    tool = ToolCalls("glm45", (("f", json.dumps({"type": "object", "properties": {"a": schema}})),))
+    routes: list[tuple[GrammarKind, GrammarSource]] = [
+        ("json_schema", text), ("grammar", f"start: %json {text}"), ("tool_calls", tool),
+    ]  # fmt: skip
+    for kind, source in routes:
+        with pytest.raises(RequestError, match=re.escape(says)):
+            grammars.prepare(source, kind).result()
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+        ({"type": "integer", "maximum": 10**18}, 10**18, 10**18 + 1),
+        ({"type": "integer", "exclusiveMaximum": 2**53}, 2**53 - 1, 2**53),
+        ({"type": "integer", "minimum": 5, "maximum": 10**20}, 5, 10**20 + 1),
+        ({"enum": [2**53 + 2, -(2**62)]}, 2**53 + 2, 2**53),
+        ({"type": "integer", "default": 2**53 + 1, "examples": [{"const": 2**53 + 1}]}, 7, "x"),
+        ({"type": "object", "properties": {"const": {"enum": [3]}, "x-guidance": {}}}, {"const": 3}, {"const": 2}),
+    ],
+)
+def test_numbers_that_are_held_exactly_are_held(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], inside: Any, outside: Any
+):
+    assert fits(Writer(grammars, schema), tokenizer, json.dumps(inside))
+    assert not fits(Writer(grammars, schema), tokenizer, json.dumps(outside))
 
 
 SLOW = {"patterns at once", "many properties", "doubling objects"}
