@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, ONE_BY_ONE, OPTIONS_KEY, lark
@@ -53,6 +53,14 @@ _VALUES = {"const", "enum", "default", "examples"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LEAST, _MOST = -(2**63), 2**63 - 1
 """Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\Z)", re.DOTALL)
+"""An escape or a class of a regular expression."""
+_NOT_PYTHON = re.compile(r"\[|--|&&|~~|\|\|")
+"""Syntax that Python's classes lack and Rust's have."""
+_NEGATION = re.compile(r"(\\.)|\[\^(-+|\]?)", re.DOTALL)
+"""An escape, or the beginning of a negated class with what must be escaped behind other characters."""
+_CONTROLS_BY_NAME = re.compile(r"\\p(?:C|\{(?i:C|Cc|Other|Control|Cntrl)\})|\\P(?:P|\{(?i:P|Po|Punct(?:uation)?)\})")
+"""Unicode classes of all control characters without quote and backslash."""
 _TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\]\s*)?:", re.MULTILINE)
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
 
@@ -168,6 +176,15 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
         for number in _rounded(part):
             shown = str(number)[:40]
             refuse(f"{shown} cannot be held exactly in 64 bits; take a number nearer to 0, or a string", kind, tool)
+        for pattern in _unenforced(part):
+            refuse(
+                f"pattern {pattern!r:.80} would let quotes and backslashes through; leave control characters out of "
+                'its classes, as [^\\x00-\\x1f"] does',
+                kind,
+                tool,
+            )
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = _without_nul(part["pattern"])
     return {**schema, OPTIONS_KEY: OPTIONS}
 
 
@@ -211,6 +228,61 @@ def _is_loosened(name: str, bound: float, of_integers: bool) -> bool:
     if is_upper:
         return held > bound - step or held <= _LEAST  # between two bounds of -2**63 it recurses until the process dies
     return held < bound - step
+
+
+def _unenforced(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the patterns of a schema's own keywords that `_without_nul` cannot mend.
+
+    In names of properties it can mend none: what is taken from a pattern would go to the additional properties.
+    """
+    if isinstance(pattern := part.get("pattern"), str) and _lets_escapes_through(pattern, negated=False):
+        yield pattern
+    if isinstance(names := part.get("patternProperties"), dict):
+        yield from (name for name in names if _lets_escapes_through(name, negated=True))
+
+
+def _lets_escapes_through(pattern: str, negated: bool) -> bool:
+    """Return whether a pattern has a class of all control characters without quote or backslash.
+
+    negated: look at negated classes too; one that Python cannot read is taken for such.
+    """
+    if _CONTROLS_BY_NAME.search(pattern):
+        return True
+    for part in _PATTERN_PART.findall(pattern):
+        is_negated = part.startswith("[^")
+        if part[0] != "[" or (is_negated and not negated):
+            continue
+        has = _membership(part)
+        if has is None:
+            if is_negated:
+                return True
+            continue
+        controls = (chr(code) for code in range(32) if code != 10)  # with or without the line feed
+        if all(map(has, controls)) and not (has('"') and has("\\")):
+            return True
+    return False
+
+
+def _membership(part: str) -> Callable[[str], object] | None:
+    """Return a function that tells whether a character is in a class; None where Python cannot read the class."""
+    if _NOT_PYTHON.search(re.sub(r"\\.", "", part[1:])):
+        return None
+    try:
+        return re.compile(part, re.ASCII).match
+    except re.error:  # \p{L}, \x{22}
+        return None
+
+
+def _without_nul(pattern: str) -> str:
+    """Return a pattern whose negated classes exclude U+0000 too.
+
+    llguidance 1.9.1 takes a class of all control characters for one that has every escape, `\\"` and `\\\\` among them.
+    """
+
+    def excluding(found: re.Match[str]) -> str:
+        return found[1] or "[^\\x00" + "".join(f"\\{first}" for first in found[2])
+
+    return _NEGATION.sub(excluding, pattern)
 
 
 def _no_number(name: str) -> NoReturn:

@@ -180,6 +180,51 @@ def test_numbers_that_are_held_exactly_are_held(
     assert not fits(Writer(grammars, schema), tokenizer, json.dumps(outside))
 
 
+# ---- patterns ----
+
+
+CHARACTERS = [*map(chr, range(32)), *'"\\/a-]^[ ~.0Z', "é", "€", "😀"]
+CLASSES = [
+    '[^"]', r"[^\\]",
+    r'[^<>:"/\\|?*]', r'[^\x00-\x1f"]', r'[^\n"]', r'[^\s"\\]', '([^"]|a)', '[^]"]', '[^-"]', r'[^\]"-]',
+    r'\[?[^"]', '[^^"]', "[^a]", r"\S", ".", r"[\x00-\x7e]", r"[\t -!#-~]", r'(?:[^\s"]|\s)', r"[\]^\-]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", CLASSES)
+def test_a_pattern_lets_through_what_python_lets_through(grammars: Grammars, tokenizer: Tokenizer, pattern: str):
+    expected = re.compile(pattern, re.ASCII)
+    schema = {"type": "string", "pattern": f"^{pattern}$"}
+    for character in CHARACTERS:
+        written = fits(Writer(grammars, schema), tokenizer, json.dumps(character, ensure_ascii=False))
+        has_gap = character == "\x00" and "[^" in pattern
+        assert written == (expected.fullmatch(character) is not None and not has_gap), (pattern, character)
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "string", "pattern": r"^[\x00-\x1f]$"}, {"items": {"pattern": r"^[\x00-\x21#-~]$"}},
+    {"pattern": r"^a|\P{P}$"}, {"pattern": r"\p{Cc}"}, {"pattern": r"[a\pC]"},
+    {"patternProperties": {'^[^"]+$': {"type": "null"}}}, {"patternProperties": {r"^[^\\]+$": {}, "^a$": {}}},
+    {"patternProperties": {r"^[^\x{22}]$": {}}},
+])  # fmt: skip
+def test_a_pattern_whose_escapes_cannot_be_held_is_refused(grammars: Grammars, schema: dict[str, Any]):
+    says = (
+        r"would let quotes and backslashes through; leave control characters out of its classes, as \[\^\\x00-\\x1f\"\]"
+    )
+    with pytest.raises(RequestError, match=says):
+        grammars.prepare(json.dumps(schema)).result()
+
+
+def test_names_of_properties_keep_to_their_pattern(grammars: Grammars, tokenizer: Tokenizer):
+    schema = {
+        "type": "object",
+        "patternProperties": {r'^[^\x00-\x1f"]$': {"type": "null"}},
+        "additionalProperties": False,
+    }
+    assert fits(Writer(grammars, schema), tokenizer, '{"a":null}')
+    assert not fits(Writer(grammars, schema), tokenizer, '{"\\"":null}')
+
+
 SLOW = {"patterns at once", "many properties", "doubling objects"}
 
 
