@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
@@ -50,8 +51,8 @@ def is_number(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number, and neither infinite nor NaN."""
-    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
+    """Return whether a value is a number that a float can hold, and neither infinite nor NaN."""
+    return isinstance(value, (int, float)) and is_number(value) and abs(value) <= sys.float_info.max
 
 
 def require(ok: bool, param: str, expected: str, value: object, code: str = "invalid_value") -> None:
