@@ -97,6 +97,21 @@ def test_many_connections_are_not_more_threads(status: StatusServer) -> None:
 
 
 @pytest.mark.parametrize("status", [{"max_connections": 1}], indirect=True)
+def test_a_connection_for_which_no_thread_starts_takes_no_room(
+    status: StatusServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with connected(status) as refused:
+            assert refused.recv(1) == b""
+    assert [each.getMessage() for each in caplog.records] == ["an HTTP request failed: RuntimeError"]
+    until(lambda: answers(status))
+
+
+@pytest.mark.parametrize("status", [{"max_connections": 1}], indirect=True)
 def test_who_leaves_before_the_answer_is_no_error(
     status: StatusServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
