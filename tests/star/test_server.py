@@ -132,6 +132,32 @@ def test_a_stream_that_breaks_leaves_its_sessions_to_their_leases():
         assert service.core.num_sessions == 2
 
 
+def test_the_end_of_a_stream_is_told_after_its_last_frame():
+    told: list[str] = []
+    read, over = threading.Event(), threading.Event()
+
+    class Slow:
+        def receive(self, stream: Any, frame: Any) -> None:
+            read.set()
+            assert over.wait(HANG_S)
+            told.append("frame")
+
+        def disconnect(self, stream: Any) -> None:
+            told.append("end")
+
+    server = DraftServer(DraftServiceSettings(listen="127.0.0.1:0", http=""), Slow(), Caps(1024, 100))
+    server.start()
+    target = Target(server.port)
+    target.send(hello("a"))
+    assert read.wait(HANG_S)
+    target.close()
+    until(lambda: server.audit.streams == 0)
+    assert server.stop(0.0).wait(HANG_S)
+    over.set()
+    until(lambda: len(told) == 2)
+    assert told == ["frame", "end"]
+
+
 def test_a_device_that_fails_answers_empty_trees_and_ends_the_service_if_it_goes_on():
     class Failing:
         def run(self, batch):

@@ -33,6 +33,10 @@ class Stream:
             self.frames += 1
             self.news.notify_all()
 
+    @property
+    def has_ended(self) -> bool:
+        return self.ended.is_set()
+
     def frame_taken(self) -> None:
         pass
 
@@ -173,6 +177,22 @@ def test_the_same_name_with_other_credentials_is_another_target():
     assert [tree.length for tree in trees] == [3, 4] and core.targets == ["token-2/a"]
     assert np.isfinite(trees[-1].log_q).all()
     assert worker.stop(HANG_S)
+
+
+def test_a_stream_that_has_ended_begins_no_more():
+    bounds, room = limits(), ToyPages()
+    core = DraftCore(bounds, room)
+    worker = Worker(core, ToyDevice(room, bounds), clock=Clock())
+    late, again = Stream(), Stream()
+    late.end()
+    worker.receive(again, [hello("a"), opened(1, 1, [1])])
+    worker.receive(late, [hello("a")])
+    worker.turn()
+    assert core.targets == ["anybody/a"] and again.frames == 1 and not again.ended.is_set()
+    worker.disconnect(again)
+    worker.receive(late, [hello("a")])
+    worker.turn()
+    assert core.targets == []
 
 
 class Failing(ToyDevice):

@@ -280,7 +280,6 @@ class DraftServer:
         finally:
             self.audit.close(peer)
             stream.mark_over()
-            self._worker.disconnect(stream)
 
     def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
         """Pass frames to the worker until the stream ends. A stream above its rate is not read until it is below."""
@@ -301,6 +300,7 @@ class DraftServer:
             _log.debug("a stream ended: %s", type(error).__name__)
         finally:
             stream.end()
+            self._worker.disconnect(stream)  # here, since a frame that was read before the end may come until now
 
     def _identify(self, context: grpc.ServicerContext) -> str | None:
         """Return the peer's identity by token or certificate, "anybody" if none is needed, None if it is unknown."""
@@ -326,6 +326,10 @@ class _Stream:
         self._grace = threading.Timer(DRAIN_S, context.cancel)  # for a target that does not read the end
         self._grace.daemon = True
         context.add_callback(self.mark_over)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
 
     def send(self, frame: Sequence[FromService]) -> None:
         if self._ended:

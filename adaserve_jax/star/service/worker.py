@@ -41,6 +41,10 @@ class Connection(Protocol):
 
     @property
     def identity(self) -> str: ...
+    @property
+    def has_ended(self) -> bool:
+        """True from the first call of `end`."""
+        ...
 
     def send(self, frame: Sequence[FromService]) -> None:
         """Queue a frame. Return at once and never raise; the frame is dropped if the stream has ended."""
@@ -135,7 +139,7 @@ class Worker:
         self._inbox.put((stream, frame, self._clock()))
 
     def disconnect(self, stream: Connection) -> None:
-        """Queue the end of a stream, after its last frame. Called from any thread."""
+        """Queue the end of a stream. Called by the thread that calls `receive`, after its last frame."""
         self._inbox.put((stream, None, self._clock()))
 
     def stop(self, timeout_s: float) -> bool:
@@ -269,10 +273,12 @@ class Worker:
             stream.end()
 
     def _begin(self, stream: Connection, frame: Frame, now: float) -> str | None:
-        """Begin a stream, whose first message must be Hello, and return its target's id.
+        """Begin a stream, whose first message must be Hello, and return its target's id; None if it has ended.
 
         An earlier stream of the same target is ended: the target would not connect again if it were alive.
         """
+        if stream.has_ended:
+            return None  # its target may have connected again
         hello = frame[0] if frame else None
         if not isinstance(hello, Hello):
             self._stats.nonsense["target"] += 1
