@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from adaserve_jax.star.messages import Close, Draft, Open
-from tests.star.scripted import Row, Scene, plan_of, sampling_of, without
+from adaserve_jax.types import DraftPlan
+from tests.star.scripted import Row, Scene, plan_of, sampling_of, toy, without
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -135,13 +138,19 @@ def test_closing_closes_every_session_and_the_stream() -> None:
     assert len(scene.service.streams) == 1
 
 
-def test_texts_longer_than_the_service_holds_are_not_asked_for() -> None:
-    scene = Scene.of(connected=False)
+def test_trees_are_cut_to_the_room_that_the_service_has_for_the_text() -> None:
+    def cut(text: np.ndarray, sampling: tuple[float, ...], draft: DraftPlan) -> tuple[Any, ...]:
+        return toy(text, sampling, min(draft.depth, 12 - len(text)), draft.width)
+
+    scene = Scene.of(connected=False, oracle=cut)
     scene.service.welcome = without(scene.service.welcome, max_context=12)
     scene.drafter.connect(1.0)
     assert scene.propose([Row(0, text(9))], depth=3) == [True]
-    assert scene.propose([Row(0, text(10), 9)], depth=3) == [False]
-    assert scene.propose([Row(0, text(11), 10)], depth=1) == [True]
+    assert scene.propose([Row(0, text(10), 9)], depth=3) == [True]
+    assert scene.propose([Row(0, text(11), 10)], depth=3) == [True]
+    assert scene.propose([Row(0, text(12), 11)], depth=3) == [False]
+    scene.world.sleep(0.1)
+    assert scene.service.heard[-1] == Close(1), "its place is for others"
 
 
 def test_searches_are_cut_to_what_the_service_does_and_stand_in_the_plans_columns() -> None:

@@ -241,6 +241,20 @@ class TestSeveralServices:
         assert scene.propose([Row(9, text(5))]) == [True], "a new session tries it"
         assert scene.drafter.stats().services[silent.address].breaker == "closed"
 
+    def test_texts_go_where_there_is_room_for_them(self) -> None:
+        scene = Scene.of(services=2, connected=False)
+        small, large = scene.services
+        small.welcome = without(WELCOME, max_context=16)
+        scene.drafter.connect(1.0)
+        scene.world.sleep(0.1)
+        assert scene.propose([Row(slot, text(20, slot)) for slot in range(4)]) == [True] * 4
+        assert (len(small.sessions), len(large.sessions)) == (0, 4), "whatever the load"
+        growing = text(13)
+        assert scene.propose([Row(9, growing)]) == [True]
+        assert len(small.sessions) == 1
+        assert scene.propose([Row(9, [*growing, 1, 2, 3], 13)]) == [True]
+        assert (len(small.sessions), len(large.sessions), scene.drafter.stats().moved) == (0, 5, 1)
+
     def test_one_of_another_version_is_not_used(self) -> None:
         scene = Scene.of(services=2, connected=False, version="draft-1")
         scene.services[1].welcome = without(WELCOME, draft_version="draft-0")

@@ -150,8 +150,8 @@ def preference(key: str, address: str) -> int:
 class SessionPlacer:
     """Places sessions on services and builds the messages that open, continue and close them.
 
-    A session stays on its service until that one cannot be asked or refuses it. moved: how often a session went to
-    another service. Called with the drafter's lock held.
+    A session stays on its service until that one cannot be asked, refuses it or has no room for its text. moved: how
+    often a session went to another service. Called with the drafter's lock held.
     """
 
     def __init__(self, links: Sequence[Link], target_id: str) -> None:
@@ -198,9 +198,8 @@ class SessionPlacer:
             assert link.welcome is not None
             width = min(draft.width, link.welcome.max_width)
             searches = row < len(speculates) and speculates[row] and width
-            depth = min(draft.depth, link.welcome.max_depth) if searches else 0
-            if session.length + depth > link.welcome.max_context:
-                continue
+            room = link.welcome.max_context - session.length
+            depth = min(draft.depth, link.welcome.max_depth, room) if searches else 0
             messages = frames.setdefault(link.number, [])
             self._open(session, link, messages)
             if depth or session.sent < session.length:
@@ -234,6 +233,11 @@ class SessionPlacer:
     def _place(self, session: RemoteSession, usable: dict[int, Link], frames: Frames, now: float) -> Link | None:
         """Return the link of the session's service, after moving it if that one is unusable; None if all are."""
         refusing = {service for service, until in session.refused.items() if now < until}
+        refusing |= {
+            link.number
+            for link in usable.values()
+            if link.welcome is not None and session.length >= link.welcome.max_context  # no room for a tree
+        }
         if session.service in usable and session.service not in refusing:
             return usable[session.service]
         moves = session.service is not None
