@@ -44,6 +44,8 @@ SERVICE = "adaserve.star.v1.DraftService"
 METHOD = f"/{SERVICE}/Serve"
 """The service's only method: a stream of frames in both directions."""
 LARGEST = 2**31 - 1
+MAX_STEP_S = 60.0
+"""Longest time of a target's step; admission computes with it."""
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -309,7 +311,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
     Hello: {
         "target_id": lambda value, caps: _text(value, caps) if value else ("a name", "an empty text"),
         "vocabulary_hash": _text, "cells_hash": _text, "draft_version": _text,
-        "verify_s": _seconds, "plain_s": _seconds,
+        "verify_s": _within(0, MAX_STEP_S), "plain_s": _within(0, MAX_STEP_S),
     },
     Open: {
         "session": _SESSION, "choice": _within(0, LARGEST),

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from adaserve_jax.star.messages import Refused, Welcome
-from adaserve_jax.star.service.admission import MIN_SAMPLES, TargetAdmission, interpolated, max_targets_batched
+from adaserve_jax.star.service.admission import (
+    MAX_COUNTED_TARGETS,
+    MIN_SAMPLES,
+    ServiceTime,
+    TargetAdmission,
+    interpolated,
+    max_targets_batched,
+    take_turns,
+)
 from benchmarks.starsd.closed_forms import (
     accepted_tokens,
     emitted_tokens,
@@ -132,6 +141,36 @@ def test_batched_by_hand():
     assert interpolated({4: 0.016})(8) == pytest.approx(0.032)
     with pytest.raises(ValueError, match="at least one measured time"):
         interpolated({})
+
+
+def summed(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
+    """The groups by their definition, each of them summed."""
+    for count in range(1, targets):
+        sizes = [len(part) for part in np.array_split(np.arange(targets), count)]
+        if sum(service_s(each) for each in sizes[1:]) >= back_s:
+            return sizes
+    return [1] * targets
+
+
+def test_groups_are_those_of_their_definition():
+    random = np.random.default_rng(3)
+    for _ in range(60):
+        times = dict(zip((1, 3, 8, 20), np.sort(random.uniform(0.001, 0.05, 4)).tolist(), strict=True))
+        service_s, back_s = interpolated(times), float(random.uniform(0, 0.5))
+        for targets in (1, 2, 5, 17, 40):
+            turns = take_turns(targets, service_s, back_s, max_rows=targets)
+            assert turns.sizes == summed(targets, service_s, back_s)
+
+
+def test_times_of_a_peer_cost_little_work():
+    asked: Counter[int] = Counter()
+
+    def service_s(rows: int) -> float:
+        asked[rows] += 1
+        return 1e-9
+
+    assert max_targets_batched(service_s, 60.0, 3.0, 60.0, max_rows=1) == MAX_COUNTED_TARGETS
+    assert asked.total() < 100 * MAX_COUNTED_TARGETS, "by each number of groups, and not by each group of each"
 
 
 @pytest.mark.parametrize("max_rows", [1, 8])

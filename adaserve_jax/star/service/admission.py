@@ -86,10 +86,10 @@ def _groups(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
     """Return the sizes of the groups, largest first, if batches were unlimited."""
     for count in range(1, targets):
         size, larger = divmod(targets, count)
-        sizes = [size + 1] * larger + [size] * (count - larger)
-        services = [service_s(each) for each in sizes]
-        if sum(services[1:]) >= back_s:
-            return sizes
+        # All but the first, by their two sizes: a sum over thousands of groups would hold up the service.
+        many, few = (larger - 1, count - larger) if larger else (0, count - 1)
+        if many * service_s(size + 1) + few * service_s(size) >= back_s:
+            return [size + 1] * larger + [size] * (count - larger)
     return [1] * targets
 
 
