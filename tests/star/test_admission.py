@@ -306,6 +306,34 @@ def test_batched_more_come():
     assert counts == [6, 28]  # 60 ms are worth while: 28 in 3.5 full batches of 17 ms
 
 
+class Rounds(TargetAdmission):
+    """Keeps what is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.recorded: list[tuple[str, int, float]] = []
+
+    def record_round(self, target_id: str, tokens: int, seconds: float) -> None:
+        self.recorded.append((target_id, tokens, seconds))
+
+
+def test_nothing_is_learned_from_a_tree_that_came_too_late():
+    admission = Rounds()
+    service = ToyService("a", core={"admission": admission})
+    service.say("a", opened(1, 0, [1]), draft(1, 0, 1, 1, [], depth=2, give_up_s=0.015))
+    service.run(0.010)
+    service.now += 0.020
+    service.say("a", draft(1, 0, 2, 1, [2, 3], depth=2, give_up_s=0.015))
+    assert admission.recorded == [("a", 2, pytest.approx(0.020))]
+    service.run(0.030)
+    service.say("a", draft(1, 0, 3, 3, [4], depth=2, give_up_s=1.0))
+    assert len(admission.recorded) == 1, "its target had given up"
+    service.run(0.030)
+    service.now -= 0.010  # received while the device worked
+    service.say("a", draft(1, 0, 4, 4, [5], depth=2, give_up_s=1.0))
+    assert len(admission.recorded) == 1, "its target had not waited"
+
+
 def test_a_service_learns_its_times_from_what_it_does_and_refuses_by_them():
     """Drafts of 10 ms, 20 ms until the target asks again, two tokens a round of which one is the draft's."""
     service = ToyService("", core={"admission": TargetAdmission(1), "batching": False})

@@ -8,6 +8,7 @@ may also be received while a batch is on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -211,10 +212,11 @@ class DraftCore:
     ) -> None:  # fmt: skip
         """Answer the waiting Draft, which is about the present text."""
         assert session.pending is not None
-        draft = session.pending.draft
+        draft, gives_up_s = session.pending.draft, session.pending.give_up_s
         name = session.number, session.epoch, draft.round
         tree = Tree(*name, session.length, width, *arrays, queue_s, service_s)
-        session.answer, session.answered_s, session.pending = (draft, tree), now, None
+        session.answer, session.pending = (draft, tree), None
+        session.answered_s = now if now <= gives_up_s else math.inf
         replies.setdefault(session.target.id, []).append(tree)
 
 

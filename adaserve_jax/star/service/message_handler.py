@@ -173,10 +173,11 @@ class MessageHandler:
         if outcome is not MessageOutcome.APPLIED:
             return self._not_applied(session, outcome, draft)
         follows = answer is not None and len(answer[1].index) > 0 and draft.round == answer[0].round + 1
-        if self._admission is not None and answer is not None and follows:
+        waited_s = now - session.answered_s  # below 0 if the target went on without the tree
+        if self._admission is not None and answer is not None and follows and waited_s >= 0:
             emitted = min(session.length - length_before, answer[0].depth + 1)
             if emitted > 0:
-                self._admission.record_round(target.id, emitted, now - session.answered_s)
+                self._admission.record_round(target.id, emitted, waited_s)
         return self._set_pending(target, session, draft, now) if draft.depth else None
 
     def _set_pending(self, target: TargetState, session: DraftSession, draft: Draft, now: float) -> FromService | None:
