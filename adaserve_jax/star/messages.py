@@ -43,7 +43,7 @@ class Hello:
     target_id: unique per target process. vocabulary_hash: `models.tokenizer.Tokenizer.vocabulary_hash` of the model's
     rows. cells_hash: `cells_hash` of the acceptance table, because trees refer to its cells. draft_version: required
     version; "": any. verify_s: expected seconds between two drafts, which is one verification and the target's other
-    work. plain_s: expected seconds of one plain decoding step. Admission uses both; 0: unknown.
+    work. plain_s: expected seconds of one plain decoding step. Admission uses both, at most 60 s each; 0: unknown.
     """
 
     target_id: str
