@@ -34,8 +34,11 @@ _NEEDS = {
     "alora_invocation_tokens": "an adapter holds for all tokens of a request; train it without invocation tokens",
     "use_qalora": "adapters of pooled inputs are not implemented; merge the adapter into the weights",
     "fan_in_fan_out": "the models here have no weight of inputs by outputs; train the adapter without",
+    "kasa_config": "adapters that change the base weights are not implemented; merge the adapter into the weights",
 }
 """Settings that must be empty or false, and what an adapter with them would need."""
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of `init_lora_weights` for which PEFT changes the base weights when it loads the adapter."""
 
 
 def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matrices:
@@ -71,6 +74,12 @@ def _rank_and_scale(settings: Settings, max_rank: int) -> tuple[int, float]:
             raise settings.unsupported(name, advice)
     if settings.get("bias", "none") not in (None, "none"):
         raise settings.unsupported("bias", "adapters change no bias; train the adapter with bias none")
+    if str(settings.get("init_lora_weights")).lower().startswith(_CHANGE_BASE):
+        raise settings.unsupported(
+            "init_lora_weights",
+            "such an adapter belongs to base weights that PEFT changes; save it again with "
+            "path_initial_model_for_weight_conversion, or merge it into the weights",
+        )
     rank = settings.integer("r")
     if rank > max_rank:
         raise CheckpointError(

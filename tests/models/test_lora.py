@@ -82,6 +82,11 @@ def test_weights_without_an_adapter_do_not_change(base: Path, tmp_path: Path) ->
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"kasa_config": {"beta": 1e-4, "gamma": 1e-3}}, "kasa_config"),
+        *(
+            ({"init_lora_weights": name}, "such an adapter belongs to base weights that PEFT changes; save it again")
+            for name in ("pissa", "pissa_niter_16", "OLoRA", "corda", "loftq")
+        ),
     ],
 )
 def test_other_kinds_of_adapters_are_refused_by_name(
@@ -90,6 +95,14 @@ def test_other_kinds_of_adapters_are_refused_by_name(
     adapter = write_adapter(tmp_path / "adapter", base, seed=1, **said)
     with pytest.raises(UnsupportedModelError, match=words):
         read(base, adapter)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_initial_values_that_keep_the_base_weights_are_served(base: Path, tmp_path: Path, init: bool | str) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1, init_lora_weights=init, kasa_config=None)
+    np.testing.assert_allclose(
+        change(read(base, adapter), "layers.1.down"), expected(adapter, "mlp.down_proj", 2.0), atol=1e-5
+    )
 
 
 def test_a_rank_above_the_largest_is_refused_with_the_option(base: Path, tmp_path: Path) -> None:
