@@ -447,8 +447,8 @@ class Models:
 
     @property
     def max_context(self) -> int:
-        longest = self.target.max_position
-        return longest if self.draft.is_head else min(longest, self.draft.max_position)
+        longest = self.target.usual_context
+        return longest if self.draft.is_head else min(longest, self.draft.usual_context)
 
 
 @dataclass(frozen=True)

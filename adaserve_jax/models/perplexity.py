@@ -77,6 +77,7 @@ def measure_perplexity(
         raise ConfigError(f"window must be from 1 to {config.max_position}, which the model supports, got {window}")
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be an integer >= 1, got {max_tokens}")
+    config = config.for_context(window)
     windows = cut(Tokenizer.from_folder(folder), texts, window, max_tokens)
     if windows.tokens.max() >= config.vocab_size:
         raise CheckpointError(

@@ -24,6 +24,7 @@ from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.decoder import init_params, param_specs
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.rope import LongRopeScaling
 from tests.models.checkpoints import write_checkpoint
 
 CONFIG = OfflineConfig(
@@ -57,6 +58,12 @@ def _without_times(run: Distillation) -> list[dict[str, Any]]:
 
 def _same(ours: dict[str, jax.Array], theirs: dict[str, jax.Array]) -> bool:
     return all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_texts_stay_within_the_factors_of_longrope_that_are_taken(models: Models) -> None:
+    phi = replace(models.target, rope_scaling=LongRopeScaling((1.0,) * 8, (2.0,) * 8, 64, 1.0))
+    assert models.max_context == 256
+    assert replace(models, target=phi).max_context == replace(models, draft=phi).max_context == 64
 
 
 @pytest.mark.slow

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.perplexity import cut, measure_perplexity
 from adaserve_jax.models.tokenizer import Tokenizer
-from tests.models.checkpoints import write_checkpoint
+from tests.models.checkpoints import write_checkpoint, write_tensors
 from tests.oracles.llama import oracle_logits
 from tests.oracles.quantized import dequantized_checkpoint
 
@@ -95,6 +97,32 @@ def test_what_cannot_be_scored_is_refused(folder: Path, given: dict[str, Any], m
     options: dict[str, Any] = {"texts": TEXTS, "kinds": ("none",), "window": 16} | given
     with pytest.raises(ConfigError, match=message):
         measure_perplexity(folder, options.pop("texts"), options.pop("kinds"), **options)
+
+
+def phi_with_longrope(folder: Path, short: float, long: float) -> Path:
+    """A checkpoint of one layer whose factors change behind 8 tokens."""
+    layer, factors = "model.layers.0.", {"short_factor": [short] * 8, "long_factor": [long] * 8}
+    write_checkpoint(folder, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_scaling": factors | {"type": "longrope"}, "original_max_position_embeddings": 8}
+    (folder / "config.json").write_text(json.dumps(config | rope | {"architectures": ["Phi3ForCausalLM"]}))
+    tensors = load_file(folder / "model.safetensors")
+    for fused, parts in (
+        ("self_attn.qkv_proj", [f"self_attn.{each}_proj" for each in "qkv"]),
+        ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+    ):
+        tensors[f"{layer}{fused}.weight"] = np.concatenate([tensors.pop(f"{layer}{each}.weight") for each in parts])
+    write_tensors(folder, tensors)
+    return folder
+
+
+def test_windows_beyond_the_original_context_take_the_long_factors(tmp_path: Path) -> None:
+    def nats(name: str, short: float, window: int) -> float:
+        (score,) = measure_perplexity(phi_with_longrope(tmp_path / name, short, 4.0), TEXTS, ("none",), window=window)
+        return score.nats
+
+    assert nats("beyond", 1.0, WINDOW) == nats("long", 4.0, WINDOW)
+    assert nats("within", 1.0, 8) != nats("long within", 4.0, 8)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
