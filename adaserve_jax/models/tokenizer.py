@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt, TemplateProc
 from adaserve_jax.models.settings import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model")
+_TEKKEN_FILE = "tekken.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -57,11 +59,16 @@ class Tokenizer:
         if not any((folder / name).is_file() for name in _FILES):
             only = [name for name in _PROCESSOR_FILES if (folder / name).is_file()]
             instead = f"only the processor of {only[0]}, which reads images or audio, not text" if only else "neither"
+            if (folder / _TEKKEN_FILE).is_file():  # as transformers converts it, it puts no BOS token before a text
+                instead = (
+                    f"only {_TEKKEN_FILE}, which is not read; put the tokenizer.json of the model's page beside it, or "
+                    "write one by transformers.integrations.mistral.convert_tekken_tokenizer and give it a BOS token"
+                )
             raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found {instead}")
         # Without PyTorch, transformers logs the advice to install it; nothing here needs it.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         try:
-            loaded = _loader(folder).from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            loaded = _loader(folder)(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
         if loaded.chat_template is None:
@@ -245,8 +252,8 @@ def _template_of_processor(folder: Path) -> str | None:
     return read_json(path).get("chat_template") if path.is_file() else None
 
 
-def _loader(folder: Path) -> Any:
-    """Return the class of transformers that loads a folder's tokenizer, imported late: it takes a second and more.
+def _loader(folder: Path) -> Callable[..., Any]:
+    """Return the function of transformers that loads a folder's tokenizer, imported late: it takes a second and more.
 
     A tokenizer.json of the general class is loaded by that class. AutoTokenizer would do the same after importing the
     configurations of models, and with them PyTorch where it is installed, which takes most of a start.
@@ -258,10 +265,11 @@ def _loader(folder: Path) -> Any:
     if named == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast
+        return PreTrainedTokenizerFast.from_pretrained
     from transformers import AutoTokenizer
 
-    return AutoTokenizer
+    # Where mistral-common is installed, tekken.json would be loaded by a class that does not list its added tokens.
+    return partial(AutoTokenizer.from_pretrained, mistral_format=False)
 
 
 def _spelling_of(tokenizer: Any) -> Callable[[str], bytes] | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
+from transformers import PreTrainedTokenizerFast
 
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -80,6 +84,32 @@ def test_a_folder_with_a_processor_alone_is_named(tmp_path: Path) -> None:
         CheckpointError, match=r"found only the processor of preprocessor_config\.json, which reads images"
     ):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_folder_with_mistrals_own_file_alone_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    expected = r"found only tekken\.json, which is not read; put the tokenizer\.json of the model's page beside it, or"
+    with pytest.raises(CheckpointError, match=expected):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_mistrals_own_library_does_not_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of what transformers does where mistral-common is installed and tekken.json lies beside tokenizer.json."""
+    write_tokenizer(tmp_path, byte_tokenizer())
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tekken.json").write_text("{}")
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(folder: Path, mistral_format: bool | None = None, **options: Any) -> Any:
+            if mistral_format is not False:
+                return SimpleNamespace(chat_template=None, get_vocab=lambda: {"a": 0})
+            return PreTrainedTokenizerFast.from_pretrained(folder, **options)
+
+    monkeypatch.setattr("transformers.AutoTokenizer", Auto)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
