@@ -34,6 +34,8 @@ _MARKER = "_METADATA"  # orbax writes it into every checkpoint
 _ARRAY = "zarr.json"
 ReadRows = Callable[[tuple[int, int], slice, RowBuffer], None]
 """read(rows [start, stop), columns, out): read a part of a fused weight of one device into out, cast to its type."""
+_EMBEDDING_TENSOR, _HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 1024
 _ALIGNMENT = 64
 """Alignment in bytes of a host buffer that XLA takes over without a copy."""
 
@@ -53,7 +55,8 @@ def load_params(
     weight, block by block, as `param_specs` has it. target: folder of the target of an EAGLE-3 head; a head without an
     embedding gets a copy of the target's. without: weights that are not read.
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, unknown, or of another shape than
-    config.json says; a value to be quantised is not finite; a head's tokens are not those of its target.
+    config.json says, or tied by it to another; a value to be quantised is not finite; a head's tokens are not those of
+    its target.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config), quantize)
@@ -88,7 +91,7 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
     sources = {name: hf_tensors(name, config) for name in shapes if name != HEAD_ROW}
     files = TensorFiles(folder, config.weight_format)
     elsewhere: dict[str, ReadRows] = {}
-    optional: tuple[str, ...] = ("lm_head.weight",) if config.tie_embeddings else ()
+    optional: tuple[str, ...] = (_HEAD_TENSOR,) if config.tie_embeddings else ()
     if config.eagle3 is not None:
         optional = ("d2t", "t2d")  # whole numbers, which `_head_rows` checks
         if HEAD_ROW in shapes:
@@ -101,12 +104,34 @@ def _readers(folder: Path, config: ModelConfig, target: Path | None = None) -> d
     if config.is_mtp or config.medusa is not None:  # a head may lie in one checkpoint with its target
         optional = tuple(files.names)
     files.check({tensor: shape for one in sources.values() for tensor, shape in one.items()}, optional=optional)
+    if config.tie_embeddings and not config.is_head and _HEAD_TENSOR in files.names:
+        _check_tied(files, config)
     return elsewhere | {
         name: partial(_read_stacked, files, next(iter(tensors)), ".gate_up" in name)
         if is_stacked(name, config)
         else partial(files.read_rows, tuple(tensors))
         for name, tensors in sources.items()
     }
+
+
+def _check_tied(files: TensorFiles, config: ModelConfig) -> None:
+    """Raise CheckpointError: the files' weight of the logits, which config.json ties to the embedding, is another one.
+
+    transformers 5 does not tie them then; dropping the weight would give other text.
+    """
+    rows, columns = config.vocab_size, config.hidden_size
+    same = files.shape_of(_HEAD_TENSOR) == (rows, columns)
+    for start in range(0, rows, _COMPARED_ROWS) if same else ():
+        stop = min(start + _COMPARED_ROWS, rows)
+        block = np.empty((2, stop - start, columns), np.float32)
+        for tensor, out in zip((_EMBEDDING_TENSOR, _HEAD_TENSOR), block, strict=True):
+            files.read_rows((tensor,), (start, stop), slice(None), out)
+        same = same and np.array_equal(block[0], block[1])
+    if not same:
+        raise CheckpointError(
+            f"{files.folder}: {_HEAD_TENSOR} differs from {_EMBEDDING_TENSOR}, to which config.json ties it; set "
+            "tie_word_embeddings to false"
+        )
 
 
 def has_own_embedding(folder: Path) -> bool:
@@ -286,7 +311,7 @@ def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     top = {
         "embed": {f"{model}embed_tokens.weight": (config.vocab_size, d)},
         "norm": {f"{model}norm.weight": (d,)},
-        "head": {"lm_head.weight": (config.vocab_size if head is None else head.draft_vocab_size, d)},
+        "head": {_HEAD_TENSOR: (config.vocab_size if head is None else head.draft_vocab_size, d)},
         "fc": {"fc.weight": (d, 0 if head is None else head.feature_size)},
     }
     mtp = config.mtp if config.is_mtp else None

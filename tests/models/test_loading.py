@@ -66,9 +66,22 @@ def test_specs_are_what_is_loaded(tmp_path: Path) -> None:
 def test_tied_checkpoints_may_repeat_the_head_and_carry_rotary_buffers(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tie_word_embeddings=True)
     tensors = random_tensors(CONFIG, seed=0)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8)
     write_tensors(folder, tensors)
     assert "head" not in _load(folder)
+
+
+@pytest.mark.parametrize("rows", [320, 300])
+def test_a_head_that_is_tied_and_differs_is_refused(tmp_path: Path, rows: int) -> None:
+    folder = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors = random_tensors(CONFIG, seed=0)
+    head = tensors["model.embed_tokens.weight"][:rows].copy()
+    head[-1, -1] += 1
+    expected = r"lm_head\.weight differs from model\.embed_tokens\.weight, to which config\.json ties it; set tie_word_"
+    write_tensors(folder, tensors | {"lm_head.weight": head})
+    with pytest.raises(CheckpointError, match=expected):
+        _load(folder)
 
 
 def _refusal(folder: Path, tensors: dict[str, np.ndarray]) -> str:
