@@ -44,7 +44,9 @@ MTP = "mtp"
 Activation = Literal["silu", "gelu_tanh"]
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 """Settings that say how many experts there are; the first that is set holds, since transformers 5 renames the last."""
-_EAGLE3_SUFFIX = "Eagle3"
+_EAGLE3 = "Eagle3"
+"""End of the architecture of an EAGLE-3 head, behind that of its layer; vLLM's other name begins with it."""
+_EAGLE3_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _EAGLE3_FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Architectures of the layer of EAGLE-3 heads."""
 FEATURE_LAYERS = 3
@@ -396,7 +398,8 @@ def _architecture(given: dict[str, Any]) -> Any:
 
 def _is_eagle3(given: dict[str, Any]) -> bool:
     """Return True for the configuration of an EAGLE-3 head: SpecForge names the architecture, EAGLE the vocabulary."""
-    return str(_architecture(given)).endswith(_EAGLE3_SUFFIX) or "draft_vocab_size" in given
+    name = str(_architecture(given))
+    return name.endswith(_EAGLE3) or name.startswith(_EAGLE3) or "draft_vocab_size" in given
 
 
 def _eagle3(values: Settings) -> Eagle3Config:
@@ -410,14 +413,19 @@ def _eagle3(values: Settings) -> Eagle3Config:
     reading = values.inside("eagle_config", given if isinstance(given, dict) else {})
     if reading.get("use_aux_hidden_state") is False:
         raise reading.unsupported("use_aux_hidden_state", "a head that reads one layer is no EAGLE-3 head")
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm"):
-        if values.get(name):
-            raise values.unsupported(name)
-    layers = reading.get("eagle_aux_hidden_state_layer_ids")
-    if layers is not None and not (
-        isinstance(layers, list) and len(layers) == 3 and all(type(layer) is int and layer >= 0 for layer in layers)
-    ):
-        raise reading.wrong("eagle_aux_hidden_state_layer_ids", layers, "three layers of the target, from 0")
+    layers = None
+    for place in (reading, values):  # published heads have these settings in either
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm"):
+            if place.get(name):
+                raise place.unsupported(name)
+        found = place.get(_EAGLE3_LAYERS)
+        if found is not None and not (
+            isinstance(found, list) and len(found) == 3 and all(type(layer) is int and layer >= 0 for layer in found)
+        ):
+            raise place.wrong(_EAGLE3_LAYERS, found, "three layers of the target, from 0")
+        if found is not None and layers not in (None, found):
+            raise place.wrong(_EAGLE3_LAYERS, found, f"that of eagle_config ({layers}), or left out")
+        layers = found or layers
     hidden = values.integer("target_hidden_size", default=values.integer("hidden_size"))
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
 
@@ -451,7 +459,7 @@ def _family(given: dict[str, Any], path: Path, *, is_eagle3: bool = False) -> Fa
     asked = given.get("architectures") or given.get("model_type")
     name = _architecture(given)
     if is_eagle3:
-        name = str(name).removesuffix(_EAGLE3_SUFFIX)
+        name = str(name).removeprefix(_EAGLE3).removesuffix(_EAGLE3)
         if name not in _EAGLE3_FAMILIES:
             raise UnsupportedModelError(
                 f"{path}: an EAGLE-3 head of architectures {asked!r} is not supported; use one whose layer is that of "

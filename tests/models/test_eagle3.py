@@ -119,6 +119,10 @@ def test_both_formats_are_recognised(tmp_path: Path) -> None:
     assert chosen is not None
     assert chosen.layers_of(5) == (0, 2, 4)
     assert chosen.layers_of(36) == (0, 2, 4)
+    for where in (layers, layers | {"eagle_config": layers}):
+        assert _head_config(write_eagle3(tmp_path / "d", **where)).eagle3 == chosen
+    alias = _head_config(write_eagle3(tmp_path / "e", architectures=["Eagle3LlamaForCausalLM"], draft_vocab_size=None))
+    assert alias.eagle3 is not None and alias.eagle3.draft_vocab_size == 320
 
 
 @pytest.mark.slow
@@ -146,7 +150,26 @@ def test_a_head_is_no_target(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2 is not supported; an EAGLE-3 head has one layer"),
         ({"draft_vocab_size": 321}, "draft_vocab_size must be at most vocab_size (320), got 321"),
         ({"architectures": ["MixtralForCausalLMEagle3"]}, "an EAGLE-3 head of architectures ['MixtralForCausalLMEagl"),
+        (
+            {"architectures": ["Eagle3MixtralForCausalLM"]},
+            "an EAGLE-3 head of architectures ['Eagle3MixtralForCausalLM",
+        ),
         ({"norm_before_residual": True}, "norm_before_residual = True is not supported"),
+        *(
+            ({"eagle_config": {name: True}}, f"eagle_config.{name} = True is not supported")
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm")
+        ),
+        (
+            {
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
+                "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
+            },
+            "layer_ids must be that of eagle_config ([0, 2, 4]), or left out, got [0, 2, 3]",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [0, 2, -1]},
+            "eagle_aux_hidden_state_layer_ids must be three layers of the target, from 0, got [0, 2, -1]",
+        ),
         (
             {"eagle_config": {"use_aux_hidden_state": False}},
             "eagle_config.use_aux_hidden_state = False is not supported; a head that reads one layer is no EAGLE-3",
