@@ -201,6 +201,7 @@ def test_drafts_that_do_not_belong_together_are_refused(config: EngineConfig, tm
 
     with pytest.raises(ConfigError, match=r"draft 'wide' must be of the shape .* intermediate_size is 48, got 96"):
         find_pair(with_draft("wide", intermediate_size=96))
+    assert len(find_pair(with_draft("tuned", eos_token_id=[0, 2])).draft_folders) == 4
     learning = replace(with_draft("other", tokenizer=metaspace_tokenizer()), learning=LearnConfig())
     with pytest.raises(CheckpointError, match="a draft that learns must have the same vocabulary as the target"):
         find_pair(learning)
