@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -149,8 +150,7 @@ def read_rope(
     divided by alpha. None: alpha is refused.
     Raises CheckpointError, UnsupportedModelError.
     """
-    name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
-    given = top.get(name) or {}
+    name, given = _rope_of(top)
     if by_layer and _is_by_layer(given):
         name, given = f"{name}.full_attention", given["full_attention"]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -170,18 +170,24 @@ def read_rope(
     return theta, _scaling(rope, name, top)
 
 
+def _rope_of(top: Settings) -> tuple[str, Any]:
+    """Return the rotary settings of a config.json, {} without any, and their name: the older one goes first."""
+    name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
+    return name, top.get(name) or {}
+
+
 def read_query_growth(top: Settings) -> tuple[float, int] | None:
     """Return by how much queries grow with their position, and the context, in tokens, behind which they do
     (`layers.query_scale`); None if they do not. Raises CheckpointError."""
-    given = top.get("rope_parameters")
-    rope = Settings(given if isinstance(given, dict) else {}, top.path, "rope_parameters")
+    name, given = _rope_of(top)
+    rope = Settings(given if isinstance(given, dict) else {}, top.path, name)
     beta = rope.optional("llama_4_scaling_beta")
     return None if beta is None else (beta, rope.integer("original_max_position_embeddings"))
 
 
 def read_rotary_share(top: Settings) -> float:
     """Return the share of each head's features that is rotated. Raises CheckpointError."""
-    rope = top.get("rope_scaling") or top.get("rope_parameters") or {}
+    _, rope = _rope_of(top)
     given = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     share = top.get("partial_rotary_factor") if given is None else given
     if share is None:

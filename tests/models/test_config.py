@@ -254,6 +254,12 @@ PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         }},
         {"query_growth": (0.1, 16), "rope_scaling": YarnScaling(16.0, 16, 1.0), "windows": ()},
     ),
+    (
+        "Ministral3ForCausalLM",
+        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16,
+                                             "llama_4_scaling_beta": 0.1}},
+        {"query_growth": (0.1, 16)},
+    ),
     ("Olmo2ForCausalLM", {}, {"joint_qk_norm": True, "rope_theta": 10000.0, "tie_embeddings": False}),
     (
         "Olmo3ForCausalLM", {"rope_theta": 5e5, "layer_types": ["sliding_attention", "full_attention"],
