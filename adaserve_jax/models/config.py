@@ -489,6 +489,9 @@ def _experts(values: Settings, family: Family, names: ExpertNames, layers: int) 
     for name in ("n_group", "topk_group"):
         if values.get(name, 1) != 1:
             raise values.unsupported(name, "only 1 is")
+    scales = "routed_scaling_factor" in family.defaults
+    if not scales and values.get("routed_scaling_factor") not in (None, 1):
+        raise values.unsupported("routed_scaling_factor", "only 1 is in this family")
     counts = [name for name in _COUNTS_OF_EXPERTS if name in values.values]
     count = next((name for name in counts if values.get(name) is not None), counts[0])
     dense = _dense_layers(values, layers)
@@ -511,7 +514,7 @@ def _experts(values: Settings, family: Family, names: ExpertNames, layers: int) 
         biased=names.stacked,
         clamp=(values.positive("swiglu_limit"), values.positive("swiglu_alpha")) if names.stacked else None,
         shared=shared if names.shared else 0,
-        scaling=values.positive("routed_scaling_factor", 1.0),
+        scaling=values.positive("routed_scaling_factor", 1.0) if scales else 1.0,
     )
 
 

@@ -321,7 +321,7 @@ FAMILIES = {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072, "eos_token_id": None,
             "partial_rotary_factor": 0.5, "n_routed_experts": 128, "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-            "num_nextn_predict_layers": 1,
+            "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0,
         },
         frozenset({"attention_bias", "use_qk_norm", "n_routed_experts", "num_local_experts"}),
         bias_settings=_OF_QKV,

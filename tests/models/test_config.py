@@ -112,7 +112,8 @@ def test_mixtral_has_experts_in_every_layer(tmp_path: Path) -> None:
     assert replace(mixtral, experts=None) == llama
     assert (mixtral.experts.count, mixtral.experts.per_token, mixtral.experts.intermediate_size) == (6, 2, 48)
     assert mixtral.experts.normalised and mixtral.experts_of(1) == mixtral.experts
-    unused = ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, norm_topk_prob=False))  # as in transformers
+    # as in transformers
+    unused = ModelConfig.from_folder(_write(tmp_path, **MIXTRAL, norm_topk_prob=False, routed_scaling_factor=1.0))
     assert unused == mixtral
     by_type = _write(tmp_path, **MIXTRAL | {"architectures": "absent", "num_local_experts": "absent"})
     assert ModelConfig.from_folder(by_type).experts == replace(mixtral.experts, count=8)
@@ -368,6 +369,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["Glm4MoeForCausalLM"], "n_group": 2},
         "n_group = 2 is not supported; only 1 is",
+    ),
+    (
+        MIXTRAL | {"routed_scaling_factor": 2.5},
+        "routed_scaling_factor = 2.5 is not supported; only 1 is in this family",
     ),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.* is not supported, which needs latent"),
 ]
