@@ -577,15 +577,20 @@ def _nope_layers(values: Settings, family: Family, windows: tuple[int | None, ..
 
 
 def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
-    """Return every id that ends a text: those of generation_config.json, then those of config.json."""
+    """Return every id that ends a text: those of generation_config.json, then those of config.json.
+
+    Raises CheckpointError: a value is no token id, nor a list of such.
+    """
     path = folder / "generation_config.json"
-    sources = [read_json(path).get("eos_token_id")] if path.exists() else []
+    files = [Settings(read_json(path), path)] if path.exists() else []
     ids: list[int] = []
-    for source in [*sources, values.get("eos_token_id")]:
-        for token in source if isinstance(source, list) else [source]:
-            if token is not None and token not in ids:
-                ids.append(token)
-    return tuple(ids)
+    for file in [*files, values]:
+        given = file.get("eos_token_id")
+        tokens = [] if given is None else given if isinstance(given, list) else [given]
+        if any(type(token) is not int or token < 0 for token in tokens):
+            raise file.wrong("eos_token_id", given, "a token id, a list of token ids, or null")
+        ids += tokens
+    return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)

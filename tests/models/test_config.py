@@ -65,6 +65,16 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=None)).eos_token_ids == (7, 3)
 
 
+@pytest.mark.parametrize("given", [True, -1, 2.0, "</s>", [3, None], [3, True], {"id": 3}])
+def test_eos_ids_that_are_none_are_refused_by_their_file(tmp_path: Path, given: Any) -> None:
+    expected = r"config\.json: eos_token_id must be a token id, a list of token ids, or null, got "
+    with pytest.raises(CheckpointError, match=rf"/{expected}"):
+        ModelConfig.from_folder(_write(tmp_path, eos_token_id=given))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(CheckpointError, match=rf"/generation_{expected}"):
+        ModelConfig.from_folder(_write(tmp_path))
+
+
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
