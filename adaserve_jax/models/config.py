@@ -531,8 +531,9 @@ def _dense_layers(values: Settings, layers: int) -> tuple[int, ...]:
 def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
-    Windowed layers are those of layer_types if the family reads it, else all (Mistral, families with experts), those
-    from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma).
+    Windowed layers are those of layer_types if the family reads it, else all (Mistral, other families with experts),
+    those from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma), of those before
+    max_window_layers in Qwen2-MoE.
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
@@ -545,8 +546,10 @@ def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None,
             raise values.wrong("max_window_layers", first, "an integer")
         types = given or [full if layer < first else sliding for layer in range(layers)]
     elif "sliding_window_pattern" in family.knows and windowed:
+        last = values.whole("max_window_layers") if optional else layers
         types = given or [
-            sliding if (layer + 1) % values.integer("sliding_window_pattern") else full for layer in range(layers)
+            sliding if layer < last and (layer + 1) % values.integer("sliding_window_pattern") else full
+            for layer in range(layers)
         ]
     else:
         types = [sliding if windowed else full] * layers

@@ -309,9 +309,11 @@ FAMILIES = {
         _QWEN_MOE_DEFAULTS
         | {
             "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632, "qkv_bias": True,
+            "shared_expert_intermediate_size": 5632, "qkv_bias": True, "sliding_window_pattern": 2,
         },
-        frozenset({"sliding_window", "use_sliding_window", "num_experts", "num_local_experts"}),
+        frozenset({
+            "sliding_window", "use_sliding_window", "sliding_window_pattern", "num_experts", "num_local_experts",
+        }),
         bias_settings=("qkv_bias", "", ""),
         experts=_QWEN2_NAMES,
     ),

@@ -78,6 +78,7 @@ def test_eos_ids_that_are_none_are_refused_by_their_file(tmp_path: Path, given: 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
@@ -147,6 +148,16 @@ def test_qwen3_moe_has_experts_in_some_layers(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(_write(tmp_path, **newer)) == every
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
     assert ModelConfig.from_folder(_write(tmp_path, **settings, **windows)).windows == (4,) * 6
+
+
+def test_qwen2_moe_has_a_window_in_every_other_layer_before_some(tmp_path: Path) -> None:
+    settings = QWEN2_MOE | {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 4}
+    few = settings | {"max_window_layers": 3}
+    assert ModelConfig.from_folder(_write(tmp_path, **settings)).windows == (4, None) * 3
+    assert ModelConfig.from_folder(_write(tmp_path, **few)).windows == (4, None, 4, None, None, None)
+    types = ["full_attention", "sliding_attention"] * 3
+    assert ModelConfig.from_folder(_write(tmp_path, **few, layer_types=types)).windows == (None, 4) * 3
+    assert ModelConfig.from_folder(_write(tmp_path, **few | {"use_sliding_window": False})).windows == ()
 
 
 def test_gemma_2_has_caps_and_a_window_in_every_other_layer(tmp_path: Path) -> None:
