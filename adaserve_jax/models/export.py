@@ -24,7 +24,7 @@ from adaserve_jax.models.loading import (
 )
 from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.tensors import TensorFiles, first_difference
-from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
+from adaserve_jax.models.writing import TYPES, check_new, copy_all_but_weights, with_type, write_shards
 from adaserve_jax.types import Progress
 
 _NAME_OF = {"F16": "f16", "BF16": "bf16", "F32": "f32", "F64": "f32"}
@@ -53,8 +53,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     copy_all_but_weights(source, out)
     given = read_json(out / "config.json")
-    type_key = "dtype" if "dtype" in given else "torch_dtype"
-    (out / "config.json").write_text(json.dumps(given | {type_key: TORCH_NAMES[dtype]}, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(with_type(given, dtype), indent=2) + "\n")
     shared = config.eagle3 is not None and not has_own_embedding(source)
     _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
 

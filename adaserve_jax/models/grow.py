@@ -22,7 +22,7 @@ from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import FEATURE_LAYERS, ExpertConfig, ModelConfig
 from adaserve_jax.models.families import MIXTRAL_NAMES
 from adaserve_jax.models.settings import read_json
-from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, copy_all_but_weights, write_shards
+from adaserve_jax.models.writing import TYPES, check_new, copy_all_but_weights, with_type, write_shards
 from adaserve_jax.types import Progress
 
 _NOISE_BLOCK = 1 << 20
@@ -90,14 +90,13 @@ def grow(
         "num_key_value_heads": shape.kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": grown.rms_norm_eps,
-        "torch_dtype": TORCH_NAMES[dtype],
     }
     given = read_json(out / "config.json")
     if grown.experts is not None:
         # Values that the source may leave out, for which Mixtral assumes others.
         assumed = {"rope_theta": config.rope_theta, "max_position_embeddings": config.max_position}
         given = assumed | given | _mixtral_settings(grown, grown.experts)
-    (out / "config.json").write_text(json.dumps(given | changed, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(with_type(given | changed, dtype), indent=2) + "\n")
     return grown
 
 
@@ -113,9 +112,9 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
     from adaserve_jax.models.loading import load_params
 
     config = check_head(head, source)
-    given = read_json(head / "config.json")
+    given = with_type(read_json(head / "config.json"), "f32")
     if config.eagle3 is None:
-        grown = new_head_folder(out, given | {"hidden_size": hidden, "torch_dtype": "float32"})
+        grown = new_head_folder(out, given | {"hidden_size": hidden})
         wider = hidden - config.hidden_size
         padded = {}
         for name, weight in load_params(head, config).items():
@@ -125,8 +124,7 @@ def grow_head(head: Path, source: Path, out: Path, hidden: int) -> ModelConfig:
         return grown
     read = list(config.eagle3.layers_of(ModelConfig.from_folder(source).num_layers))
     reading = (given.get("eagle_config") or {}) | {"eagle_aux_hidden_state_layer_ids": read}
-    changed = {"target_hidden_size": hidden, "torch_dtype": "float32", "eagle_config": reading}
-    grown = new_head_folder(out, given | changed)
+    grown = new_head_folder(out, given | {"target_hidden_size": hidden, "eagle_config": reading})
     params = load_params(head, config, target=source)
     old = config.eagle3.target_hidden_size
     fc = np.zeros((config.hidden_size, FEATURE_LAYERS, hidden), np.float32)

@@ -26,6 +26,16 @@ _OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 """Ends of the names of files of weights, and of their format."""
 
 
+def with_type(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json that names this type of weights, f16, bf16 or f32, and no other.
+
+    transformers 5 reads `torch_dtype`, the older key, only where there is no `dtype`.
+    """
+    key = "dtype" if "dtype" in settings else "torch_dtype"
+    rest = {name: value for name, value in settings.items() if name not in ("dtype", "torch_dtype")}
+    return rest | {key: TORCH_NAMES[dtype]}
+
+
 def check_new(folder: Path) -> None:
     """Raise ConfigError unless the folder is empty or missing."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

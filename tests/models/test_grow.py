@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -39,6 +40,22 @@ def test_logits_are_preserved(tmp_path: Path, shape: GrownShape, tied: bool) -> 
     assert (config.num_layers, config.hidden_size, config.num_heads) == (shape.layers, shape.hidden, shape.heads)
     difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
     assert difference.max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("given", "key"), [(("dtype",), "dtype"), (("torch_dtype",), "torch_dtype"), (("dtype", "torch_dtype"), "dtype")]
+)
+def test_what_has_grown_names_its_type_and_no_other(tmp_path: Path, given: tuple[str, ...], key: str) -> None:
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    head = write_eagle3(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 0, 0]})
+    for folder in (source, head):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(given, "float16")))
+    grow(source, tmp_path / "grown", GrownShape(layers=1, hidden=48, heads=4, kv_heads=2, mlp=48), dtype="bf16")
+    grow_head(head, source, tmp_path / "grown_head", 48)
+    for name, expected in (("grown", "bfloat16"), ("grown_head", "float32")):
+        said = json.loads((tmp_path / name / "config.json").read_text())
+        assert {each: said[each] for each in ("dtype", "torch_dtype") if each in said} == {key: expected}
 
 
 def test_a_head_of_the_source_reads_the_same_in_what_has_grown(tmp_path: Path) -> None:
