@@ -12,9 +12,22 @@ import resource
 import sys
 from typing import Any, NoReturn
 
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class Generation(Extension):
+    """Renders what stands between the tags `generation` and `endgeneration`, by which trainers find answers."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)  # as in transformers, what is set inside does not leave it
 
 
 def confine(cpu_s: int, memory_bytes: int) -> None:
@@ -27,11 +40,12 @@ def confine(cpu_s: int, memory_bytes: int) -> None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return jinja's sandbox with the names and white space that transformers gives templates.
+    """Return jinja's sandbox with the names, tags and white space that transformers gives templates.
 
     One template has run in it and failed: python and jinja import parts of themselves only then, which takes files.
     """
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [Generation, loopcontrols]
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     sandbox.filters["tojson"] = _to_json
     sandbox.globals.update(raise_exception=_fail, strftime_now=_now)
     with contextlib.suppress(TemplateError):

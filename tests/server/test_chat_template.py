@@ -89,6 +89,21 @@ def test_a_template_gets_what_the_request_says(served, tokenizer: Tokenizer, fie
     assert prompt.endswith(TALK + end if end is not None else TALK), prompt
 
 
+def test_marks_of_answers_for_training_are_read_as_transformers_reads_them(engine, serve_engine, tmp_path: Path):
+    template = (
+        "{% set n = 0 %}{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n"
+        "{{ m.content }}{% set n = 1 %}{{ n }}\n  {% endgeneration %}\n{% else %}{{ m.content }}{% endif %}{{ n }}"
+        "{% endfor %}"
+    )
+    write_tokenizer(tmp_path, byte_tokenizer(), template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with serve_engine(engine, tokenizer, ServerSettings(trust_request_chat_template=True)) as server:
+        own = prompt_of(server, tokenizer)
+        assert own == prompt_of(server, tokenizer, chat_template=template) == "Tom  has0 3 1\n0"
+        error = error_of(server, chat_template="{% generation %}{{ messages }}")
+        assert "endgeneration" in error["message"]
+
+
 def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer):
     """One that knows tools gets them as they are; for any other they stand in a message. Cut and open ends stay."""
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
