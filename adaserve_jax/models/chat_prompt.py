@@ -7,6 +7,7 @@ A template is a program. The model's own runs here, in transformers' sandbox; on
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaserve_jax.errors import QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
+
+_log = logging.getLogger(__name__)
 
 MAX_TEMPLATE_CHARS = 64 * 1024
 MAX_RENDERED_CHARS = 4 * 2**20
@@ -62,7 +65,8 @@ class TemplateProcesses:
     ) -> str:
         """Render a client's template in a process with limits. Blocks, for WALL_LIMIT_S at most.
 
-        Raises RequestError: it fails or exceeds a limit; QueueFullError: too many are being rendered.
+        Raises RequestError: it fails or exceeds a limit; QueueFullError: too many are being rendered; AdaServeError:
+        the process itself fails.
         """
         assert prompt.template is not None
         if len(prompt.template) > MAX_TEMPLATE_CHARS:
@@ -95,8 +99,12 @@ class TemplateProcesses:
             raise _refusal(f"it takes more than {WALL_LIMIT_S:g} s") from None
         finally:
             self._places.release()
-        if ended.returncode:  # killed by a limit, or out of memory while it wrote its error
+        if ended.returncode < 0 or b"MemoryError" in ended.stderr:  # killed by a limit, or no memory for the answer
             raise _refusal(f"it takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB")
+        if ended.returncode:
+            said = ended.stderr.decode(errors="replace").strip()
+            _log.error("the process of a chat template ended with status %d: %s", ended.returncode, said)
+            raise AdaServeError("the process that renders chat templates failed; the server's log says why")
         answer = json.loads(ended.stdout)
         if "error" in answer:
             raise _refusal(str(answer["error"])[:MAX_REASON_CHARS])

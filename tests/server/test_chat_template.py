@@ -10,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import QueueFullError
+from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
 from adaserve_jax.models.chat_prompt import ChatPrompt, TemplateProcesses
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.server.settings import ServerSettings
@@ -180,6 +180,27 @@ def test_so_many_templates_are_rendered_at_once():
     none = TemplateProcesses(at_once=0, wait_s=0)
     with pytest.raises(QueueFullError, match="too many chat templates are being rendered; retry later"):
         none.render(ChatPrompt(template="x"), MESSAGES, {})
+
+
+def test_a_process_that_fails_itself_is_not_the_templates_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    python = tmp_path / "python"
+    monkeypatch.setattr("sys.executable", str(python))
+
+    def render(program: str) -> str:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+        return TemplateProcesses().render(ChatPrompt(template="x"), MESSAGES, {})
+
+    for program in ("echo MemoryError >&2; exit 1", "kill -9 $$"):
+        with pytest.raises(RequestError, match="it takes more than 2 s or 512 MiB"):
+            render(program)
+    assert not caplog.messages
+    with pytest.raises(AdaServeError, match="the process that renders chat templates failed; the server's") as caught:
+        render("echo no module named jinja2 >&2; exit 1")
+    assert not isinstance(caught.value, RequestError) and caught.value.code == "engine_error"
+    assert caplog.messages == ["the process of a chat template ended with status 1: no module named jinja2"]
 
 
 def test_a_client_can_bring_the_template_that_a_model_lacks(engine, serve_engine, tmp_path: Path):
