@@ -283,6 +283,16 @@ def test_an_orchestrator_of_no_kind_is_refused():
         app(["cluster", "up", "--orchestrator", "kubernetes"], standalone_mode=False)
 
 
+@pytest.mark.parametrize(("options", "message"), [
+    (["--address", "auto"], "--address and --placement are of a Ray cluster; give --orchestrator ray too"),
+    (["--placement", "PACK"], "--address and --placement are of a Ray cluster"),
+    (["--draft-options", "--max-sessions 64"], "--draft-options are of draft services, and --drafts starts none"),
+])  # fmt: skip
+def test_options_of_a_cluster_that_would_do_nothing_are_refused(options: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        app(["cluster", "up", *options], standalone_mode=False)
+
+
 def test_checkpoints_that_do_not_belong_together_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(tensors, "_weight_files", lambda folder: [folder / "gone.safetensors"])
     with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing; expected the checkpoint's weights in"):

@@ -21,6 +21,7 @@ from adaserve_jax.errors import ERROR_PREFIX, AdaServeError, ConfigError
 PACKAGES = SERVER_PACKAGES | {"h11": "server", "ray": "cluster"}
 LOOK_EVERY_S = 0.2
 ORCHESTRATORS = ("local", "ray")
+PLACEMENT = "SPREAD"
 
 cluster = typer.Typer(
     name="cluster", help="Serve with several targets and draft services behind one router.", add_completion=False,
@@ -62,7 +63,7 @@ def up(
     placement: Annotated[
         str,
         typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK, STRICT_SPREAD, STRICT_PACK"),
-    ] = "SPREAD",
+    ] = PLACEMENT,
     serve_options: Annotated[
         list[str] | None,
         typer.Argument(help="options of `adaserve serve` for every target, after --", show_default=False),
@@ -78,6 +79,10 @@ def up(
         )  # fmt: skip
         if orchestrator not in ORCHESTRATORS:
             raise ConfigError(f"orchestrator must be one of {', '.join(ORCHESTRATORS)}, got {orchestrator!r}")
+        if orchestrator != "ray" and (address is not None or placement != PLACEMENT):
+            raise ConfigError("--address and --placement are of a Ray cluster; give --orchestrator ray too")
+        if draft_options and not drafts:
+            raise ConfigError("--draft-options are of draft services, and --drafts starts none; give it too")
         folder = _folder(run_folder)
         if detach:
             _detach(folder)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from adaserve_jax.cluster.router import router_command
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.cluster.supervisor import Member, SupervisorTiming
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.server.config_file import NONE, read_config
 from adaserve_jax.server.connection import ABORT_GRACE_S
 
 TARGET_COMMAND = ("{python}", "-m", "adaserve_jax.cli", "serve", "--host", "{host}", "--port", "{port}", "{drafter}")
@@ -23,6 +27,7 @@ MAX_MEMBERS = 256
 CAN_RESERVE_PORTS = sys.platform == "linux"
 RESERVED_OPTIONS = ("--host", "--port", "--drafter", "--listen", "--http")
 """Options of members that only the cluster sets."""
+TLS_SETTINGS = ("tls_cert", "tls_key", "tls_client_ca")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class ClusterPlan:
         if self.router.tls_cert is not None:  # `adaserve cluster status` reads it from another working directory
             certificate = str(Path(self.router.tls_cert).absolute())
             object.__setattr__(self, "router", replace(self.router, tls_cert=certificate))
+        for name in TLS_SETTINGS:
+            if self._target_file.get(name) is not None:
+                raise ConfigError(
+                    f"the targets' configuration file sets {name}, but in a cluster only the router has TLS: leave it "
+                    f"out of the file, and give --tls-cert and --tls-key to 'adaserve cluster up'"
+                )
         for option in (*self.serve_options, *self.draft_options):
             if option.partition("=")[0] in RESERVED_OPTIONS:
                 raise ConfigError(
@@ -64,14 +75,37 @@ class ClusterPlan:
 
     @property
     def target_shutdown_s(self) -> float:
-        """Time that a target gives requests in flight when it stops: its own option, else the router's setting."""
-        given = [self.router.shutdown_timeout]
-        for option, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
-            name, equals, value = option.partition("=")
-            if name == "--shutdown-timeout":
-                with contextlib.suppress(ValueError):  # the server reports a wrong value
-                    given.append(float(value if equals else after))
-        return given[-1]
+        """Time that a target gives requests in flight when it stops: by its own option, else its configuration file,
+        else the router's setting."""
+        given = self._target_option("shutdown_timeout")
+        if given is None and "ADASERVE_SHUTDOWN_TIMEOUT" not in os.environ:  # which is the router's setting too
+            given = self._target_file.get("shutdown_timeout")
+        with contextlib.suppress(TypeError, ValueError):  # not given, or wrong, which the server reports
+            return float(given)
+        return self.router.shutdown_timeout
+
+    def _target_option(self, name: str) -> Any:
+        """Return the last value of an option of the targets; None without it."""
+        option, found = f"--{name.replace('_', '-')}", None
+        for given, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
+            start, equals, value = given.partition("=")
+            if start == option:
+                found = value if equals else after
+        return found
+
+    @cached_property
+    def _target_file(self) -> Mapping[str, Any]:
+        """Settings in the targets' configuration file. Raises ConfigError if it is wrong."""
+        path = self._target_option("config") or os.environ.get("ADASERVE_CONFIG")
+        return read_config(path).values if path and Path(path).exists() else {}  # a target may run elsewhere
+
+    def learn_options(self, target: str) -> tuple[str, ...]:
+        """Return the options that give one of several targets a learn_folder of its own, in the one that was given."""
+        folder = self._target_option("learn_folder") or os.environ.get("ADASERVE_LEARN_FOLDER")
+        folder = folder or self._target_file.get("learn_folder") or NONE
+        if self.targets == 1 or folder == NONE:
+            return ()
+        return ("--learn-folder", str(Path(folder, target)))
 
     @property
     def target_grace_s(self) -> float:
@@ -145,7 +179,7 @@ def target_environment(plan: ClusterPlan) -> dict[str, str]:
     A target checks the router's API keys, uses plain HTTP whatever the router uses, and gives requests as long to
     finish as the router does.
     """
-    environment = {f"ADASERVE_{name}": "none" for name in ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")}
+    environment = {f"ADASERVE_{name.upper()}": NONE for name in TLS_SETTINGS}
     environment["ADASERVE_SHUTDOWN_TIMEOUT"] = f"{plan.target_shutdown_s:g}"
     if plan.router.api_key is not None:
         environment["ADASERVE_API_KEY"] = plan.router.api_key
@@ -157,7 +191,9 @@ def place_target(plan: ClusterPlan, number: int, host: str, port: int, drafts: I
     name, url = f"target-{number}", f"http://{bracketed(host)}:{port}"
     addresses = ",".join(drafts)
     assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts gets their addresses"
-    command = render_command((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
+    command = render_command(
+        (*plan.target_command, *plan.serve_options, *plan.learn_options(name)), host=host, port=port, drafts=addresses
+    )
     timing = replace(plan.timing, termination_grace_s=plan.target_grace_s)
     return Member(
         name, command, f"{url}/health", logs / f"{name}.log", "target", url, target_environment(plan), timing=timing

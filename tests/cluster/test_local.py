@@ -266,6 +266,26 @@ def test_nothing_is_killed_before_its_own_limit(options, shutdown_s, tmp_path):
     assert place_draft(plan, 0, "127.0.0.1", 1, 2, tmp_path).timing == plan.timing
 
 
+def test_targets_keep_to_their_configuration_file(tmp_path):
+    file = tmp_path / "adaserve.toml"
+    file.write_text('[server]\nshutdown_timeout = 120.0\n[learn]\nlearn = true\nlearn_folder = "learned"\n')
+    given = ("--config", str(file))
+    placed = place_target(ClusterPlan(1, 0, RouterSettings(), serve_options=given), 0, "127.0.0.1", 1, [], tmp_path)
+    assert placed.environment["ADASERVE_SHUTDOWN_TIMEOUT"] == "120"
+    assert placed.argv[-2:] == given
+
+    plan = ClusterPlan(2, 0, RouterSettings(), serve_options=(*given, "--shutdown-timeout=5"))
+    placed = place_target(plan, 1, "127.0.0.1", 1, [], tmp_path)
+    assert placed.environment["ADASERVE_SHUTDOWN_TIMEOUT"] == "5"
+    assert placed.argv[-2:] == ("--learn-folder", "learned/target-1"), "servers must not share one"
+    plan = ClusterPlan(2, 0, RouterSettings(), serve_options=(*given, "--learn-folder", "none"))
+    assert place_target(plan, 1, "127.0.0.1", 1, [], tmp_path).argv[-2:] == ("--learn-folder", "none")
+
+    file.write_text('[server]\ntls_cert = "c.pem"\ntls_key = "k.pem"\n')
+    with pytest.raises(ConfigError, match="file sets tls_cert, but in a cluster only the router has TLS: leave it out"):
+        ClusterPlan(1, 0, RouterSettings(), serve_options=given)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux only")
 def test_a_port_is_kept_for_the_server_that_it_was_chosen_for():
     held = ReservedPort("127.0.0.1")
