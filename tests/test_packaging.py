@@ -39,7 +39,7 @@ POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + SAVE_LIMIT_S + records.CLOSE_TIMEOUT_S + traces.CLOSE_TIMEOUT_S
 """What is cut off is told, connections end, then the engine, the records, the traces: each as long as it may take."""
-OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
+OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_PROBE_TLS_CERT", "ADASERVE_PROBE_TLS_KEY", "ADASERVE_CONFIG"}
 
 
 def check_command(words: list[str]) -> None:

@@ -117,9 +117,11 @@ def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 def _values(kind: type[Settings], table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values of a section with "none" as None where a field may be. Raises ConfigError for unknown keys."""
     known = options_of(kind)
-    for key in table:
+    for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{where} has no key {key!r}{_elsewhere(key, kind) or _nearest(key, list(known))}")
+        if isinstance(value, list) and any("," in str(part) for part in value):  # as an option it would be split there
+            raise ConfigError(f"{where} {key}: no value may have a comma, got {value!r}")
     return {key: None if known[key].optional and value == NONE else value for key, value in table.items()}
 
 

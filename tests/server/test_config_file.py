@@ -95,6 +95,7 @@ def test_classes_of_a_file_take_the_place_of_those_that_are_there_by_default(rea
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[engine]\nlora = ['sql=/models/a,b']", "[engine] lora: no value may have a comma, got ["),
         ("[server]\nprot = 9000", "[server] has no key 'prot'; did you mean 'port'?"),
         ("[engine]\nport = 9000", "[engine] has no key 'port'; it belongs to [server]"),
         ("[server]\ntarget = 'x'", "[server] has no key 'target'; it belongs to [engine]"),

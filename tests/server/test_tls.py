@@ -16,6 +16,7 @@ from adaserve_jax.bench.engine import Ask, Due
 from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.settings import UrlSettings
+from adaserve_jax.server import probe
 from adaserve_jax.server.connection import tls_options
 from adaserve_jax.server.serve import reload_certificate
 from adaserve_jax.server.settings import ServerSettings
@@ -103,6 +104,21 @@ def test_with_a_client_ca_only_its_certificates_get_through(files, start_server)
         assert ask(server, trusting(files, "client")).status_code == 200
         with pytest.raises(httpx.TransportError):
             ask(server, trusting(files))
+
+
+def test_the_health_check_of_containers_may_have_a_certificate_too(files, start_server, monkeypatch):
+    with start_server(settings(files, ca="ca.pem")) as server:
+        variables = {"PORT": server.url.rsplit(":", 1)[1], "TLS_CERT": "there", "PROBE_KEY": "k", "HOST": "0.0.0.0"}
+        for name, value in variables.items():
+            monkeypatch.setenv(f"ADASERVE_{name}", value)
+        monkeypatch.setattr("sys.argv", ["probe", "/ready"])
+        with pytest.raises(SystemExit, match="/ready of port"):
+            probe.main()
+        monkeypatch.setenv("ADASERVE_PROBE_TLS_CERT", str(files / "client.pem"))
+        monkeypatch.setenv("ADASERVE_PROBE_TLS_KEY", str(files / "client.key"))
+        with pytest.raises(SystemExit) as ended:
+            probe.main()
+        assert ended.value.code is None
 
 
 @pytest.mark.parametrize(
