@@ -160,7 +160,10 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
             with_target = sum(point.row.requests_with_slo for point in group.points)
             figures = (cell(measure, view.estimates.of(group, measure)) for measure in HEADLINE)
             axis_cells = (setting.cell(axis) for axis in axes)
-            without = f" ({requests - with_target:,} without target)" if with_target < requests else ""
+            cancelled = sum(point.row.cancelled for point in group.points)
+            counts = ((requests - with_target - cancelled, "without target"), (cancelled, "cancelled"))
+            apart = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+            without = f" ({apart})" if apart else ""
             rows.append((group.policy, *axis_cells, f"{requests:,}{without}", *figures))
     axis_titles = (AXES[axis][0] for axis in axes)
     titles = ("policy", *axis_titles, "requests", *(heading(measure) for measure in HEADLINE))

@@ -212,13 +212,15 @@ def facts(measured: Measured) -> tuple[tuple[str, str], ...]:
     valid = measured.valid
     requests = sum(point.row.requests for point in valid)
     targeted = sum(point.row.requests_with_slo for point in valid)
+    cancelled = sum(point.row.cancelled for point in valid)
     return (
         ("results", listed(measured.sources)),
         *known,
         ("points", f"{len(points):,}, of them {len(valid):,} valid"),
         (
             "requests of valid points",
-            f"{requests:,}, of them {targeted:,} with a target and {requests - targeted:,} without",
+            f"{requests:,}, of them {targeted:,} with a target and {requests - targeted - cancelled:,} without"
+            + (f"; {cancelled:,} were cancelled" if cancelled else ""),
         ),
         ("intervals", "95%, bootstrap over whole repeats where there are five or more, else over requests"),
     )  # fmt: skip

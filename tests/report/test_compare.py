@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.build import build
 from adaserve_jax.report.compare import comparison, headline, verdict, versus
 from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
@@ -210,6 +211,16 @@ def test_being_ahead_of_one_of_two_is_not_enough():
         point(requests(4), policy="a"), point(requests(5)[::-1], policy="b"), point(requests(30), policy="c")
     )
     assert "no policy is ahead" in verdict(view, ATTAINMENT, view.measured.settings)
+
+
+def test_cancelled_requests_are_counted_apart_from_those_without_a_target():
+    records = [request(0), request(1, tpot_slo=None), request(2, status="cancelled", tokens=2)]
+    document = build(measured([folder(point(records))]))
+    assert dict(document.facts)["requests of valid points"] == (
+        "3, of them 1 with a target and 1 without; 1 were cancelled"
+    )
+    (table,) = (item for item in document.sections[0].items if isinstance(item, Table))
+    assert table.rows[0][1] == "3 (1 without target, 1 cancelled)"
 
 
 def test_one_policy_alone_has_nothing_to_be_ahead_of():
