@@ -310,8 +310,11 @@ def bench(
         engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:
+        name = None if policies == POLICIES else policies
+        if name is not None and given.policies != (name,):
+            raise ConfigError(f"--policies names the one policy that a server at --url runs, got {policies!r}")
         _check_for_url(given, config, learn_options, drafter_options)
-        engine, about = _LazyEngine(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
+        engine, about = _LazyEngine(lambda: remote.open(name)), remote.about()
         policy_files = {}
     if suite is not None:
         source = context.get_parameter_source("duration")

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adaserve_jax.cli.options import FormatOption, read_text, takes
-from adaserve_jax.cli.terminal import number_table, progress_bar, resume_command, say, table_console, write_json
+from adaserve_jax.cli.terminal import (
+    check_writable,
+    number_table,
+    progress_bar,
+    resume_command,
+    say,
+    table_console,
+    write_json,
+)
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import ConfigError
@@ -88,6 +96,7 @@ def distill(
         raise ConfigError(f"--head {head} begins with a new head, and --draft with that of a folder; give one of them")
     _check_mode(given, writes=from_checkpoint is not None)
     check_new(out)
+    check_writable(json_out, "--json")
     draft_folder = resolve_folder(draft, "draft")
     asks_target = from_checkpoint is None or "target" in given
     if not asks_target and ModelConfig.from_folder(draft_folder, may_be_head=True).is_head:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adaserve_jax.cli.options import comma_list, read_text
-from adaserve_jax.cli.terminal import number_table, progress_bar, table_console, write_json
+from adaserve_jax.cli.terminal import check_writable, number_table, progress_bar, table_console, write_json
 from adaserve_jax.config import WEIGHT_KINDS
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
@@ -46,6 +46,7 @@ def perplexity(
         raise ConfigError(f"--quantize must be {', '.join(WEIGHT_KINDS)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+    check_writable(json_out, "--json")
     from adaserve_jax.models.perplexity import measure_perplexity  # imports jax
 
     folder = resolve_folder(target, "target")

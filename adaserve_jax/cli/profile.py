@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import number_table, progress_bar, say, table_console
+from adaserve_jax.cli.terminal import check_writable, number_table, progress_bar, say, table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger, Workspace
@@ -125,6 +125,8 @@ def profile(
     """Measure draft and verify times at every size, depth and context; propose budgets. File: docs/profile.md."""
     if check_seconds < 0 or not 0 <= acceptance < 1:
         raise ConfigError("--check-seconds must not be below 0, and --acceptance must be from 0 to below 1")
+    check_writable(out, "--out")
+    check_writable(plot, "--plot")
     if trace and not search:
         raise ConfigError("--trace is what --search simulates; give both, or leave it out")
     if not device and (programs != "largest" or layers != 2):

@@ -39,6 +39,7 @@ from adaserve_jax.workloads.reshaping import Shape, reshape
 from adaserve_jax.workloads.traces import RATE_RPS, Trace, adjusted, fluctuating_trace, save_trace, trace_of
 from adaserve_jax.workloads.workload import load_workload, parse_slos
 
+DEFAULT_TTFT_S = 4.0
 RATE_TOLERANCE = 0.02
 """Share by which the mean rate of a generated trace may be off what was asked for without a word."""
 
@@ -103,13 +104,24 @@ def simulate(
         typer.Option(help="also find, for each point, the best fixed chain or none, prefill chunk and most requests"),
     ] = False,
     exhaustive: Annotated[bool, typer.Option(help="with --tune: try every setting instead of searching")] = False,
-    ttft_slo: Annotated[float, typer.Option(help="TTFT target of every request, seconds; 0: none")] = 4.0,
+    ttft_slo: Annotated[
+        float | None,
+        typer.Option(
+            help="TTFT target of every request in place of its own, seconds; 0: its own or none; left out: "
+            f"{DEFAULT_TTFT_S:g} where it has none"
+        ),
+    ] = None,
     time_scale: Annotated[float, typer.Option(help="what the times of the traces are multiplied by")] = 1.0,
     max_requests: Annotated[int, typer.Option(help="most requests that run at once; 0: the machine's own")] = 0,
     max_prefill_tokens: Annotated[
         int, typer.Option(help="most prompt tokens that one step computes; 0: what the policy finds room for")
     ] = 0,
-    num_pages: Annotated[int, typer.Option(help="KV pages of a replica; 0: so many that they never run out")] = 0,
+    num_pages: Annotated[
+        int,
+        typer.Option(
+            help="KV pages of a replica; 0: the machine's own, or without any so many that they never run out"
+        ),
+    ] = 0,
     extension_pages: Annotated[
         int, typer.Option(help="KV pages that the draft's memory makes while it is away; 0: the draft stays")
     ] = 0,
@@ -144,12 +156,26 @@ def simulate(
     names = expand_groups(comma_list("policies", policies, str))
     simulated = load_machine(machine)
     counts = (max_requests, max_prefill_tokens, requests, num_pages, extension_pages)
-    finite = all(math.isfinite(value) for value in (ttft_slo, time_scale, drain))
-    if not finite or min(ttft_slo, *counts) < 0 or min(time_scale, drain) <= 0:
+    ttft_slo_s = DEFAULT_TTFT_S if ttft_slo is None else ttft_slo
+    finite = all(math.isfinite(value) for value in (ttft_slo_s, time_scale, drain))
+    if not finite or min(ttft_slo_s, seed, *counts) < 0 or min(time_scale, drain) <= 0:
         raise ConfigError(
-            "--ttft-slo, --max-requests, --max-prefill-tokens, --num-pages, --extension-pages and --requests must not "
-            "be below 0, --time-scale and --drain must be above"
+            "--ttft-slo, --seed, --max-requests, --max-prefill-tokens, --num-pages, --extension-pages and --requests "
+            "must not be below 0, --time-scale and --drain must be above"
         )
+    if max_requests > (most := simulated.limits(max_requests).max_requests):
+        raise ConfigError(
+            f"--max-requests must be at most {most}, as many as were measured on {machine}; got {max_requests}"
+        )
+    if fluctuating:
+        given = {"--lengths": lengths, "--slos": slos, "--format": None if format == AUTO else format}
+        unused = ["--time-scale"] if time_scale != 1 else []
+        unused += [name for name, value in given.items() if value is not None and not traces]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)}: a generated trace has its own times, and without a trace its own lengths and "
+                "targets; leave the option out, or simulate a trace"
+            )
     if exhaustive and not tune:
         raise ConfigError("--exhaustive says how --tune looks for a setting; give --tune too")
     if acceptance is not None and synthetic_acceptance is not None:
@@ -179,10 +205,11 @@ def simulate(
         raise ConfigError(f"--replicas must be different numbers, got {replicas!r}")
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
-    loaded = [_load(path, format, slos, lengths, ttft_slo or None, time_scale) for path in traces or []]
+    keeps_own = ttft_slo is None
+    loaded = [_load(path, format, slos, lengths, ttft_slo_s or None, keeps_own, time_scale) for path in traces or []]
     asked = shapes if fluctuating else [shape for _ in loaded for shape in shapes]
     if fluctuating:
-        pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None, plan.limits(simulated).max_context)
+        pairs = _fluctuating(loaded, shapes, seed, ttft_slo_s or None, plan.limits(simulated).max_context)
         for trace, _ in pairs:
             for note in trace.notes:
                 say(f"{trace.name}: {note}")
@@ -219,12 +246,13 @@ def simulate(
 
 
 def _load(
-    path: Path, format: str, slos: str | None, lengths: str | None, ttft_slo_s: float | None, time_scale: float
-) -> Trace:
+    path: Path, format: str, slos: str | None, lengths: str | None, ttft_slo_s: float | None, keeps_own: bool,
+    time_scale: float,
+) -> Trace:  # fmt: skip
     workload = load_workload(path, format=format, slos=None if slos is None else parse_slos(slos), texts=False)
     if lengths is not None:
         workload = with_lengths(workload, parse_lengths(lengths))
-    trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+    trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, keeps_own=keeps_own, time_scale=time_scale)
     for note in trace.notes:
         say(f"{trace.name}: {note}")
     return trace

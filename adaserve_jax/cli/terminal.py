@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,12 @@ def needs(what: str, extras: Mapping[str, str]) -> Iterator[None]:
 def resume_command(given: Sequence[str]) -> str:
     """Return the command line that goes on with a run; given: the arguments of the one that began it."""
     return shlex.join(["adaserve", *(text for text in given if text != "--resume"), "--resume"])
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Raise ConfigError before hours of work if their result cannot be written to the file of an option."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ConfigError(f"cannot write {path}: expected a file in a folder that is there; choose another {option}")
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -182,6 +182,14 @@ def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypa
         (("--url", "http://h:1", "--learn"), "--learn is of an engine in this process; leave it out with --url"),
         (("--learn", "--draft", "none"), "learning needs a draft that learns, and draft is none"),
         (("--learn", "--learn-loss", "mse"), "learn_loss must be one of kl, reverse_kl, jsd, got 'mse'"),
+        (
+            ("--url", "http://h:1", "--policies", "ar,adaserve"),
+            "--policies names the one policy that a server at --url runs, got 'ar,adaserve'",
+        ),
+        (
+            ("--url", "http://h:1", "--policies", "ladder"),
+            "--policies names the one policy that a server at --url runs, got 'ladder'",
+        ),
         (("--url", "http://h:1", "--record"), "--record needs an engine in this process; leave it out with --url"),
     ],
 )

@@ -128,7 +128,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "absent" / "x.json"
     assert run_program("profile", "--memory", "--out", str(out)) == 2
-    assert f"cannot write {out}: No such file or directory; choose another --out" in capsys.readouterr().err
+    assert (
+        f"cannot write {out}: expected a file in a folder that is there; choose another --out"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_draft_of_another_vocabulary_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[
     [
         (["--quantize", "none,int2"], "--quantize must be none, int8, int4, separated by commas, got 'int2'"),
         (["--quantize", ","], "--quantize must be none, int8, int4, separated by commas, got ','"),
+        (
+            ["--json", "nowhere/r.json"],
+            "cannot write nowhere/r.json: expected a file in a folder that is there; choose",
+        ),
         (["--dtype", "f8"], "--dtype must be f32 or bf16, got 'f8'"),
         (["--text", "nowhere.txt"], "cannot read text nowhere.txt: No such file or directory"),
         (["--text", "latin.txt"], "text latin.txt must be UTF-8, but byte 3 is not"),

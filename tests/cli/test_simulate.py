@@ -1,4 +1,4 @@
-"""`adaserve simulate --lengths`: the shortened trace is what is simulated."""
+"""`adaserve simulate`: the trace with the lengths and targets that were asked for is what is simulated."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def test_a_trace_is_shortened_before_it_is_simulated(tmp_path: Path) -> None:
     (records,) = folder.records.values()
     assert [(each.prompt_tokens, each.output_tokens) for each in records] == [(980, 20), (45, 9)]
     assert {row.workload for row in folder.rows} == {"azure.csv lengths scale=0.5,output=20,context=1000"}
+
+
+def test_a_default_ttft_target_leaves_a_traces_own(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,40,4\n")
+
+    def target_s(*options: str) -> float | None:
+        out = tmp_path / "-".join(["run", *options]).replace(":", "")
+        assert run_program("simulate", str(path), "--policies", "ar", "--out", str(out), *options) == 0
+        ((record,),) = RunResults.load(out).records.values()
+        return record.ttft_slo_s
+
+    own = ("--slos", "default:tpot=50,ttft=500")
+    assert [target_s(), target_s("--ttft-slo", "0"), target_s("--ttft-slo", "2")] == [4.0, None, 2.0]
+    assert [target_s(*own), target_s(*own, "--ttft-slo", "0"), target_s(*own, "--ttft-slo", "2")] == [0.5, 0.5, 2.0]
