@@ -118,4 +118,4 @@ def _compiled(name: str, command: list[str]) -> Path:
 
 def _folder() -> Path:
     chosen = jax.config.values["jax_compilation_cache_dir"]
-    return (cache_folder() if chosen is None else Path(chosen)) / "kernels"
+    return (Path(chosen) if chosen else cache_folder()) / "kernels"  # "" is no folder, as for jax

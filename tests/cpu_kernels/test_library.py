@@ -54,13 +54,25 @@ def test_without_a_compiler_xla_computes(tmp_path: Path) -> None:
     assert "CPU kernels were not compiled by no-such-compiler, XLA's are used" in log
 
 
-@pytest.mark.slow
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+@pytest.fixture
+def broken_compiler(tmp_path: Path) -> str:
     broken = tmp_path / "c++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "no room for $#" >&2; exit 3; }\n')
     broken.chmod(0o755)
-    found, log = in_a_process(tmp_path, CXX=str(broken))
+    return str(broken)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, broken_compiler: str) -> None:
+    found, log = in_a_process(tmp_path, CXX=broken_compiler)
     assert found == "none" and "no room for" in log
+
+
+@pytest.mark.slow
+def test_an_empty_variable_is_no_folder(tmp_path: Path, broken_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, _ = in_a_process(Path(), CXX=broken_compiler, JAX_COMPILATION_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path))
+    assert found == "none" and not (tmp_path / "kernels").exists()
 
 
 @pytest.mark.slow
