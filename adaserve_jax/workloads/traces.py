@@ -62,18 +62,23 @@ def load_trace(
     return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
 
 
-def adjusted(trace: Trace, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
-    """Return another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given.
-    time_scale: what times are multiplied by."""
+def adjusted(
+    trace: Trace, *, ttft_slo_s: float | None = None, keeps_own: bool = False, time_scale: float = 1.0
+) -> Trace:
+    """Return another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given, or
+    with keeps_own every request that has none. time_scale: what times are multiplied by."""
     if time_scale != 1.0:
         trace = trace.derived(
             f"times x {time_scale:g}", (replace(each, due_s=each.due_s * time_scale) for each in trace.requests)
         )
     if ttft_slo_s is None:
         return trace
-    with_ttft = {slo: replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in {each.slo for each in trace.requests}}
+    slos = {each.slo for each in trace.requests}
+    kept = {slo for slo in slos if keeps_own and slo.ttft_ms is not None}
+    with_ttft = {slo: slo if slo in kept else replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in slos}
     requests = tuple(replace(each, slo=with_ttft[each.slo]) for each in trace.requests)
-    return replace(trace, sha256=derived_hash(trace.sha256, f"ttft {ttft_slo_s:g} s"), requests=requests)
+    note = f"ttft {ttft_slo_s:g} s{' where none' if kept else ''}"
+    return replace(trace, sha256=derived_hash(trace.sha256, note), requests=requests)
 
 
 def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:

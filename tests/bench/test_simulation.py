@@ -350,6 +350,13 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
         (["--fluctuating", "--rates", ","], "--rates, --slo-scale, --replicas and --policies must not be empty"),
         (["--fluctuating", "--exhaustive"], "--exhaustive says how --tune looks for a setting; give --tune too"),
         (["--fluctuating", "--requests", "-1"], "--requests must not be below 0"),
+        (["--fluctuating", "--seed", "-1"], "--seed, .* must not be below 0"),
+        (["--fluctuating", "--lengths", "nonsense"], "--lengths: a generated trace has its own times"),
+        (["--fluctuating", "--time-scale", "2", "t.csv"], "--time-scale: a generated trace has its own times"),
+        (
+            ["--fluctuating", "--machine", "h100-llama-8b", "--max-requests", "500"],
+            "--max-requests must be at most 128, as many as were measured on h100-llama-8b; got 500",
+        ),
         (["--fluctuating", "--acceptance", "none.jsonl"], "cannot read none.jsonl"),
     ],
 )
