@@ -1,5 +1,4 @@
-"""What StarSD's table 1 and figures 4 to 6 state, read from star_table1.py, star_apart.py and star_idle.py. Runs
-nothing."""
+"""What StarSD's table 1 and figures 4 to 6 state, read from benchmarks/starsd. Runs nothing."""
 
 from __future__ import annotations
 
