@@ -67,8 +67,11 @@ def trace_tags(traces: Sequence[Trace], varied: Sequence[Varied]) -> list[str]:
 def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -> str:
     """Return a hash that is the same for the same plan, policy files, machine and traces."""
     files = sorted(file_hashes(plan.policies).items())
-    described = repr((plan, files, machine, [(trace.name, trace.sha256) for trace in traces]))
-    return hashlib.sha256(described.encode()).hexdigest()
+    return _hash(plan, files, machine, [(trace.name, trace.sha256) for trace in traces])
+
+
+def _hash(*described: object) -> str:
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def result_rows(
@@ -102,6 +105,7 @@ def result_rows(
         elastic=plan.elastic,
         synthetic_acceptance=None if plan.synthetic is None else rates_text(plan.synthetic),
         plan_hash=plan_hash,
+        engine_hash=_hash(machine, plan.acceptance, plan.drain_s, plan.elastic_rule, plan.fair_tenants),
     )
     conditions = Conditions(
         policy=policy, arrival_process="trace", rate_rps=trace.rate_rps, duration_s=trace.duration_s,

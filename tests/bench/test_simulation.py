@@ -318,6 +318,17 @@ def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_po
     )
 
 
+def test_what_has_no_column_of_its_own_is_in_the_hash_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"t_ms": 0, "prompt_id": "code-1", "slo_ratio": 1.2, "output_length": 2, "input_length": 3}\n')
+    hashes = []
+    for options in ((), ("--seed", "1"), ("--drain", "9"), ("--tau-low", "0.2"), ("--machine", "qwen-32b")):
+        out = tmp_path / "-".join(["out", *options])
+        app(["simulate", str(path), "--policies", "ar", "--out", str(out), *options], standalone_mode=False)
+        hashes += [row.engine_hash for row in rows_of(out)]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 4
+
+
 def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path, capsys) -> None:
     out, recorded = tmp_path / "out", tmp_path / "acceptance.jsonl"
     ranks = (0, 0, 0, -1) * 10
