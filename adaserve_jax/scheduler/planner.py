@@ -41,10 +41,6 @@ the next tokens slower than the last.
 """
 SLACK_SHARE = 0.5
 """Share of the least slack that background work may use before the next step."""
-RESERVE = 0.01
-"""Share of a TPOT target that pacing keeps in reserve. Steps vary, and a sequence paced exactly at its target ends as
-often just above it as below. In simulation this much raises attainment and goodput, and more raises neither.
-"""
 DEADLINE_RESERVE = 0.05
 """Share of the time to a deadline that pacing keeps in reserve: a sequence paced exactly ends a step too late."""
 PROMPT_SHARE = 0.9
@@ -69,14 +65,16 @@ PACE_RATE = 0.1
 class Pace:
     """Progress of the decode rows against their TPOT targets and deadlines.
 
-    start_s, tpot_slo_s: f64[R]; tpot_slo_s is inf without a target. start_s: time of the token from which the target
-    counts, the first or the closing mark of the thinking. num_decoded: i64[R], output tokens after that. horizon:
-    i64[R], tokens within which a row shall be on its target. deadline_s: f64[R], time by which the last token is due,
-    inf without a deadline. tokens_left: i64[R], planned until then, at least 1.
+    start_s, tpot_slo_s, paced_tpot_s: f64[R]; the last two are inf without a target. start_s: time of the token from
+    which the target counts, the first or the closing mark of the thinking. paced_tpot_s: the target less a reserve.
+    num_decoded: i64[R], output tokens after that first one. horizon: i64[R], tokens within which a row shall be on its
+    target. deadline_s: f64[R], time by which the last token is due, inf without a deadline. tokens_left: i64[R],
+    planned until then, at least 1.
     """
 
     start_s: np.ndarray
     tpot_slo_s: np.ndarray
+    paced_tpot_s: np.ndarray
     num_decoded: np.ndarray
     horizon: np.ndarray
     deadline_s: np.ndarray
@@ -84,7 +82,7 @@ class Pace:
 
     def need_rate(self, now: float) -> np.ndarray:
         """Return f64[R], tokens per second that put each row on its targets less the reserve, as of `now`."""
-        paced = need_rate(now - self.start_s, (1 - RESERVE) * self.tpot_slo_s, self.num_decoded, self.horizon)
+        paced = need_rate(now - self.start_s, self.paced_tpot_s, self.num_decoded, self.horizon)
         return np.maximum(paced, deadline_rate(now, self.deadline_s, self.tokens_left))
 
     def due_s(self, now: float) -> np.ndarray:
@@ -332,6 +330,7 @@ class Planner:
         pace = Pace(
             start_s=start_s,
             tpot_slo_s=table.tpot_slo_s[decode],
+            paced_tpot_s=table.paced_tpot_s[decode],
             num_decoded=np.maximum(num_tokens - table.pace_tokens[decode], 0),
             horizon=np.minimum(np.maximum(remaining, 1), horizon),
             deadline_s=deadline_s,

@@ -8,6 +8,7 @@ import numpy as np
 
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import ANSWERING, ROW_SAMPLING, RowSampling
+from adaserve_jax.scheduler.slo import is_demanding, paced_tpot_s
 from adaserve_jax.types import Limits, Sequence
 
 NO_SLOT = -1
@@ -78,7 +79,7 @@ class SequenceState:
     """
 
     __slots__ = (
-        "accepted_steps", "cached_tokens", "counts", "flow", "is_demanding", "num_scored", "page_keys", "patience_s",
+        "accepted_steps", "alone_tpot_s", "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s",
         "preemptions", "prompt_s", "rank", "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids",
         "_asked", "_feasible",
     )  # fmt: skip
@@ -95,7 +96,7 @@ class SequenceState:
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
         feasible: bool | None = None, patience_s: float | None = None, prompt_s: float = 0.0, flow: int = 0,
-        is_demanding: bool = False,
+        alone_tpot_s: float = 0.0,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
@@ -104,7 +105,7 @@ class SequenceState:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
         prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares
-        are kept fair. is_demanding: its pace takes most of what the machine could give it alone.
+        are kept fair. alone_tpot_s: seconds per token that the machine would give it alone; 0: unknown.
         """
         self.sequence = sequence
         self.flow = flow
@@ -113,7 +114,7 @@ class SequenceState:
         self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
         """Seconds from arrival within which the first token must come for the targets; None without any that says."""
         self.prompt_s = prompt_s
-        self.is_demanding = is_demanding
+        self.alone_tpot_s = alone_tpot_s
         self.rank = (order_key, number)
         """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT
@@ -164,6 +165,12 @@ class SequenceState:
     def tpot_slo_s(self) -> float | None:
         """Return the TPOT target of the part of the output that the next token belongs to, as it is scheduled."""
         return self.sequence.thinking_tpot_slo_s if self.text_state >= 0 else self.sequence.tpot_slo_s
+
+    @property
+    def is_demanding(self) -> bool:
+        """True if a target per token, of the thinking or the answer, takes most of the machine."""
+        targets_s = (self.sequence.tpot_slo_s, self.sequence.thinking_tpot_slo_s)
+        return any(each is not None and is_demanding(each, self.alone_tpot_s) for each in targets_s)
 
     @property
     def deadline_s(self) -> float:
@@ -258,6 +265,8 @@ class SlotTable:
         """Sampling parameters of the slots; gather those of a step with its `take`."""
         self.tpot_slo_s = np.full(size, np.inf)
         """Seconds per token that the scheduler aims at now; inf without a target or after it was dropped."""
+        self.paced_tpot_s = np.full(size, np.inf)
+        """Seconds per token that pacing aims at for `tpot_slo_s`, less a reserve."""
         self.deadline_s = np.full(size, np.inf)
         """Time by which the last token is due; inf without a deadline or after it was dropped."""
         self._before_answer: set[int] = set()
@@ -369,7 +378,9 @@ class SlotTable:
 
     def _aim(self, state: SequenceState) -> None:
         """Set the TPOT target of a sequence's slot to the one in force."""
-        self.tpot_slo_s[state.slot] = np.inf if state.tpot_slo_s is None else state.tpot_slo_s
+        slot, target_s = state.slot, np.inf if state.tpot_slo_s is None else state.tpot_slo_s
+        self.tpot_slo_s[slot] = target_s
+        self.paced_tpot_s[slot] = paced_tpot_s(target_s, state.alone_tpot_s, is_patient=state.patience_s is None)
         if state.first_token_s is not None:
             self._give_up_late(np.array([state.slot]), state.first_token_s)
 
@@ -384,7 +395,7 @@ class SlotTable:
         taken from sequences that still can.
         """
         late = slots[self._ttft_due_s[slots] < first_token_s]
-        self.tpot_slo_s[late] = np.inf
+        self.tpot_slo_s[late] = self.paced_tpot_s[late] = np.inf
         self.deadline_s[late] = np.inf
 
     def _move_in(self, state: SequenceState) -> None:

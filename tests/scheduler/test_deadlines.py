@@ -19,8 +19,8 @@ def pace_of(
 ) -> tuple[float, float]:
     """Rate and due time of one row whose first token came at 0."""
     pace = Pace(
-        np.array([0.0]), np.array([tpot_slo_s]), np.array([decoded]), np.array([10]), np.array([deadline_s]),
-        np.array([left]),
+        np.array([0.0]), np.array([tpot_slo_s]), np.array([0.99 * tpot_slo_s]), np.array([decoded]), np.array([10]),
+        np.array([deadline_s]), np.array([left]),
     )  # fmt: skip
     return float(pace.need_rate(now)[0]), float(pace.due_s(now)[0])
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.slo import need, need_capped, need_rate
+from adaserve_jax.scheduler.slo import need, need_capped, need_rate, paced_tpot_s
 
 
 def test_need_by_hand():
@@ -27,6 +27,13 @@ def test_horizon_equal_to_need_is_the_papers_need():
     due = tokens > 0
     rate = need_rate(decode_time_s[due], tpot_slo_s[due], decoded[due], tokens[due])
     np.testing.assert_allclose(rate * 0.08, tokens[due], rtol=1e-9)
+
+
+def test_pacing_keeps_a_reserve_that_is_smaller_where_prompts_are_urgent():
+    assert paced_tpot_s(0.1, 0.02, is_patient=False) == pytest.approx(0.099)
+    assert paced_tpot_s(0.1, 0.02, is_patient=True) == pytest.approx(0.1 - 0.05 * 0.08)
+    assert paced_tpot_s(0.02, 0.03, is_patient=True) == pytest.approx(0.02), "a target that leaves no time"
+    assert paced_tpot_s(np.inf, 0.02, is_patient=True) == paced_tpot_s(np.inf, 0.02, is_patient=False) == np.inf
 
 
 def test_without_target_nothing_is_needed_and_a_lost_cause_needs_the_impossible():
