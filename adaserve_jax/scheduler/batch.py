@@ -211,27 +211,31 @@ class Batch:
         Returns the pages that it shares with the prefix cache, i32[n]; it allocates the others. None: it cannot start.
         """
         while True:
-            has_slot, wanted = len(self.running) < self.capacity, 0
+            has_slot, wanted, shared = len(self.running) < self.capacity, 0, _NO_PAGES
             if has_slot or self._preempts_for_priority:
                 shared = _NO_PAGES if self.prefixes is None else self.prefixes.find(state)
                 # a shared page that somebody holds costs nothing; a cached one stops being free once it is taken
                 wanted = self.pool.pages_for(state.num_tokens) - int(np.count_nonzero(self.pool.references(shared)))
                 if has_slot and wanted + len(self.running) <= self.pool.num_free:
                     return shared
-            if not self._preempt_for(state, wanted):
+            if not self._preempt_for(state, wanted, shared):
                 self.blocked_on_pages = has_slot
                 return None
 
-    def _preempt_for(self, state: SequenceState, wanted: int) -> bool:
+    def _preempt_for(self, state: SequenceState, wanted: int, shared: np.ndarray) -> bool:
         """Under strict priorities, preempt the running sequence of highest rank among those of lower priority.
 
-        Preempts none if all of them together do not hold the `wanted` pages: they would lose their KV in vain.
+        Preempts none if all of them together do not hold the `wanted` pages, beside those that others or the `shared`
+        ones keep: they would lose their KV in vain.
         """
         if not self._preempts_for_priority:
             return False
         worse = [running for running in self.running if running.sequence.priority > state.sequence.priority]
-        free = self.pool.num_free + sum(running.num_pages for running in worse)
-        if not worse or wanted + len(self.running) - len(worse) > free:
+        if not worse:
+            return False
+        pages, holders = np.unique(np.concatenate([self.table.pages(each) for each in worse]), return_counts=True)
+        freed = np.setdiff1d(pages[holders == self.pool.references(pages)], shared)
+        if wanted + len(self.running) - len(worse) > self.pool.num_free + len(freed):
             return False
         self.preempt(max(worse, key=lambda running: running.rank))
         return True

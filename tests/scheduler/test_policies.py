@@ -401,6 +401,23 @@ class TestPriority:
             "best": 0, "worst": 0, "between": 0,
         }  # fmt: skip
 
+    def test_nor_one_that_shares_them_with_a_better_request(self):
+        """Of twelve pages the best and the worst share six, so that the worst would give back two at most."""
+        run = Run.of(limits_of(num_pages=12, page_size=8), policy="priority")
+        run.scheduler.add(request_of("best", prompt=50, tokens=12, priority=0))
+        while not run.text.get("best"):
+            run.step()
+        run.scheduler.add(request_of("worst", prompt=50, tokens=3, arrival_s=run.clock.now(), priority=5))
+        run.step()
+        assert run.scheduler.stats.cache_hit_tokens == 48
+        between = request_of("between", prompt=40, tokens=4, arrival_s=run.clock.now(), priority=1)
+        run.scheduler.add(replace(between, prompt_ids=between.prompt_ids + 50))
+        while run.scheduler.has_work:
+            run.step()
+        assert {name: last.metrics.preemptions for name, last in run.last.items()} == {
+            "best": 0, "worst": 0, "between": 0,
+        }  # fmt: skip
+
     def test_equals_wait_for_their_turn(self):
         run = Run.of(limits_of(max_requests=1), policy="priority")
         run.scheduler.add(request_of("first", tokens=5))
