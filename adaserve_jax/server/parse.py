@@ -110,7 +110,7 @@ def truncated(body: GenerationBody, ids: list[int], info: EngineInfo) -> list[in
         raise invalid(f"truncate_prompt_tokens must be -1 or above 0, got {most}", "truncate_prompt_tokens")
     if most == -1:
         asked = _max_tokens(body)[0] or (1 if isinstance(body, ChatBody) else SamplingParams.max_tokens)
-        most = max(1, info.max_context - max(asked, body.min_tokens or 0))
+        most = max(1, info.max_sequence_tokens - max(asked, body.min_tokens or 0))
     return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
 
@@ -194,19 +194,20 @@ def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
 def fit_context(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, info: EngineInfo) -> SamplingParams:
     """Return sampling parameters whose max_tokens fits behind the prompt.
 
-    A limit that the body asks for must fit; the default (16 for completions, the whole context for chat) is cut to fit,
-    as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
+    A limit that the body asks for must fit; the default (16 for completions, all room for chat) is cut to fit, as far as
+    min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
     is_chat = isinstance(body, ChatBody)
-    check_prompt(prompt_tokens, info.max_context, "messages" if is_chat else "prompt")
-    room = info.max_context - prompt_tokens
+    most = info.max_sequence_tokens
+    check_prompt(prompt_tokens, most, "messages" if is_chat else "prompt")
+    room = most - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
         asked, name = sampling.min_tokens, "min_tokens"
     if asked is not None and asked > room:
+        holder = "the model's context" if most == info.max_context else "the KV cache"
         raise RequestError(
-            f"the model's context holds {info.max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
-            f"lower {name}",
+            f"{holder} holds {most} tokens, got a prompt of {prompt_tokens} and {name} {asked}; lower {name}",
             param=name,
             code="context_length_exceeded",
         )

@@ -231,7 +231,7 @@ async def begin(
     reservation = None
     try:
         info, tokenizer = state.info, state.tokenizer
-        most = min(sampling.max_tokens, info.max_context)
+        most = min(sampling.max_tokens, info.max_sequence_tokens)
         reservation = state.admit(account, count, most, targets.slo, targets.priority, targets.max_queue_s)
         if isinstance(body, ChatBody):
             encoded = [await encode_chat(tokenizer, body.messages, tool_format(state), offered_tools(body), chat)]

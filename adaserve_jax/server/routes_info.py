@@ -54,7 +54,7 @@ def _card(state: ServerState, adapter: str = "") -> ModelCard:
         id=adapter or state.model_name,
         parent=state.model_name if adapter else None,
         created=state.created,
-        max_model_len=info.max_context,
+        max_model_len=info.max_sequence_tokens,
         draft=info.draft,
         drafts=list(info.drafts),
         baseline_ms=info.baseline_s * 1e3,
@@ -99,7 +99,7 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
             ids = await encode_chat(state.tokenizer, body.messages, tool_format(state), body.tools or [])
         else:
             (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size)
-        tokenizer, most = state.tokenizer, state.info.max_context
+        tokenizer, most = state.tokenizer, state.info.max_sequence_tokens
 
         def answer() -> Response:
             strings = [token_text(tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
