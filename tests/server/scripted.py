@@ -159,7 +159,8 @@ class ScriptedEngine:
         return EngineInfo(
             self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
             defaults=self.defaults, drafts=self.config.draft_names, adapters=self.adapters.names,
-            kv_tokens=self.kv_tokens, lora_slots=self.adapters.slots, synthetic_acceptance=self.config.synthetic_acceptance,
+            lora_slots=self.adapters.slots, synthetic_acceptance=self.config.synthetic_acceptance,
+            kv_tokens=self.kv_tokens,
         )  # fmt: skip
 
     def start(self) -> None:
