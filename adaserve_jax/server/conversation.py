@@ -137,9 +137,10 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Return a tool as chat templates take it."""
+    """Return a tool as chat templates take it: name, description, parameters, the order that models were trained on."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
 
 
 def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> list[Turn]:

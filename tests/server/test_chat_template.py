@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,22 @@ def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer
     """One that knows tools gets them as they are; for any other they stand in a message. Cut and open ends stay."""
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     told = prompt_of(served, tokenizer, **tools, continue_final_message=True)
-    assert told.endswith(TALK) and '[system]You can call these functions:\n{"parameters"' in told
+    assert told.endswith(TALK) and '[system]You can call these functions:\n{"name": "f", "parameters"' in told
     assert prompt_of(served, tokenizer, **tools, continue_final_message=True, chat_template=TEMPLATE) == told
     shown = prompt_of(served, tokenizer, **tools, chat_template="{{ tools | tojson }}" + TEMPLATE)
     assert shown.startswith('[{"type": "function", "function": {') and shown.endswith(TALK + '""0[assistant]')
     assert '"name": "f"' in shown and "You can call" not in shown
     assert prompt_of(served, tokenizer, **tools, truncate_prompt_tokens=20) == shown[-20:]
+
+
+def test_a_tool_is_shown_in_the_order_that_models_were_trained_on(served, tokenizer: Tokenizer):
+    """Whatever order the client's own members had; its schema stays as it is."""
+    schema = '{"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}, "a": {"default": null}}}'
+    told = {"parameters": json.loads(schema), "description": "Says.", "name": "f"}
+    template = "{{ tools | tojson }}" + TEMPLATE
+    shown = prompt_of(served, tokenizer, tools=[{"function": told, "type": "function"}], chat_template=template)
+    function = f'{{"name": "f", "description": "Says.", "parameters": {schema}}}'
+    assert shown.startswith(f'[{{"type": "function", "function": {function}}}]'), shown
 
 
 def test_special_tokens_are_those_of_the_template_unless_they_are_asked_for(served, tokenizer: Tokenizer):
