@@ -122,7 +122,7 @@ def content_of(message: Message, index: int) -> str:
                 "messages",
                 "unsupported_content",
             )
-    return "".join(part.text or "" for part in message.content)
+    return "\n".join(part.text or "" for part in message.content)  # like vLLM
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _text(content: str | list[InputPart], where: str) -> str:
                 "input",
                 "unsupported_content",
             )
-    return "".join(part.text or "" for part in content)
+    return "\n".join(part.text or "" for part in content)
 
 
 def _tool_choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | None:

@@ -219,7 +219,7 @@ def test_calls_have_no_log_probabilities(server):
 
 
 CONVERSATION = [
-    {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "Oslo?"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "Oslo?"}]},
     {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
      "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
     {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "say", "arguments": '{"text": "Oslo"}'},
@@ -230,7 +230,7 @@ CONVERSATION = [
 ]  # fmt: skip
 AS_CHAT = [
     {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "How is Oslo?"},
+    {"role": "user", "content": "How is\nOslo?"},
     {"role": "assistant", "content": "I look.", "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "say", "arguments": '{"text": "Oslo"}'}},
         {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
