@@ -143,6 +143,11 @@ def _shown(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _spelled(value: dict[str, Any]) -> str:
+    """Return the JSON of a value with its letters as they are: models are not trained on their escapes."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> list[Turn]:
     """Return a conversation without tools that says the same in its texts.
 
@@ -153,13 +158,13 @@ def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> 
     for turn in turns:
         text, role = turn["content"], turn["role"]
         if calls := turn.get("tool_calls"):
-            bodies = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
+            bodies = [(call["function"]["name"], _spelled(call["function"]["arguments"])) for call in calls]
             text = f"{text}\n{form.write(bodies)}" if text else form.write(bodies)
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
         plain.append({"role": role, "content": text})
     if tools:
-        listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+        listed = "\n".join(_spelled(tool["function"]) for tool in tools)
         told = (
             f"You can call these functions:\n{listed}\nTo call one, answer with its name and its arguments as JSON:\n"
             + form.write([("NAME", "{...}")])

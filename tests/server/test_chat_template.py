@@ -117,6 +117,17 @@ def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer
     assert prompt_of(served, tokenizer, **tools, truncate_prompt_tokens=20) == shown[-20:]
 
 
+def test_a_template_without_tools_gets_letters_as_they_are(served):
+    """In the tools that are listed, and in calls that were made."""
+    tool = {"type": "function", "function": {"name": "f", "description": "Wörter, 語"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "Zürich, \\u8a9e"}'}}
+    turns = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    assert served.post(CHAT, messages=turns, tools=[tool], max_tokens=1).status_code == 200
+    ids = served.engine.submitted[-1].prompt_ids
+    text = b"".join(s if isinstance(s := served.state.tokenizer.spelled(i), bytes) else b"" for i in ids).decode()
+    assert '"description": "Wörter, 語"' in text and '{"a": "Zürich, 語"}' in text and "\\u" not in text
+
+
 def test_a_tool_is_shown_in_the_order_that_models_were_trained_on(served, tokenizer: Tokenizer):
     """Whatever order the client's own members had; its schema stays as it is."""
     schema = '{"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}, "a": {"default": null}}}'

@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_with_the_results(demo: Running):
         sent = [{k: v for k, v in message.to_dict().items() if v is not None}]
         ids = demo.post("/tokenize", messages=[*ASKED, *sent, turns[-1]]).json()["tokens"]
     text = load_tokenizer("demo").decode(ids)
-    arguments = json.dumps(json.loads(call.function.arguments))
+    arguments = json.dumps(json.loads(call.function.arguments), ensure_ascii=False)
     assert f'<tool_call>\n{{"name": "{call.function.name}", "arguments": {arguments}}}\n</tool_call>' in text
     assert "<tool_response>\nsunny\n</tool_response>" in text
 
