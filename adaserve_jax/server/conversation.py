@@ -16,7 +16,7 @@ from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.parse import LONG_TEXT, run_sized
-from adaserve_jax.server.schema import ChatBody, Message, Tool
+from adaserve_jax.server.schema import ChatBody, Message, TokenizeBody, Tool
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
 
@@ -31,7 +31,7 @@ _RESERVED = frozenset((
 Turn = dict[str, Any]
 
 
-def chat_prompt(body: ChatBody, settings: ServerSettings) -> ChatPrompt:
+def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> ChatPrompt:
     """Return the options of the chat template. Raises ApiError."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(

@@ -388,11 +388,14 @@ class ChatBody(ThinkingFields, OtherChatFields, ChatTemplateFields, GenerationBo
     )
 
 
-class TokenizeBody(RequestModel):
+class TokenizeBody(ChatTemplateFields):
     model: str | None = Field(None, description="As for completions.")
     prompt: ValidText | None = Field(None, description="A text; either this or messages.")
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
     tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, description="With messages, as for chat.")
+    add_special_tokens: bool | None = Field(
+        None, description="The tokenizer's special tokens around it; default: true for a prompt, false for messages."
+    )
     return_token_strs: bool | None = Field(None, description="Tell what each token spells.")
 
 

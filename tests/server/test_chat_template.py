@@ -149,6 +149,37 @@ def test_special_tokens_are_those_of_the_template_unless_they_are_asked_for(serv
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_special_tokens": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"kind": "a"}},
+        {"reasoning_effort": "low"},
+        {"documents": [{"title": "a", "text": "b"}]},
+        {"chat_template": "{{ messages[0].content }}"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ],
+)
+def test_tokenize_gives_the_tokens_of_the_chat(served, fields):
+    def tokens(**fields: Any) -> list[int]:
+        answer = served.post("/tokenize", messages=MESSAGES, **fields)
+        assert answer.status_code == 200 and "x-adaserve-warning" not in answer.headers
+        return answer.json()["tokens"]
+
+    served.post(CHAT, messages=MESSAGES, max_tokens=1, **fields)
+    assert tokens(**fields) == served.engine.submitted[-1].prompt_ids != tokens()
+
+
+def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
+    for wanted in (None, True, False):
+        answer = served.post("/tokenize", prompt="Tom", add_special_tokens=wanted)
+        assert answer.json()["tokens"] == tokenizer.encode("Tom", wanted is not False)
+    refused = served.post("/tokenize", messages=MESSAGES, chat_template_kwargs={"tools": 1}).json()["error"]
+    assert refused["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt",
