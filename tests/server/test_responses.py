@@ -323,6 +323,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**SAY, "parameters": {"type": "array"}}]}, "tools", "tools[0].parameters must describe an object"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice",
      "tool_choice must name one of the tools say, now, got 'f'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "say"}}}, "tool_choice",
+     "tool_choice.name must be given"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice must be none, auto or left out unless there are tools"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be"),
     ({"include": ["all"]}, "include", "include[0] must be 'message.output_text.logprobs'"),
