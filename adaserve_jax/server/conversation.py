@@ -78,6 +78,8 @@ async def encode_chat(
 def _turn(message: Message, index: int) -> Turn:
     """Return a message as chat templates take it. Raises ApiError."""
     turn: Turn = {"role": NEWER_ROLES.get(message.role, message.role), "content": content_of(message, index)}
+    if message.name is not None:
+        turn["name"] = message.name
     if message.tool_calls:
         if message.role != "assistant":
             where = f"messages[{index}].tool_calls"
@@ -157,12 +159,13 @@ def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> 
     plain: list[Turn] = []
     for turn in turns:
         text, role = turn["content"], turn["role"]
+        named = {"name": turn["name"]} if "name" in turn and role != "tool" else {}
         if calls := turn.get("tool_calls"):
             bodies = [(call["function"]["name"], _spelled(call["function"]["arguments"])) for call in calls]
             text = f"{text}\n{form.write(bodies)}" if text else form.write(bodies)
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-        plain.append({"role": role, "content": text})
+        plain.append({"role": role, "content": text, **named})
     if tools:
         listed = "\n".join(_spelled(tool["function"]) for tool in tools)
         told = (
@@ -170,7 +173,7 @@ def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> 
             + form.write([("NAME", "{...}")])
         )
         if plain and plain[0]["role"] == "system":
-            plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}
         else:
             plain.insert(0, {"role": "system", "content": told})
     return plain

@@ -294,6 +294,7 @@ class Message(RequestModel):
     content: ValidText | list[TextPart] | None = Field(
         None, description="A text, or parts of type text; only an assistant that calls may say nothing."
     )
+    name: ValidText | None = Field(None, description="The speaker's or the tool's name, for templates that show it.")
     reasoning_content: ValidText | None = Field(
         None, description="What the assistant thought, as an earlier answer had it; templates may leave it out."
     )

@@ -117,6 +117,27 @@ def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer
     assert prompt_of(served, tokenizer, **tools, truncate_prompt_tokens=20) == shown[-20:]
 
 
+def test_names_of_speakers_reach_the_template(served):
+    """Whether it knows tools or not; the result of a tool is told without where it does not."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "system", "content": "s", "name": "rules"},
+        {"role": "user", "content": "u", "name": "Ana"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "r", "name": "f"},
+    ]
+    names = "{% for m in messages %}{{ m.role }}={{ m.name }} {% endfor %}"
+    for template, shown in (
+        (names, b"system=rules user=Ana assistant= user= "),
+        (names + "{% if tools %}{% endif %}", b"system=rules user=Ana assistant= tool=f "),
+    ):
+        tool = {"type": "function", "function": {"name": "f"}}
+        answer = served.post(CHAT, messages=turns, tools=[tool], max_tokens=1, chat_template=template)
+        assert answer.status_code == 200, answer.text
+        ids = served.engine.submitted[-1].prompt_ids
+        assert b"".join(map(served.state.tokenizer.spelled, ids)) == shown
+
+
 def test_a_template_without_tools_gets_letters_as_they_are(served):
     """In the tools that are listed, and in calls that were made."""
     tool = {"type": "function", "function": {"name": "f", "description": "Wörter, 語"}}
