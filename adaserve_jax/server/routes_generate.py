@@ -203,7 +203,7 @@ async def generate(
     account: Account = getattr(http.state, "account", state.keyring.anonymous)
     operation = "chat" if isinstance(body, ChatBody) else "text_completion"
     traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-    origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent)
+    origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent, name)
     _check_target_names(asked or body)
     generation = await begin(state, body, origin, account, adapter, to_fit=to_fit)
     if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
