@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from adaserve_jax.cluster.requests import (
@@ -269,6 +269,12 @@ class Forwarder:
             await finish_first(self._answer(request, scope, send_and_note_status), disconnected())
         except ApiError as error:
             status = error.status_code
+            raise
+        except (ClientDisconnect, OSError):
+            raise
+        except Exception:
+            if status == CLIENT_CLOSED_REQUEST:
+                status = 500  # what the caller answers, as nothing was sent
             raise
         finally:
             self.in_flight -= 1

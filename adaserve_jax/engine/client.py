@@ -120,6 +120,11 @@ class EngineInfo:
     lora_slots: int = 0
     synthetic_acceptance: str | None = None
 
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Most tokens of prompt and output together: those of the context, or of all KV pages if these are fewer."""
+        return self.max_context if self.kv_tokens is None else min(self.max_context, self.kv_tokens)
+
     def due_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner.
 

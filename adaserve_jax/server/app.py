@@ -88,7 +88,9 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
         app.add_middleware(ApiKeyMiddleware, keyring=state.keyring, metrics=state.metrics)
         if monitor is not None:
             app.add_middleware(BasicAuthMiddleware, path=dashboard.PATH)
-    if settings.cors_origins:  # outside of the keys: a browser sends its preflight request without one
+    app.add_middleware(HeaderLimitMiddleware, max_bytes=settings.max_header_bytes)
+    app.add_middleware(RequestBoundaryMiddleware)
+    if settings.cors_origins:  # outermost, so that a browser may read every answer, also a 431 and a 500
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -96,8 +98,6 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
             allow_headers=("*",),
             expose_headers=("x-request-id", "x-adaserve-warning", "retry-after"),
         )
-    app.add_middleware(HeaderLimitMiddleware, max_bytes=settings.max_header_bytes)
-    app.add_middleware(RequestBoundaryMiddleware)  # added last: outermost
     app.openapi = lambda: _document(app, keyed=bool(state.keyring))
     return app
 

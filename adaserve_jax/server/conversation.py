@@ -16,7 +16,7 @@ from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.parse import LONG_TEXT, run_sized
-from adaserve_jax.server.schema import ChatBody, Message, Tool
+from adaserve_jax.server.schema import ChatBody, Message, TokenizeBody, Tool
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
 
@@ -31,7 +31,7 @@ _RESERVED = frozenset((
 Turn = dict[str, Any]
 
 
-def chat_prompt(body: ChatBody, settings: ServerSettings) -> ChatPrompt:
+def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> ChatPrompt:
     """Return the options of the chat template. Raises ApiError."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
@@ -78,6 +78,8 @@ async def encode_chat(
 def _turn(message: Message, index: int) -> Turn:
     """Return a message as chat templates take it. Raises ApiError."""
     turn: Turn = {"role": NEWER_ROLES.get(message.role, message.role), "content": content_of(message, index)}
+    if message.name is not None:
+        turn["name"] = message.name
     if message.tool_calls:
         if message.role != "assistant":
             where = f"messages[{index}].tool_calls"
@@ -122,7 +124,7 @@ def content_of(message: Message, index: int) -> str:
                 "messages",
                 "unsupported_content",
             )
-    return "".join(part.text or "" for part in message.content)
+    return "\n".join(part.text or "" for part in message.content)  # like vLLM
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
@@ -137,9 +139,15 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """Return a tool as chat templates take it."""
+    """Return a tool as chat templates take it: name, description, parameters, the order that models were trained on."""
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
-    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def _spelled(value: dict[str, Any]) -> str:
+    """Return the JSON of a value with its letters as they are: models are not trained on their escapes."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> list[Turn]:
@@ -151,20 +159,21 @@ def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> 
     plain: list[Turn] = []
     for turn in turns:
         text, role = turn["content"], turn["role"]
+        named = {"name": turn["name"]} if "name" in turn and role != "tool" else {}
         if calls := turn.get("tool_calls"):
-            bodies = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in calls]
+            bodies = [(call["function"]["name"], _spelled(call["function"]["arguments"])) for call in calls]
             text = f"{text}\n{form.write(bodies)}" if text else form.write(bodies)
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-        plain.append({"role": role, "content": text})
+        plain.append({"role": role, "content": text, **named})
     if tools:
-        listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+        listed = "\n".join(_spelled(tool["function"]) for tool in tools)
         told = (
             f"You can call these functions:\n{listed}\nTo call one, answer with its name and its arguments as JSON:\n"
             + form.write([("NAME", "{...}")])
         )
         if plain and plain[0]["role"] == "system":
-            plain[0] = {"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}
         else:
             plain.insert(0, {"role": "system", "content": told})
     return plain

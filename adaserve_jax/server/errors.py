@@ -32,8 +32,10 @@ _BOUNDS = {
     "too_long": "a text of at most {max_length} characters",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
+    "model_attributes_type": "a valid dictionary",
+    "model_type": "a valid dictionary",
 }
-"""Wording of pydantic's errors of bounds, by their type."""
+"""Wording of pydantic's errors of bounds, and of those that name a class, by their type."""
 
 CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
@@ -134,7 +136,10 @@ def from_code(message: str, code: str, param: str | None = None, retry_after_s: 
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Return one 400 for pydantic's list of errors: the first wrong field, with everything that it could have been."""
+    """Return one 400 for pydantic's list of errors: the first wrong field, with everything that it could have been.
+
+    Of a field of several types, it is about the one that the value fits best.
+    """
     first = next((error for error in errors if error["type"] == "invalid_text"), errors[0])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "unreadable")
@@ -143,11 +148,14 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return ApiError(
             400, "the body must be a JSON object, sent as content-type application/json", code="invalid_json"
         )
-    param, where = str(first["loc"][1]), _field_path(first["loc"], body)
+    if first["type"] != "invalid_text":
+        first = _closest(first, errors, body)
+    param, path = str(first["loc"][1]), _field_path(first, body)
+    where = _spelled(path)
     if first["type"] == "missing":
         return ApiError(400, f"{where} must be given", code="missing_field", param=param)
     alternatives = [first] if first["type"] == "invalid_text" else errors
-    expected = dict.fromkeys(_expected(e) for e in alternatives if _field_path(e["loc"], body).startswith(where))
+    expected = dict.fromkeys(_expected(error) for error in alternatives if _field_path(error, body) == path)
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:80] + "..."
     code = "invalid_slo" if param.startswith("slo_") else "invalid_value"
@@ -155,20 +163,46 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     return ApiError(400, f"{where} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
 
 
-def _field_path(location: Sequence[str | int], body: Any) -> str:
-    """Return `messages[0].role` for pydantic's ("body", "messages", 0, "role"); its names of types are left out."""
-    spelled, value = str(location[1]), body.get(location[1]) if isinstance(body, dict) else None
+def _closest(first: Mapping[str, Any], errors: Sequence[Mapping[str, Any]], body: Any) -> Mapping[str, Any]:
+    """Return the error that lies deepest in the value of the first wrong field, and there in the latest item.
+
+    A field of several types has errors of each; those of a type that the value is not meant to be lie at its top.
+    """
+    length, above = len(first["loc"]), first["loc"][:-1]
+    by_type: dict[Any, Mapping[str, Any]] = {}
+    for error in errors:
+        if error["loc"][: length - 1] == above:
+            by_type.setdefault(tuple(error["loc"][:length]), error)
+    path, best, progress = _field_path(first, body), first, (0, 0)
+    for error in by_type.values():
+        found = _field_path(error, body)
+        reached = len(found), found[-1] if isinstance(found[-1], int) else -1
+        if found[: len(path)] == path and reached > progress:
+            best, progress = error, reached
+    return best
+
+
+def _field_path(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
+    """Return ("messages", 0, "role") for pydantic's ("body", "messages", 0, "Message", "role"): no names of types."""
+    location: Sequence[str | int] = error["loc"]
+    path, value = [location[1]], body.get(location[1]) if isinstance(body, dict) else None
     for position, part in enumerate(location[2:], 2):
+        missing = error["type"] == "missing" and position == len(location) - 1
         if isinstance(value, list) and isinstance(part, int):
-            spelled, value = f"{spelled}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or position == len(location) - 1):
-            spelled, value = f"{spelled}.{part}", value.get(part)
-    return spelled
+            path, value = [*path, part], value[part]
+        elif isinstance(value, dict) and (part in value or missing):
+            path, value = [*path, part], value.get(part)
+    return tuple(path)
+
+
+def _spelled(path: Sequence[str | int]) -> str:
+    """Return a path as messages write it: messages[0].role."""
+    return str(path[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
 
 
 def _expected(error: Mapping[str, Any]) -> str:
     if (bound := _BOUNDS.get(error["type"])) is not None:
-        return bound.format(**error["ctx"])
+        return bound.format(**error.get("ctx", {}))
     return str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
 
 

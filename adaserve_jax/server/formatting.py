@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from pydantic import BaseModel
 
 from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.sampling import ANSWERING, Thinking, ToolCalls
+from adaserve_jax.sampling import ANSWERING, BEFORE_THINKING, Thinking, ToolCalls
 from adaserve_jax.server.prompt_logprobs import PromptReport
 from adaserve_jax.server.schema import (
     LEAST_LOGPROB,
@@ -146,6 +146,7 @@ class DeltaBuilder:
     hides_thinking: bool = False
     unscored: Thinking | None = None
     _states: dict[int, int] = field(default_factory=dict)
+    _blanks: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     _held: dict[int, ChoiceDelta] = field(default_factory=dict)
     _spellers: dict[int, LogprobSpeller] = field(default_factory=dict)
     _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
@@ -168,8 +169,8 @@ class DeltaBuilder:
             chunk = replace(chunk, text="", logprobs=[])
         if self.hides_thinking:
             chunk = replace(chunk, reasoning="")
-        if self.unscored is not None and chunk.logprobs:
-            chunk = replace(chunk, logprobs=self._scored(index, chunk.logprobs, self.unscored))
+        if self.unscored is not None and (chunk.logprobs or reason is not None):
+            chunk = replace(chunk, logprobs=self._scored(index, chunk, self.unscored))
         held = self._held.get(index) or self._opening(index)
         new = ChoiceDelta(index, chunk.text, reason, self._logprobs(index, chunk), reasoning=chunk.reasoning)
         if chunk.prompt_logprobs and self.spell_prompt is not None:
@@ -186,14 +187,25 @@ class DeltaBuilder:
         self._held[index] = ChoiceDelta(index, "", logprobs=None if delta.logprobs is None else ())
         return delta
 
-    def _scored(self, index: int, logprobs: Iterable[TokenLogprob], thinking: Thinking) -> list[TokenLogprob]:
-        """Return those of the answer's tokens."""
+    def _scored(self, index: int, chunk: OutputChunk, thinking: Thinking) -> list[TokenLogprob]:
+        """Return the log probabilities of the answer's tokens.
+
+        Those of white space before it are held back: it belongs to the answer unless an opening mark comes.
+        """
         state, shown = self._states.get(index, thinking.state), list[TokenLogprob]()
-        for item in logprobs:
+        blanks = self._blanks.setdefault(index, [])
+        for item in chunk.logprobs:
             state = thinking.after(before := state, item.token_id)
-            if state == ANSWERING and before < 0:
+            if state == BEFORE_THINKING:
+                blanks.append(item)
+            elif before == BEFORE_THINKING:
+                shown += [*blanks, item] if state == ANSWERING else []
+                blanks.clear()
+            elif state == before == ANSWERING:
                 shown.append(item)
         self._states[index] = state
+        if chunk.finish_reason is not None:
+            shown += blanks
         return shown
 
     def _opening(self, index: int) -> ChoiceDelta:

@@ -55,7 +55,8 @@ class Generation:
 
     requests: one per prompt. reservation: room for all choices; a choice's share is given back when the engine ends it,
     whether or not somebody still reads. form_name: the body's field that asks for a text of a form, for the error of
-    one that cannot be enforced; "": the engine's name of it.
+    one that cannot be enforced; "": the engine's name of it. cut_tokens: tokens of the prompt that were left out to
+    give the output room.
     """
 
     state: ServerState
@@ -64,6 +65,7 @@ class Generation:
     origin: Origin = field(default_factory=Origin)
     deltas: DeltaBuilder = field(default_factory=DeltaBuilder)
     form_name: str = ""
+    cut_tokens: int = 0
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
     _receiver: Receiver | None = None

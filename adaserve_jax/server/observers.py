@@ -34,13 +34,14 @@ class Origin:
     """HTTP request that choices belong to.
 
     request_id: x-request-id. key: name of the API key; empty without keys. operation: chat or text_completion.
-    traceparent: header of that name.
+    traceparent: header of that name. model: the API's name of the model, or of the adapter, that serves it.
     """
 
     request_id: str = ""
     key: str = ""
     operation: str = ""
     traceparent: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from adaserve_jax.types import SLO, SamplingParams
 LONG_TEXT = 8192
 """Characters or tokens of one HTTP request above which work on them runs in a thread instead of on the event loop."""
 MAX_SHOWN = 40
+OUTPUT_SHARE = 4
+"""A prompt that is cut to fit leaves this part of the context for the output, as 1 / OUTPUT_SHARE, or what is asked."""
 MAX_TOKENS_UNSET = 2**31 - 1
 """Value of max_tokens until the prompt's length is known."""
 TARGET_HEADERS = {
@@ -101,16 +103,23 @@ def check_rows(prompts: Sequence[list[int]], tokenizer: TextCodec, vocab_size: i
             )
 
 
-def truncated(body: GenerationBody, ids: list[int], info: EngineInfo) -> list[int]:
-    """Return the tokens of a prompt that truncate_prompt_tokens keeps. Raises ApiError."""
+def truncated(body: GenerationBody, ids: list[int], info: EngineInfo, *, to_fit: bool = False) -> list[int]:
+    """Return the tokens of a prompt that truncate_prompt_tokens keeps. Raises ApiError.
+
+    to_fit: without it, keep all that leaves the output its share of the context.
+    """
     most = body.truncate_prompt_tokens
-    if most is None:
+    if most is None and not to_fit:
         return ids
-    if most != -1 and most < 1:
+    if most is None:
+        context = info.max_sequence_tokens
+        share = max(1, min(_max_tokens(body)[0] or context, context // OUTPUT_SHARE), body.min_tokens or 0)
+        most = max(1, context - share)
+    elif most != -1 and most < 1:
         raise invalid(f"truncate_prompt_tokens must be -1 or above 0, got {most}", "truncate_prompt_tokens")
-    if most == -1:
+    elif most == -1:
         asked = _max_tokens(body)[0] or (1 if isinstance(body, ChatBody) else SamplingParams.max_tokens)
-        most = max(1, info.max_context - max(asked, body.min_tokens or 0))
+        most = max(1, info.max_sequence_tokens - max(asked, body.min_tokens or 0))
     return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
 
@@ -191,28 +200,33 @@ def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
     return body.max_tokens, "max_tokens"
 
 
-def fit_context(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, info: EngineInfo) -> SamplingParams:
+def fit_context(
+    body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, info: EngineInfo, *, to_fit: bool = False
+) -> SamplingParams:
     """Return sampling parameters whose max_tokens fits behind the prompt.
 
-    A limit that the body asks for must fit; the default (16 for completions, the whole context for chat) is cut to fit,
-    as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
+    A limit that the body asks for must fit; the default (16 for completions, all room for chat) is cut to fit, as far
+    as min_tokens allows. to_fit: so is a limit that the body asks for.
+
+    Raises RequestError(code="context_length_exceeded").
     """
     is_chat = isinstance(body, ChatBody)
-    check_prompt(prompt_tokens, info.max_context, "messages" if is_chat else "prompt")
-    room = info.max_context - prompt_tokens
-    asked, name = _max_tokens(body)
+    most = info.max_sequence_tokens
+    check_prompt(prompt_tokens, most, "messages" if is_chat else "prompt")
+    room = most - prompt_tokens
+    asked, name = (None, "") if to_fit else _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
         asked, name = sampling.min_tokens, "min_tokens"
     if asked is not None and asked > room:
+        holder = "the model's context" if most == info.max_context else "the KV cache"
         raise RequestError(
-            f"the model's context holds {info.max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
-            f"lower {name}",
+            f"{holder} holds {most} tokens, got a prompt of {prompt_tokens} and {name} {asked}; lower {name}",
             param=name,
             code="context_length_exceeded",
         )
     if asked is not None:
         return sampling
-    return replace(sampling, max_tokens=room if is_chat else min(sampling.max_tokens, room))
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
 
 @dataclass(frozen=True)

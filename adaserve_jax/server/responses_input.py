@@ -86,8 +86,6 @@ def as_chat(body: ResponsesBody) -> tuple[ChatBody, FieldNames]:
     text = body.text
     if text is not None and text.verbosity is not None:
         shared["verbosity"] = text.verbosity
-    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
-        shared["truncate_prompt_tokens"] = -1
     if body.reasoning is not None and body.reasoning.effort is not None:
         shared["reasoning_effort"] = body.reasoning.effort
     chat = ChatBody.model_construct(
@@ -161,7 +159,7 @@ def _text(content: str | list[InputPart], where: str) -> str:
                 "input",
                 "unsupported_content",
             )
-    return "".join(part.text or "" for part in content)
+    return "\n".join(part.text or "" for part in content)
 
 
 def _tool_choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | None:

@@ -189,7 +189,9 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
         None, description="Log probabilities, also of so many likeliest tokens, 0 to 20."
     )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: cut the beginning of a prompt that is too long; default disabled, which refuses it."
+        None,
+        description="auto: cut the beginning of a prompt that is too long, and lower max_output_tokens to fit; "
+        "default disabled, which refuses them.",
     )
     metadata: dict[str, ValidText] | None = Field(None, description="Given back in the response; not stored.")
     stream_options: ResponseStreamOptions | None = Field(None, description="Only with stream.")

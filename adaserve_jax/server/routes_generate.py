@@ -129,6 +129,14 @@ def _moved_targets(body: GenerationBody, slo: SLO) -> str:
     return ", ".join(moved)
 
 
+def _cut(body: GenerationBody, generation: Generation) -> str:
+    """Return a warning about a prompt and a limit of the output that were cut to fit; "" if neither was."""
+    asked, limit = body.max_completion_tokens, generation.requests[0].sampling.max_tokens
+    cut = f"truncation left out {generation.cut_tokens} tokens of the prompt" if generation.cut_tokens else ""
+    lowered = "" if asked in (None, limit) else f"max_output_tokens {asked} is served as {limit}"
+    return ", ".join(filter(None, (cut, lowered)))
+
+
 def _named(names: list[str]) -> str:
     shown = (re.sub(r"[^!-~]", "?", name[:MAX_NAME]) or "''" for name in names[:MAX_NAMED_FIELDS])
     more = f" and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
@@ -170,7 +178,8 @@ def router(state: ServerState) -> APIRouter:
     async def responses(body: ResponsesBody, http: Request) -> Response:
         chat, names = as_chat(body)
         try:
-            return await generate(state, chat, http, partial(ResponsesFormatter, body, names), body)
+            to_fit = body.truncation == "auto" and body.truncate_prompt_tokens is None
+            return await generate(state, chat, http, partial(ResponsesFormatter, body, names), body, to_fit=to_fit)
         except (ApiError, AdaServeError) as error:
             raise names.error(error) from None
 
@@ -180,10 +189,12 @@ def router(state: ServerState) -> APIRouter:
 async def generate(
     state: ServerState, body: CompletionBody | ChatBody, http: Request,
     formatter: Callable[[str], EventFormatter | ResponsesFormatter], asked: RequestModel | None = None,
+    *, to_fit: bool = False,
 ) -> Response:  # fmt: skip
     """Serve one request, from the body to the response. Raises ApiError and AdaServeError.
 
     formatter: makes the response's, of the model's name. asked: the body that came, where `body` was made of it.
+    to_fit: cut prompt and output to what the context holds, and say so, instead of refusing them.
     """
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
     adapter = state.require_model(body.model)
@@ -192,13 +203,15 @@ async def generate(
     account: Account = getattr(http.state, "account", state.keyring.anonymous)
     operation = "chat" if isinstance(body, ChatBody) else "text_completion"
     traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-    origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent)
+    origin = Origin(getattr(http.state, "request_id", ""), account.name, operation, traceparent, name)
     _check_target_names(asked or body)
-    generation = await begin(state, body, origin, account, adapter)
+    generation = await begin(state, body, origin, account, adapter, to_fit=to_fit)
     if isinstance(response, ResponsesFormatter):  # its log probabilities are parts of messages
         generation.deltas.unscored = generation.requests[0].sampling.thinking
     headers = with_warning(warning_headers(asked or body, http.query_params), warning)
     headers = with_warning(headers, _moved_targets(body, generation.requests[0].slo))
+    if to_fit:
+        headers = with_warning(headers, _cut(body, generation))
     if not body.stream:
         return await collect(generation, response, http, headers)
     if isinstance(response, ResponsesFormatter):
@@ -207,11 +220,12 @@ async def generate(
 
 
 async def begin(
-    state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account, adapter: str = ""
-) -> Generation:
+    state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account, adapter: str = "",
+    *, to_fit: bool = False,
+) -> Generation:  # fmt: skip
     """Check what needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError.
 
-    adapter: name of the one that the body's model is.
+    adapter: name of the one that the body's model is. to_fit: see `generate`.
     """
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
@@ -231,13 +245,14 @@ async def begin(
     reservation = None
     try:
         info, tokenizer = state.info, state.tokenizer
-        most = min(sampling.max_tokens, info.max_context)
+        most = min(sampling.max_tokens, info.max_sequence_tokens)
         reservation = state.admit(account, count, most, targets.slo, targets.priority, targets.max_queue_s)
         if isinstance(body, ChatBody):
             encoded = [await encode_chat(tokenizer, body.messages, tool_format(state), offered_tools(body), chat)]
         else:
             encoded = await encode(tokenizer, prompts, info.vocab_size, body.add_special_tokens is not False)
-        encoded = [truncated(body, ids, info) for ids in encoded]
+        whole = sum(map(len, encoded))
+        encoded = [truncated(body, ids, info, to_fit=to_fit) for ids in encoded]
         check_rows(encoded, tokenizer, info.vocab_size, "messages" if isinstance(body, ChatBody) else "prompt")
         if isinstance(body, ChatBody):
             sampling = with_thinking(sampling, body, encoded[0], state)
@@ -245,7 +260,7 @@ async def begin(
             GenerateRequest(
                 uuid.uuid4().hex,
                 ids,
-                fit_context(body, sampling, len(ids), info),
+                fit_context(body, sampling, len(ids), info, to_fit=to_fit),
                 targets.slo,
                 priority=targets.priority,
                 slo_class=targets.slo_class,
@@ -271,7 +286,8 @@ async def begin(
         if isinstance(error, RateLimited) or (reservation is None and isinstance(error, QueueFullError)):
             state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
         raise
-    generation = Generation(state, requests, reservation, origin, deltas, form_name_of(body))
+    cut_tokens = whole - sum(map(len, encoded)) if to_fit else 0
+    generation = Generation(state, requests, reservation, origin, deltas, form_name_of(body), cut_tokens)
     generation.start()  # gives back by itself what does not begin
     return generation
 

@@ -13,7 +13,7 @@ import adaserve_jax
 from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.body import BoundedRoute
-from adaserve_jax.server.conversation import encode_chat
+from adaserve_jax.server.conversation import chat_prompt, encode_chat
 from adaserve_jax.server.errors import RETRY_AFTER_S, invalid, retry_after
 from adaserve_jax.server.formatting import token_text
 from adaserve_jax.server.parse import encode, run_sized
@@ -54,7 +54,7 @@ def _card(state: ServerState, adapter: str = "") -> ModelCard:
         id=adapter or state.model_name,
         parent=state.model_name if adapter else None,
         created=state.created,
-        max_model_len=info.max_context,
+        max_model_len=info.max_sequence_tokens,
         draft=info.draft,
         drafts=list(info.drafts),
         baseline_ms=info.baseline_s * 1e3,
@@ -96,10 +96,12 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("either prompt or messages must be given, and not both", "prompt")
         if body.messages is not None:
-            ids = await encode_chat(state.tokenizer, body.messages, tool_format(state), body.tools or [])
+            prompt = chat_prompt(body, state.settings)
+            ids = await encode_chat(state.tokenizer, body.messages, tool_format(state), body.tools or [], prompt)
         else:
-            (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size)
-        tokenizer, most = state.tokenizer, state.info.max_context
+            special = body.add_special_tokens is not False
+            (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size, special)
+        tokenizer, most = state.tokenizer, state.info.max_sequence_tokens
 
         def answer() -> Response:
             strings = [token_text(tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None

@@ -294,6 +294,7 @@ class Message(RequestModel):
     content: ValidText | list[TextPart] | None = Field(
         None, description="A text, or parts of type text; only an assistant that calls may say nothing."
     )
+    name: ValidText | None = Field(None, description="The speaker's or the tool's name, for templates that show it.")
     reasoning_content: ValidText | None = Field(
         None, description="What the assistant thought, as an earlier answer had it; templates may leave it out."
     )
@@ -388,11 +389,14 @@ class ChatBody(ThinkingFields, OtherChatFields, ChatTemplateFields, GenerationBo
     )
 
 
-class TokenizeBody(RequestModel):
+class TokenizeBody(ChatTemplateFields):
     model: str | None = Field(None, description="As for completions.")
     prompt: ValidText | None = Field(None, description="A text; either this or messages.")
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
     tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, description="With messages, as for chat.")
+    add_special_tokens: bool | None = Field(
+        None, description="The tokenizer's special tokens around it; default: true for a prompt, false for messages."
+    )
     return_token_strs: bool | None = Field(None, description="Tell what each token spells.")
 
 

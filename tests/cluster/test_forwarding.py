@@ -24,7 +24,7 @@ from adaserve_jax.cluster import forwarding
 from adaserve_jax.cluster.forwarding import EventBuffer, RouterMetrics
 from adaserve_jax.cluster.router import UNROUTED_PATHS
 from adaserve_jax.cluster.router_client import NoAnswer, request_json
-from adaserve_jax.cluster.targets import TargetSet
+from adaserve_jax.cluster.targets import Balancer, TargetSet
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
 from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, whole
 from tests.conftest import ROOT
@@ -190,6 +190,17 @@ def test_what_the_router_refuses_itself_is_counted():
     with FakeServer(target(lambda _: whole())) as server, routed(server.url, most_requests=1) as router:
         assert router.http.get("/dashboard").status_code == 404
         assert 'adaserve_router_answers_total{status="404"} 1.0' in router.http.get("/metrics").text
+
+
+def test_a_bug_in_the_router_counts_as_500(pair, monkeypatch):
+    def fails(*_) -> int:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Balancer, "choose", fails)
+        assert pair[1].post().status_code == 500
+    metrics = pair[1].http.get("/metrics").text
+    assert 'adaserve_router_answers_total{status="500"} 1.0' in metrics and 'status="499"' not in metrics
 
 
 @pytest.mark.parametrize("begun", [[], [STREAM, chunk(token("a"))]])

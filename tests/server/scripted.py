@@ -141,6 +141,7 @@ class ScriptedEngine:
         self.config = config
         self.defaults = GenerationDefaults()
         self.vocab_size = 256
+        self.kv_tokens: int | None = None
         self.progress = progress
         self.lock = threading.RLock()
         self.active: list[Choice] = []
@@ -159,6 +160,7 @@ class ScriptedEngine:
             self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
             defaults=self.defaults, drafts=self.config.draft_names, adapters=self.adapters.names,
             lora_slots=self.adapters.slots, synthetic_acceptance=self.config.synthetic_acceptance,
+            kv_tokens=self.kv_tokens,
         )  # fmt: skip
 
     def start(self) -> None:

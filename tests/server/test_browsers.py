@@ -58,6 +58,18 @@ def test_origins_that_are_named_may_ask_without_a_key_and_read_with_one(opened):
     assert without_key.status_code == 401 and without_key.headers["access-control-allow-origin"] == PAGE
 
 
+def test_a_page_may_read_why_the_server_failed_or_took_no_header(opened):
+    """The answers that are made before and after all routes: of a bug, and of headers that are too large."""
+    headers = {"origin": PAGE, "authorization": "Bearer k"}
+    failed = opened.http.post("/v1/completions", json={"prompt": "bug here"}, headers=headers)
+    refused = opened.http.get("/health", headers=headers | {"x-more": "x" * 40_000})
+    assert [failed.status_code, refused.status_code] == [500, 431]
+    for answer in (failed, refused):
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in answer.headers["access-control-expose-headers"] and answer.headers["x-request-id"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
 @pytest.mark.parametrize("origin", ["https://app.example.org.evil", "http://app.example.org", "null", "https://evil"])
 def test_other_origins_may_not(opened, origin):
     asked = {"origin": origin, "access-control-request-method": "POST"}

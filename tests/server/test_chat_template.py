@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,54 @@ def test_tools_go_through_the_template_that_is_used(served, tokenizer: Tokenizer
     """One that knows tools gets them as they are; for any other they stand in a message. Cut and open ends stay."""
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     told = prompt_of(served, tokenizer, **tools, continue_final_message=True)
-    assert told.endswith(TALK) and '[system]You can call these functions:\n{"parameters"' in told
+    assert told.endswith(TALK) and '[system]You can call these functions:\n{"name": "f", "parameters"' in told
     assert prompt_of(served, tokenizer, **tools, continue_final_message=True, chat_template=TEMPLATE) == told
     shown = prompt_of(served, tokenizer, **tools, chat_template="{{ tools | tojson }}" + TEMPLATE)
     assert shown.startswith('[{"type": "function", "function": {') and shown.endswith(TALK + '""0[assistant]')
     assert '"name": "f"' in shown and "You can call" not in shown
     assert prompt_of(served, tokenizer, **tools, truncate_prompt_tokens=20) == shown[-20:]
+
+
+def test_names_of_speakers_reach_the_template(served):
+    """Whether it knows tools or not; the result of a tool is told without where it does not."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "system", "content": "s", "name": "rules"},
+        {"role": "user", "content": "u", "name": "Ana"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "r", "name": "f"},
+    ]
+    names = "{% for m in messages %}{{ m.role }}={{ m.name }} {% endfor %}"
+    for template, shown in (
+        (names, b"system=rules user=Ana assistant= user= "),
+        (names + "{% if tools %}{% endif %}", b"system=rules user=Ana assistant= tool=f "),
+    ):
+        tool = {"type": "function", "function": {"name": "f"}}
+        answer = served.post(CHAT, messages=turns, tools=[tool], max_tokens=1, chat_template=template)
+        assert answer.status_code == 200, answer.text
+        ids = served.engine.submitted[-1].prompt_ids
+        assert b"".join(map(served.state.tokenizer.spelled, ids)) == shown
+
+
+def test_a_template_without_tools_gets_letters_as_they_are(served):
+    """In the tools that are listed, and in calls that were made."""
+    tool = {"type": "function", "function": {"name": "f", "description": "Wörter, 語"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "Zürich, \\u8a9e"}'}}
+    turns = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    assert served.post(CHAT, messages=turns, tools=[tool], max_tokens=1).status_code == 200
+    ids = served.engine.submitted[-1].prompt_ids
+    text = b"".join(s if isinstance(s := served.state.tokenizer.spelled(i), bytes) else b"" for i in ids).decode()
+    assert '"description": "Wörter, 語"' in text and '{"a": "Zürich, 語"}' in text and "\\u" not in text
+
+
+def test_a_tool_is_shown_in_the_order_that_models_were_trained_on(served, tokenizer: Tokenizer):
+    """Whatever order the client's own members had; its schema stays as it is."""
+    schema = '{"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}, "a": {"default": null}}}'
+    told = {"parameters": json.loads(schema), "description": "Says.", "name": "f"}
+    template = "{{ tools | tojson }}" + TEMPLATE
+    shown = prompt_of(served, tokenizer, tools=[{"function": told, "type": "function"}], chat_template=template)
+    function = f'{{"name": "f", "description": "Says.", "parameters": {schema}}}'
+    assert shown.startswith(f'[{{"type": "function", "function": {function}}}]'), shown
 
 
 def test_special_tokens_are_those_of_the_template_unless_they_are_asked_for(served, tokenizer: Tokenizer):
@@ -124,6 +167,37 @@ def test_special_tokens_are_those_of_the_template_unless_they_are_asked_for(serv
     for wanted in (True, False):
         served.post(prompt="Tom", max_tokens=1, add_special_tokens=wanted)
         assert served.engine.submitted[-1].prompt_ids == tokenizer.encode("Tom", wanted)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_special_tokens": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"kind": "a"}},
+        {"reasoning_effort": "low"},
+        {"documents": [{"title": "a", "text": "b"}]},
+        {"chat_template": "{{ messages[0].content }}"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ],
+)
+def test_tokenize_gives_the_tokens_of_the_chat(served, fields):
+    def tokens(**fields: Any) -> list[int]:
+        answer = served.post("/tokenize", messages=MESSAGES, **fields)
+        assert answer.status_code == 200 and "x-adaserve-warning" not in answer.headers
+        return answer.json()["tokens"]
+
+    served.post(CHAT, messages=MESSAGES, max_tokens=1, **fields)
+    assert tokens(**fields) == served.engine.submitted[-1].prompt_ids != tokens()
+
+
+def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
+    for wanted in (None, True, False):
+        answer = served.post("/tokenize", prompt="Tom", add_special_tokens=wanted)
+        assert answer.json()["tokens"] == tokenizer.encode("Tom", wanted is not False)
+    refused = served.post("/tokenize", messages=MESSAGES, chat_template_kwargs={"tools": 1}).json()["error"]
+    assert refused["param"] == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.sampling import Thinking
 from adaserve_jax.server.formatting import ChatFormatter, ChoiceDelta, CompletionFormatter, DeltaBuilder, to_json
 from adaserve_jax.types import TokenLogprob
 
@@ -38,6 +41,26 @@ def test_tokens_inside_a_character_wait_for_the_rest_of_it():
 def test_a_name_in_the_middle_moves_no_offset():
     (piece,) = taken(chunk("a b", [1, 0, 4], "length"), spell=SPELLED.__getitem__)
     assert [one.offset for one in piece.logprobs] == [0, 1, 1]
+
+
+OPENING, CLOSING = 7, 8
+MARKS = {**SPELLED, 5: b"\n", OPENING: "<think>", CLOSING: "</think>"}
+THINKING = Thinking(OPENING, CLOSING, blanks=(5,))
+
+
+@pytest.mark.parametrize(("ids", "scored"), [
+    ([[5], [5, 1], [4]], b"\n\na b"),
+    ([[5], [5, OPENING, 1], [5, CLOSING, 5], [1]], b"\na"),
+    ([[5, OPENING], [1]], b""),
+    ([[5], [5]], b"\n\n"),
+    ([[5], [5], []], b"\n\n"),
+    ([[1, 5], [5]], b"a\n\n"),
+])  # fmt: skip
+def test_white_space_before_an_answer_is_scored_as_part_of_it(ids: list[list[int]], scored: bytes):
+    """White space before the opening mark is not: the answer begins behind the closing mark."""
+    chunks = [chunk("", each, "length" if at == len(ids) - 1 else None) for at, each in enumerate(ids)]
+    *_, last = taken(*chunks, spell=MARKS.__getitem__, unscored=THINKING)
+    assert b"".join(one.token for one in last.logprobs) == scored
 
 
 def test_an_echo_waits_for_the_first_piece():

@@ -61,6 +61,12 @@ def test_a_chat_through_the_openai_client(client, server):
     assert all(part.usage is None for part in parts[:-1])
 
 
+def test_parts_of_a_message_are_joined_by_line_breaks(server):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)
+    assert bytes(server.engine.submitted[-1].prompt_ids) == b"user: one\ntwo\nassistant:"
+
+
 def test_cached_tokens_are_those_that_no_choice_had_to_compute(server):
     """Choice c of a prompt found CACHED + c."""
     usage = server.post(prompt=["one", "two"], n=3).json()["usage"]

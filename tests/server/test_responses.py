@@ -219,7 +219,7 @@ def test_calls_have_no_log_probabilities(server):
 
 
 CONVERSATION = [
-    {"role": "user", "content": [{"type": "input_text", "text": "How is "}, {"type": "input_text", "text": "Oslo?"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "Oslo?"}]},
     {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
      "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
     {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "say", "arguments": '{"text": "Oslo"}'},
@@ -230,7 +230,7 @@ CONVERSATION = [
 ]  # fmt: skip
 AS_CHAT = [
     {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": "How is Oslo?"},
+    {"role": "user", "content": "How is\nOslo?"},
     {"role": "assistant", "content": "I look.", "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "say", "arguments": '{"text": "Oslo"}'}},
         {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
@@ -323,6 +323,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**SAY, "parameters": {"type": "array"}}]}, "tools", "tools[0].parameters must describe an object"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice",
      "tool_choice must name one of the tools say, now, got 'f'"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "say"}}}, "tool_choice",
+     "tool_choice.name must be given"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice must be none, auto or left out unless there are tools"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be"),
     ({"include": ["all"]}, "include", "include[0] must be 'message.output_text.logprobs'"),

@@ -127,11 +127,11 @@ def test_the_model_may_call_several_in_parallel(demo: Running):
 
 def test_a_text_that_calls_nothing_is_the_text_without_a_grammar(demo: Running):
     with demo.openai_client() as client:
-        free = client.chat.completions.create(**{**FIXED, "seed": 8, "max_tokens": 60}).choices[0]
-        told = client.chat.completions.create(**{**FIXED, "seed": 8, "max_tokens": 60}, tool_choice="auto").choices[0]
+        free = client.chat.completions.create(**{**FIXED, "seed": 9, "max_tokens": 60}).choices[0]
+        told = client.chat.completions.create(**{**FIXED, "seed": 9, "max_tokens": 60}, tool_choice="auto").choices[0]
         prompt = client.post("/../tokenize", body={"messages": ASKED, "tools": TOOLS}, cast_to=object)
         plain = client.completions.create(
-            model="demo", prompt=prompt["tokens"], max_tokens=60, temperature=0.9, seed=8
+            model="demo", prompt=prompt["tokens"], max_tokens=60, temperature=0.9, seed=9
         ).choices[0]
     assert free.message.content == told.message.content == plain.text and free.message.tool_calls is None
     assert free.finish_reason == plain.finish_reason == "length"
@@ -148,7 +148,7 @@ def test_a_conversation_goes_on_with_the_results(demo: Running):
         sent = [{k: v for k, v in message.to_dict().items() if v is not None}]
         ids = demo.post("/tokenize", messages=[*ASKED, *sent, turns[-1]]).json()["tokens"]
     text = load_tokenizer("demo").decode(ids)
-    arguments = json.dumps(json.loads(call.function.arguments))
+    arguments = json.dumps(json.loads(call.function.arguments), ensure_ascii=False)
     assert f'<tool_call>\n{{"name": "{call.function.name}", "arguments": {arguments}}}\n</tool_call>' in text
     assert "<tool_response>\nsunny\n</tool_response>" in text
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -20,6 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import ServedRecord
 from adaserve_jax.server.serve import Observability
@@ -27,6 +29,7 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tracing import SpanMaker, Tracer, open_exporter
 from tests.conftest import ROOT
 from tests.results.made import begun, made, refused
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
 from tests.waiting import wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -98,6 +101,24 @@ def test_without_a_caller_the_request_id_is_the_trace(traced):
     assert {span.attributes["adaserve.choice"] for span in spans[:2]} == {0, 1}
     assert all(span.parent is None for span in spans)
     assert len({span.context.trace_id for span in spans}) == 3
+
+
+def test_a_request_of_an_adapter_is_traced_by_its_name(serve_engine, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", lora=(f"sql={tmp_path}",)))
+    engine.start()
+    exporter = InMemorySpanExporter()
+    with serve_engine(engine, ByteTokenizer(), ServerSettings()) as server:
+        tracer = Tracer(server.state, exporter, every_s=0.01)
+        server.state.observers.append(tracer.observe)
+        for model in ("sql", None):
+            assert server.post(prompt="x", model=model, max_tokens=1).status_code == 200
+        tracer.close()
+    engine.close()
+    named, plain = exporter.get_finished_spans()
+    for span, model in ((named, "sql"), (plain, "scripted")):
+        assert span.name == f"text_completion {model}"
+        assert span.attributes["gen_ai.request.model"] == span.attributes["gen_ai.response.model"] == model
 
 
 def test_times_and_attributes_are_those_of_the_choice():
