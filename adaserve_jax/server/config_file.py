@@ -120,7 +120,8 @@ def _values(kind: type[Settings], table: Mapping[str, Any], where: str) -> dict[
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{where} has no key {key!r}{_elsewhere(key, kind) or _nearest(key, list(known))}")
-        if isinstance(value, list) and any("," in str(part) for part in value):  # as an option it would be split there
+        parts = cast("list[Any]", value) if isinstance(value, list) else []
+        if any("," in str(part) for part in parts):  # as an option it would be split there
             raise ConfigError(f"{where} {key}: no value may have a comma, got {value!r}")
     return {key: None if known[key].optional and value == NONE else value for key, value in table.items()}
 
