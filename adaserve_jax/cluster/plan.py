@@ -77,14 +77,14 @@ class ClusterPlan:
     def target_shutdown_s(self) -> float:
         """Time that a target gives requests in flight when it stops: by its own option, else its configuration file,
         else the router's setting."""
-        given = self._target_option("shutdown_timeout")
+        given: Any = self._target_option("shutdown_timeout")
         if given is None and "ADASERVE_SHUTDOWN_TIMEOUT" not in os.environ:  # which is the router's setting too
             given = self._target_file.get("shutdown_timeout")
         with contextlib.suppress(TypeError, ValueError):  # not given, or wrong, which the server reports
             return float(given)
         return self.router.shutdown_timeout
 
-    def _target_option(self, name: str) -> Any:
+    def _target_option(self, name: str) -> str | None:
         """Return the last value of an option of the targets; None without it."""
         option, found = f"--{name.replace('_', '-')}", None
         for given, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
