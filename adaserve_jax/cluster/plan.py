@@ -77,12 +77,13 @@ class ClusterPlan:
     def target_shutdown_s(self) -> float:
         """Time that a target gives requests in flight when it stops: by its own option, else its configuration file,
         else the router's setting."""
-        given: Any = self._target_option("shutdown_timeout")
-        if given is None and "ADASERVE_SHUTDOWN_TIMEOUT" not in os.environ:  # which is the router's setting too
-            given = self._target_file.get("shutdown_timeout")
-        with contextlib.suppress(TypeError, ValueError):  # not given, or wrong, which the server reports
-            return float(given)
-        return self.router.shutdown_timeout
+        otherwise = self.router.shutdown_timeout
+        if "ADASERVE_SHUTDOWN_TIMEOUT" not in os.environ:  # which is the router's setting too
+            otherwise = self._target_file.get("shutdown_timeout", otherwise)
+        given = self._target_option("shutdown_timeout")
+        with contextlib.suppress(ValueError):  # the server reports a wrong value
+            return otherwise if given is None else float(given)
+        return otherwise
 
     def _target_option(self, name: str) -> str | None:
         """Return the last value of an option of the targets; None without it."""
