@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,16 +26,15 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.profile import measure_profile
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.profile import write_profile
@@ -47,6 +45,7 @@ from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_a
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 from benchmarks.adaserve.validation_requests import PROMPT_PARTS, Asked, as_trace, as_workload, asked_requests
 from benchmarks.engine.throughput import grown_target
 
@@ -170,8 +169,7 @@ def show(points: Sequence[Compared]) -> None:
             "{:.0f} / {:.0f}".format(*pairs[2]), f"{100 * point.difference('attainment'):+.1f}",
             f"{point.difference('goodput_tps'):+.1%}",
         )  # fmt: skip
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+    table_console(table).print(table)
 
 
 def policy_validation(
@@ -265,7 +263,4 @@ def _output_tokens(path: Path, policy: str, count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(policy_validation)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(policy_validation)

@@ -22,10 +22,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 
 MIB = 2**20
 
@@ -136,7 +137,4 @@ def _show(checkpoint: str, loads: list[Load]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

@@ -17,7 +17,6 @@ folder.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,12 +32,13 @@ from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+from benchmarks import program
 from benchmarks.engine.off_path_turns import Turns
 from benchmarks.engine.throughput import grown_target
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
@@ -236,7 +236,4 @@ def off_path(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(off_path)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(off_path)

@@ -8,7 +8,6 @@ All engines are ready at once and take turns, so that what else runs on the mach
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +21,13 @@ from rich.table import Table
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import WEIGHT_KINDS, EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.warmup import measure
+from benchmarks import program
 
 ROWS = 8
 CONTEXT = 1024
@@ -102,7 +102,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,12 +29,13 @@ from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow, grow_head
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+from benchmarks import program
 from benchmarks.engine.throughput_figures import point_figures, show
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from benchmarks.engine.throughput_rows import Conditions, ThroughputRow, read_rows, write_rows
@@ -209,7 +209,4 @@ def throughput(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(throughput)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(throughput)

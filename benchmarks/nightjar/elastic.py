@@ -31,12 +31,13 @@ from rich.table import Table
 
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, GrownShape, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.warmup import Effort, measure
+from benchmarks import program
 
 DRAFT_SHAPES = {
     "110M": GrownShape(layers=5, hidden=384, heads=6, kv_heads=2, mlp=1536),
@@ -260,7 +261,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

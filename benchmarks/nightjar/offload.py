@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, GrownShape, grow
 from adaserve_jax.results.jsonl import make_folder
+from benchmarks import program
 from benchmarks.engine.throughput import grown_target
 from benchmarks.nightjar.judged import over, spread
 from benchmarks.nightjar.points import OURS, PLAIN, POISSON
@@ -130,8 +129,7 @@ def show(points: Sequence[dict[str, Any]]) -> None:
             f"{point['share']:g}", point["policy"], pair[RUNNING], pair[THROUGHPUT], times[THROUGHPUT], pair[LATENCY],
             times[LATENCY],
         )  # fmt: skip
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+    table_console(table).print(table)
 
 
 def nightjar_offload(
@@ -179,7 +177,4 @@ def _config(params: str, num_pages: int) -> EngineConfig:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_offload)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_offload)

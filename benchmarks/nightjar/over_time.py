@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.sim.simulation import simulate
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 from benchmarks.nightjar.points import (
     DYNAMIC,
     DYNAMIC_SHARE,
@@ -118,7 +118,4 @@ def nightjar_over_time(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_over_time)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_over_time)

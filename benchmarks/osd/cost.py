@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,12 +24,12 @@ from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
 from adaserve_jax.workloads.workload import Workload, load_workload
+from benchmarks import program
 from benchmarks.engine.throughput import grown_target
 from benchmarks.nightjar.offload import grown_draft
 from benchmarks.osd.runs import wait_until_learned
@@ -175,7 +174,4 @@ def of_load(turns: list[Turn], load: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

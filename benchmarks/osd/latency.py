@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from adaserve_jax import LLM, EngineConfig
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 from benchmarks.engine.throughput import grown_head, grown_target
 from benchmarks.engine.throughput_rows import paired_ratio
 from benchmarks.osd.prompts import domains
@@ -157,7 +156,4 @@ def row_of(name: str, chain: int, each: list[tuple[float, int, int]], plain: lis
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

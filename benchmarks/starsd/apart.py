@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 from benchmarks.starsd.runs import MAX_CONTEXT, MAX_FEED, Run, alone_in_turns, targets_at
 from benchmarks.starsd.service import service
 from benchmarks.starsd.table1 import NEW_TOKENS, TEMPERATURE, TEXTS
@@ -87,7 +88,4 @@ def star_apart(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_apart)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_apart)

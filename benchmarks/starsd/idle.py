@@ -24,8 +24,9 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 
 IDLE_S = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 WARMED_AT_S = 0.03
@@ -130,7 +131,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_idle)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_idle)

@@ -36,10 +36,11 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import interpolated
+from benchmarks import program
 from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
@@ -213,7 +214,4 @@ def report(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_table1)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_table1)
