@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from results_policies import line
+from scripts.pages import line
 
 SIMULATED = (
     "| setup | load | requests/s | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
