@@ -17,6 +17,7 @@ and whether both put the policies in the same order. Rows and records of the rea
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.profile import write_profile
@@ -44,9 +47,11 @@ from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_acceptance
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.workloads.traces import Trace
+from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace, load_trace
+from adaserve_jax.workloads.workload import Workload, WorkloadItem
 from benchmarks import program
-from benchmarks.adaserve.validation_requests import PROMPT_PARTS, Asked, as_trace, as_workload, asked_requests
 from benchmarks.engine.throughput import grown_target
 
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
@@ -54,6 +59,75 @@ SIMULATIONS = 5
 """Seeds that a simulated point is the mean of; the real one is the mean of its repeats."""
 CHECK_S = 45.0
 """Of mixed load when a profile is measured."""
+PROMPT_PARTS = 13
+"""A prompt keeps one of so many of its tokens."""
+PAPER_BASELINE_S = 0.030
+"""What AdaServe's absolute targets, and the TTFT target, are scaled by."""
+TTFT_SLO_S = 4.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. due_s: in the trace's own time."""
+
+    due_s: float
+    item: WorkloadItem
+    prompt_tokens: int
+    output_tokens: int
+
+    def measured(self, prompt_ids: Sequence[int]) -> Asked:
+        """With the prompt's length as the engine has it."""
+        return replace(self, prompt_tokens=len(prompt_ids))
+
+
+def asked_requests(
+    folder: Path, name: str, *, count: int, new_tokens: int, baseline_s: float, temperature: float
+) -> list[Asked]:
+    """Read the first `count` of a trace, with the beginnings of their prompts. baseline_s: of the machine, which all
+    targets are scaled to."""
+    path = folder / f"{name}.jsonl.gz"
+    trace = load_trace(path)
+    with gzip.open(path, "rt") as file:
+        ids = [values["prompt_id"] for values in sorted(map(json.loads, file), key=lambda values: values["t_ms"])]
+    texts = _texts(folder)
+    tokenizer = Tokenizer.from_folder(resolve_folder("demo", "target"))
+    scale = baseline_s / PAPER_BASELINE_S
+    asked = []
+    for request, prompt_id in list(zip(trace.requests, ids, strict=True))[:count]:
+        kept = tokenizer.encode(texts[prompt_id])[: max(1, round(request.prompt_tokens / PROMPT_PARTS))]
+        tpot_s = request.slo.tpot_s(PAPER_BASELINE_S)
+        assert tpot_s is not None
+        slo = SLO(tpot_ms=tpot_s * scale * 1e3, ttft_ms=TTFT_SLO_S * scale * 1e3)
+        prompt = tokenizer.decode(kept) or " "
+        item = WorkloadItem(prompt, (), new_tokens, request.slo_class, slo, temperature, None, None)
+        asked.append(Asked(request.due_s, item, len(kept), new_tokens))
+    return asked
+
+
+def as_workload(asked: Sequence[Asked], rate_rps: float) -> Workload:
+    """Return them with arrivals at a mean rate."""
+    scale = len(asked) / asked[-1].due_s / rate_rps
+    items = tuple(replace(each.item, arrival_s=each.due_s * scale) for each in asked)
+    return Workload(f"first {len(asked)} at {rate_rps:g}/s", "", items)
+
+
+def as_trace(asked: Sequence[Asked]) -> Trace:
+    """Return them as the simulator takes them."""
+    requests = [
+        TraceRequest(each.due_s, each.prompt_tokens, each.output_tokens, each.item.slo, each.item.slo_class)
+        for each in asked
+    ]
+    return Trace(f"first {len(asked)}", "", tuple(requests))
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for path in sorted(folder.glob("prompts_*.jsonl.gz")):
+        with gzip.open(path, "rt") as file:
+            texts |= {values["id"]: values["prompt"] for values in map(json.loads, file)}
+    if not texts:
+        raise ConfigError(f"{folder} has no prompts_*.jsonl.gz; give the folder of AdaServe's traces")
+    return texts
 
 
 @dataclass(frozen=True)

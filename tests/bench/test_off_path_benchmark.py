@@ -20,7 +20,7 @@ CONFIG = EngineConfig(  # few and small programs
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("engine.off_path", "engine.off_path_turns", "engine.throughput_systems") as found:
+    with imported("engine.off_path", "engine.throughput_systems") as found:
         yield found
 
 
@@ -38,7 +38,7 @@ def test_pairs_of_the_same_tokens_with_and_without_a_draft(modules):
     assert written["config"]["policy"] == "off" and written["config"]["num_pages"] == 16
     assert (written["target"], written["draft"]) == ("target", "draft")
     table = off_path_table(written)
-    assert "| 3 | 2 |" in table and "benchmarks/engine/off_path.py --out off_path.json --requests 3 " in table
+    assert "| 3 | 2 |" in table and "benchmarks.engine.off_path --out off_path.json --requests 3 " in table
 
 
 def test_it_stops_when_both_intervals_are_narrow(modules):
