@@ -52,7 +52,7 @@ from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace, load_trace
 from adaserve_jax.workloads.workload import Workload, WorkloadItem
 from benchmarks import program
-from benchmarks.engine.throughput import grown_target
+from benchmarks.grown import grown_target
 
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
 SIMULATIONS = 5

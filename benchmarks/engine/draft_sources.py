@@ -45,7 +45,7 @@ from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
 from adaserve_jax.workloads.workload import load_workload
 from benchmarks import program
-from benchmarks.engine.throughput import grown_head, grown_target
+from benchmarks.grown import grown_head, grown_target
 
 POLICIES = "ar,adaserve@suffix,adaserve@model,adaserve@suffix+model"
 HEAD, MODEL = "head", "model"

@@ -29,7 +29,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.types import SLO
 from benchmarks import program
 from benchmarks.engine.draft_sources import Reference, Replay, encoded, tasks
-from benchmarks.engine.throughput import grown_target
+from benchmarks.grown import grown_target
 
 POLICIES = "adaserve@model,adaserve@suffix,adaserve@suffix+model"
 TARGETS = (1.5, 3.0, 8.0)

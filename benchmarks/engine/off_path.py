@@ -43,10 +43,10 @@ from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from benchmarks import program
-from benchmarks.engine.throughput import grown_target
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from benchmarks.engine.throughput_rows import Ratio, paired_ratio
 from benchmarks.engine.throughput_systems import Batch, Engine, Measured
+from benchmarks.grown import grown_target
 
 POLICY = "off"
 MAX_CONTEXT = 512

@@ -31,7 +31,7 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
 from benchmarks import program
-from benchmarks.engine.throughput import grown_target
+from benchmarks.grown import grown_target
 from benchmarks.nightjar.judged import points_of, show
 from benchmarks.nightjar.points import PLAIN
 from benchmarks.nightjar.requests import LOADS, MAX_CONTEXT, QUICK, Requests, Sizes

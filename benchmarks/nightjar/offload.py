@@ -12,7 +12,6 @@ run at once, throughput and latency, with the draft staying and elastic, and the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,32 +26,20 @@ from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, GrownShape, grow
+from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
 from benchmarks import program
-from benchmarks.engine.throughput import grown_target
+from benchmarks.grown import grown_draft, grown_target
 from benchmarks.nightjar.judged import over, spread
 from benchmarks.nightjar.points import OURS, PLAIN, POISSON
 from benchmarks.nightjar.requests import MAX_CONTEXT, QUICK, Requests, Sizes
 from benchmarks.nightjar.rounds import Rounds, capacity_rps
 from benchmarks.nightjar.views import LATENCY, THROUGHPUT
 
-DRAFT = GrownShape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
-"""About a tenth of the 110M target."""
 RESULT = "nightjar-offload.json"
 RUNNING = "running_mean"
 SHOWN = (RUNNING, THROUGHPUT, LATENCY)
 SIDES = ("off", "on")
-
-
-def grown_draft(beside: Path) -> Path:
-    """The demo draft in f32, grown once and kept beside the grown target."""
-    folder = beside.with_name("draft-10M-f32")
-    if not folder.is_dir():
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        grow(resolve_folder("demo", "draft"), scratch, DRAFT, dtype="f32")
-        scratch.rename(folder)
-    return folder
 
 
 def measure(
@@ -170,9 +157,8 @@ def nightjar_offload(
 
 
 def _config(params: str, num_pages: int) -> EngineConfig:
-    target = grown_target(params)
     return EngineConfig(
-        target=str(target), draft=str(grown_draft(target)), max_context=MAX_CONTEXT, num_pages=num_pages
+        target=str(grown_target(params)), draft=str(grown_draft()), max_context=MAX_CONTEXT, num_pages=num_pages
     )
 
 

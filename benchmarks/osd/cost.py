@@ -30,8 +30,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
 from adaserve_jax.workloads.workload import Workload, load_workload
 from benchmarks import program
-from benchmarks.engine.throughput import grown_target
-from benchmarks.nightjar.offload import grown_draft
+from benchmarks.grown import grown_draft, grown_target
 from benchmarks.osd.runs import wait_until_learned
 
 DRAIN_S = 60.0
@@ -117,8 +116,8 @@ def main(
 ) -> None:
     """Measure and write."""
     workload = load_workload()
-    target = grown_target("110M")
-    config = EngineConfig(target=str(target), draft=str(grown_draft(target)), policy="adaserve", max_requests=16)
+    target, draft = str(grown_target("110M")), str(grown_draft())
+    config = EngineConfig(target=target, draft=draft, policy="adaserve", max_requests=16)
     learn = LearnConfig(
         learn_rate=learn_rate, learn_delay_ms=delay_ms, learn_every=learn_every, learn_steps=learn_steps
     )

@@ -28,8 +28,8 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks import program
-from benchmarks.engine.throughput import grown_head, grown_target
 from benchmarks.engine.throughput_rows import paired_ratio
+from benchmarks.grown import grown_head, grown_target
 from benchmarks.osd.prompts import domains
 from benchmarks.osd.runs import sampling
 

@@ -24,6 +24,7 @@ import typer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks import program
+from benchmarks.grown import grown_draft
 from benchmarks.starsd.runs import MAX_CONTEXT, MAX_FEED, Run, alone_in_turns, targets_at
 from benchmarks.starsd.service import service
 from benchmarks.starsd.table1 import NEW_TOKENS, TEMPERATURE, TEXTS
@@ -50,16 +51,14 @@ def star_apart(
     seconds: Annotated[float, typer.Option(help="of a window")] = 4.0,
 ) -> None:
     """Measure."""
-    from benchmarks.engine.throughput import grown_target
-    from benchmarks.nightjar.offload import grown_draft  # these import jax, which the target's process need not
-    from benchmarks.starsd.texts import texts_of
+    from benchmarks.starsd.texts import texts_of  # it imports jax, which the target's process need not
 
     if min(verify_ms, seconds) <= 0 or min(depth, windows) < 1:
         raise ConfigError(
             f"--verify-ms and --seconds must be above 0, --depth and --windows at least 1, got {verify_ms:g}, "
             f"{seconds:g}, {depth} and {windows}"
         )
-    model = Path(draft) if draft else grown_draft(grown_target("110M"))
+    model = Path(draft) if draft else grown_draft()
     texts = texts_of(
         target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
         max_context=MAX_CONTEXT,

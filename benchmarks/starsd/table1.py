@@ -41,6 +41,7 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import interpolated
 from benchmarks import program
+from benchmarks.grown import grown_draft, grown_head, grown_target
 from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
@@ -115,16 +116,14 @@ def star_table1(
     engine_target: Annotated[str, typer.Option(help="their model; '': the demo's, grown to 110M")] = "",
 ) -> None:
     """Measure, compute, simulate."""
-    from benchmarks.engine.throughput import grown_head, grown_target
-    from benchmarks.nightjar.offload import grown_draft  # these import jax, which the targets' processes need not
-    from benchmarks.starsd.texts import texts_of
+    from benchmarks.starsd.texts import texts_of  # it imports jax, which the targets' processes need not
 
     if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1 or engines < 0:
         raise ConfigError(
             "--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1, --engines at least "
             f"0, got {verify_ms:g}, {seconds:g}, {depth}, {rounds}, {targets} and {engines}"
         )
-    model = Path(draft) if draft else grown_draft(grown_target("110M"))
+    model = Path(draft) if draft else grown_draft()
     texts = texts_of(
         target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
         max_context=MAX_CONTEXT,
