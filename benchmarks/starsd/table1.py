@@ -39,10 +39,11 @@ import typer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.scheduler.acceptance import chance_of_chains
 from adaserve_jax.star.service.admission import interpolated
 from benchmarks import program
 from benchmarks.grown import grown_draft, grown_head, grown_target
-from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
+from benchmarks.starsd.closed_forms import full_targets
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
 from benchmarks.starsd.paper import COLOCATED_TPS, paper_rows
@@ -77,15 +78,6 @@ def service_times(at: Service, texts: Sequence[Text], shape: Shape, seconds: flo
         finally:
             drafter.close()
     return found
-
-
-def chance_of(mean_accepted: float, depth: int) -> float:
-    """b: the chance of each level for which a chain of that depth has so many accepted tokens on average."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted_tokens(middle, depth) < mean_accepted else (low, middle)
-    return (low + high) / 2
 
 
 def computed(
@@ -185,7 +177,7 @@ def report(
 ) -> dict[str, Any]:
     """Return what follows from the runs."""
     sums = {name: sum(vars(run.tally)[name] for run in runs) for name in vars(Tally())}
-    verify_s, chance = sums["slept_s"] / sums["steps"], chance_of(sums["accepted"] / sums["rounds"], shape.depth)
+    verify_s, chance = sums["slept_s"] / sums["steps"], chance_of_chains(sums["accepted"] / sums["rounds"], shape.depth)
     times = {n: statistics.median(each[n] for each in service_s) for n in service_s[0]}
     back_s = statistics.median(run.back_s for run in runs if run.n == 1)
     rows = [*medians(runs), *computed(times, shape, verify_s, max(back_s - verify_s, 0.0), chance)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler.acceptance import chance_of_chains
 from adaserve_jax.star.client.sessions import SessionTable
 from adaserve_jax.types import CandidateTrees, StepPlan
 from benchmarks.starsd.closed_forms import accepted_tokens as mean_accepted
@@ -115,9 +116,9 @@ def test_a_paced_target_follows_its_texts(scripts, rows: int) -> None:
     assert begun > 2 * rows and tally.tokens == tally.rounds + tally.accepted + begun
 
 
-def test_the_chance_of_what_was_accepted(scripts) -> None:
+def test_the_chance_of_what_was_accepted() -> None:
     for chance in (0.0, 0.3, 0.77, 1.0):
-        assert scripts["table1"].chance_of(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
+        assert chance_of_chains(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
 
 
 def made_runs(scripts, service_s: float, back_s: float) -> list:
