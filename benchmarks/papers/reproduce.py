@@ -126,11 +126,11 @@ def _run(entry: Entry, form: Form, size: str, out: Path, data: Path | None) -> N
     path = write_row(row, out)
     document = pages.document_of(entry, form, row, found)
     written = [path, *pages.write_pages(document, path.with_suffix(""), note)]
-    _print_claims(document.title, entry, form, row.values)
+    _print_claims(document.title, form, row.values)
     note("in " + ", ".join(str(each) for each in written))
 
 
-def _print_claims(title: str, entry: Entry, form: Form, values: Mapping[str, float | None]) -> None:
+def _print_claims(title: str, form: Form, values: Mapping[str, float | None]) -> None:
     found = pages.claims_table(pages.judged(form.claims, values))
     table = Table(*found.columns, title=title, title_justify="left")
     for row in found.rows:

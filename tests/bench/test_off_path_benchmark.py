@@ -52,7 +52,7 @@ def test_a_draft_call_is_an_error(modules):
     systems = modules["throughput_systems"]
     step = systems.Step(1, 0, 2, 1, 3, 2, 1.0)
     with pytest.raises(SystemExit, match="the draft was called while speculation was off"):
-        modules["off_path"].check_off(systems.Measured([[1]], 1.0, 1, steps=(step,)))
+        modules["off_path"].check_off(systems.Measured([[1]], 1.0, steps=(step,)))
 
 
 @pytest.mark.parametrize(
