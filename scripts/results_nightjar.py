@@ -1,6 +1,6 @@
 """Tables of docs/results.md about Nightjar's evaluation: simulated, in miniature on the engine, and elastic memory.
 
-Of results that benchmarks/nightjar/tables.py, nightjar_engine.py and nightjar_offload.py wrote. Imports no jax.
+Of results that benchmarks/nightjar/tables.py, engine.py and offload.py wrote. Imports no jax.
 """
 
 from __future__ import annotations

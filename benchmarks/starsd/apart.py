@@ -2,7 +2,7 @@
 
     python -m benchmarks.starsd.apart --out star-apart.json [--windows 12]
 
-One paced target (star_targets.py) with the draft in its own process, and one whose draft is `adaserve draft`, over gRPC
+One paced target (targets.py) with the draft in its own process, and one whose draft is `adaserve draft`, over gRPC
 on this machine: the same texts, chains and verification times. `message_s` is what a round takes from the target's call
 to its tree beside the wait in the service's queue and the draft itself: bytes made and read, and the way
 there and back.
@@ -32,7 +32,7 @@ from benchmarks.starsd.targets import Shape, run_target
 
 
 def window_of(run: Run) -> dict[str, float]:
-    """Of one target at the service, in the terms of `star_colocated.Alone`, and where a round's time went."""
+    """Of one target at the service, in the terms of `colocated.Alone`, and where a round's time went."""
     wait_s = run.counts.queue_s / run.counts.trees
     return {
         "throughput_tps": run.tally.tokens / run.seconds, "rounds_per_s": run.tally.rounds / run.seconds,

@@ -3,8 +3,8 @@
     python -m benchmarks.starsd.table1 --out benchmarks/results/starsd/table1-cpu.json [--verify-ms 31] [--rounds 3]
 
 The service is `adaserve draft` with the 10M draft, once as it is and once with `--one-by-one`, as in the paper. Targets
-are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (star_targets.py),
-along texts that the target wrote before (star_texts.py), since two cores bear no six targets. --verify-ms is half of
+are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (targets.py),
+along texts that the target wrote before (texts.py), since two cores bear no six targets. --verify-ms is half of
 what a verification of the demo's target grown to 110M takes: N_full is then about 3, with numbers below and beyond it
 up to 6, and batching has room for more than 1.5 times the throughput (at most N S / (Z + S)). So what is measured is
 the draft, the protocol, and the queue between them.
@@ -15,7 +15,7 @@ depth has as many accepted tokens as were found; t_c is what a round of one targ
 the closed form and the simulation are computed, up to 64 targets. `colocated`: the same draft within the process of one
 target, as in the paper's first column. `spread`: the least and the most over rounds.
 
---engines 2 also measures one and two targets that are whole engines (star_engines.py), beside one with the draft and
+--engines 2 also measures one and two targets that are whole engines (engines.py), beside one with the draft and
 one with the demo's EAGLE-3 head in its own process: no more than the cores bear, since all of them compute at once.
 """
 
