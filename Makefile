@@ -108,15 +108,15 @@ demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARG
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
 docs: $(STAMP).test ## write what documents have from the code and from benchmarks/results
-	@$(BIN)/python scripts/readme_table.py
-	@$(BIN)/python scripts/results_table.py
+	@$(BIN)/python -m scripts.readme_table
+	@$(BIN)/python -m scripts.results_table
 	@for file in bench-110m-cpu-page.html bench-110m-cpu.md; do \
 		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
 		--title "Policies on a grown 110M target, on a CPU"; done
 	@$(BIN)/adaserve report benchmarks/results/multi-slo/*.json -o docs/results/multi-slo.md --title "Multi-SLO benchmark"
 	@$(BIN)/python scripts/reference_docs.py
 	@$(BIN)/python -m scripts.checks_table
-	@$(BIN)/python scripts/policies_table.py
+	@$(BIN)/python -m scripts.policies_table
 	@$(BIN)/python scripts/grafana_dashboard.py
 
 site: $(STAMP).docs ## build the documentation as pages that open from a disk: site/index.html

@@ -46,7 +46,7 @@ from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.models.quantize import SCALE
@@ -60,6 +60,7 @@ from adaserve_jax.runtime.loading import find_pair
 from adaserve_jax.runtime.warmup import measure
 from adaserve_jax.types import CostSamples
 from adaserve_jax.workloads.workload import load_workload
+from benchmarks import program
 from benchmarks.kernels.ceilings import Ceilings, measure_ceilings
 from benchmarks.kernels.step_parts import StepParts, measure_parts
 from benchmarks.nightjar.elastic import as_result, config_of, run_swaps, show_swaps
@@ -422,7 +423,4 @@ def _time_kernels(found: Measurement, shapes: str, ceilings: Callable[[], Ceilin
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(device)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(device)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from scripts.pages import between, head, line
 from tests.engine import test_families, test_quantized_checkpoints
 from tests.models.quantized_checkpoints import FORMATS
 from tests.models.torch_checkpoints import FAMILIES
 from tests.runtime import mesh_process, test_adapters
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- checks -->", "<!-- /checks -->"
 COLUMNS = (
     "`architectures`", "checkpoints", "formats", "`--tp`, logits", "`--tp`, texts", "`--tp`, quantised",
     "`--tp`, formats", "LoRA", "`--tp`, LoRA",
@@ -20,14 +20,12 @@ COLUMNS = (
 
 def checks_table() -> str:
     """Return the table, a row for each class of transformers."""
-    head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
-    return "\n".join([head, *(_row(name) for name in dict.fromkeys(name for name, _ in FAMILIES.values()))])
+    return "\n".join([head(*COLUMNS), *(_row(name) for name in dict.fromkeys(name for name, _ in FAMILIES.values()))])
 
 
 def updated(page: str) -> str:
     """Return the page with its table made anew."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{checks_table()}\n\n{END}{rest.split(END)[1]}"
+    return between(page, "checks", f"\n\n{checks_table()}\n\n", PAGE.name)
 
 
 def _row(name: str) -> str:
@@ -39,7 +37,7 @@ def _row(name: str) -> str:
     plain = {made: family for made, family in mesh_process.WRITTEN.items() if of_class(family)}
     twins = [made for made, family in test_quantized_checkpoints.CASES if of_class(family)]
     adapted = [case for case in test_adapters.CASES if of_class(case.split("-")[0])]
-    cells = [
+    return line(
         f"`{name}ForCausalLM`",
         str(sum(map(of_class, FAMILIES))),
         ", ".join(f"`{each}`" for each in formats),
@@ -49,8 +47,7 @@ def _row(name: str) -> str:
         ", ".join(f"`{made}`" for made in twins),
         _yes(adapted),
         _yes(made in plain for case, (made, _) in divided.items() if case.startswith("adapted")),
-    ]
-    return f"| {' | '.join(cells)} |"
+    )
 
 
 def _yes(checked: Iterable[object]) -> str:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from adaserve_jax.scheduler.policies import POLICIES, SELECTION_RULES, Policy
+from scripts.pages import between, head, line
 
 README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- policies -->", "<!-- /policies -->"
-HEADER = "| policy | what it is | nodes to verify | requests by | draft | its memory |\n|---|---|---|---|---|---|"
+COLUMNS = ("policy", "what it is", "nodes to verify", "requests by", "draft", "its memory")
 NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "need of one step"}
 
 
@@ -32,12 +32,13 @@ def memory(policy: Policy) -> str:
 def policies_table() -> str:
     """Return a table with a row per policy: its parts, as the code composes them."""
     rows = [
-        f"| `{name}` | {policy.about} | {nodes(policy)} | {policy.ordering} | "
-        f"{'needed' if policy.needs_draft else 'used' if policy.uses_draft else '-'} | "
-        f"{memory(policy)} |"
+        line(
+            f"`{name}`", policy.about, nodes(policy), policy.ordering,
+            "needed" if policy.needs_draft else "used" if policy.uses_draft else "-", memory(policy),
+        )
         for name, policy in POLICIES.items()
-    ]
-    return "\n".join([HEADER, *rows])
+    ]  # fmt: skip
+    return "\n".join([head(*COLUMNS), *rows])
 
 
 def main() -> int:
@@ -45,11 +46,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
     arguments = parser.parse_args()
     old = README.read_text()
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md must hold {BEGIN} and {END}, in this order")
-    new = f"{before}{BEGIN}\n{policies_table()}\n{END}{after}"
+    new = between(old, "policies", f"\n{policies_table()}\n", README.name)
     if arguments.check:
         if new != old:
             print("README.md does not show the policies of the code; run `make docs`", file=sys.stderr)

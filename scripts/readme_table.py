@@ -17,10 +17,10 @@ from adaserve_jax.report.points import Measured, PointGroup, measured
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ResultRow
+from scripts.pages import between, head, line
 
 ROOT = Path(__file__).resolve().parent.parent
 GROWN = "grown-"
-BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 SHOWN = (ATTAINMENT, GOODPUT, TTFT_P50, TTFT_P99, TPOT_P50)
 PLAIN, OURS = "ar", "adaserve"
 
@@ -76,17 +76,18 @@ def table(name: str, found: Measured) -> str:
             raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
     shown = found.settings if len(found.settings) <= 3 else found.settings[::2]
     estimates = Estimates()
-    titles = ["policy", "requests/s", "requests", *map(heading, SHOWN)]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    lines = [head("policy", "requests/s", "requests", *map(heading, SHOWN))]
     for group in (group for setting in shown for group in found.groups_at(setting)):
         figures = [cell(measure, estimates.of(group, measure)) for measure in SHOWN]
-        words = [f"`{group.policy}`", f"{group.setting.rate_rps:g}", str(sum(group.columns.sizes)), *figures]
-        lines.append("| " + " | ".join(words) + " |")
+        rate, size = f"{group.setting.rate_rps:g}", str(sum(group.columns.sizes))
+        lines.append(line(f"`{group.policy}`", rate, size, *figures))
     which = "" if len(shown) == len(found.settings) else "Every second rate is shown; "
     report = f"[{'all of it' if which else 'All of it'}](docs/results/{name}.md), by class too."
-    head = f"Measured with {grown(rows)}`{command(rows)}`:"
+    measured_with = f"Measured with {grown(rows)}`{command(rows)}`:"
     last = found.groups_at(found.settings[-1])
-    return "\n".join([head, "", *lines, "", overload(last, estimates), "", f"{which}{report} {conditions(rows)}"])
+    return "\n".join(
+        [measured_with, "", *lines, "", overload(last, estimates), "", f"{which}{report} {conditions(rows)}"]
+    )
 
 
 def overload(groups: list[PointGroup], estimates: Estimates) -> str:
@@ -107,15 +108,9 @@ def overload(groups: list[PointGroup], estimates: Estimates) -> str:
 
 
 def with_tables(readme: str, results: dict[str, Measured]) -> str:
-    """Return `readme` with what stands between the markers replaced. results: by the folder's name.
-
-    Raises ValueError when a marker is missing.
-    """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md must hold {BEGIN} and {END}, in this order")
-    return "\n".join([f"{before}{BEGIN}", *(table(name, found) for name, found in results.items()), f"{END}{after}"])
+    """Return `readme` with what stands between the markers replaced. results: by the folder's name."""
+    tables = (table(name, found) for name, found in results.items())
+    return between(readme, "bench", "\n".join(["", *tables, ""]), "README.md")
 
 
 def main() -> int:

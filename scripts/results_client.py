@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from scripts.pages import line
+
 HEADER = (
     "| client | server | requests | late, ms: p50 | p99 | max | error, ms: p50 | p99 | max | other processes |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
@@ -14,11 +16,11 @@ CELLS = ("late_p50_ms", "late_p99_ms", "late_max_ms", "error_p50_ms", "error_p99
 def client_table(result: dict[str, Any]) -> str:
     """Return the table of one run."""
     rows = [
-        " | ".join((
-            f"| {each['client']}", each["server"], str(each["requests"]),
+        line(
+            each["client"], each["server"], str(each["requests"]),
             *("-" if each[name] is None else f"{each[name]:.2f}" for name in CELLS),
             "-" if each["others_share"] is None else f"{each['others_share']:.0%}",
-        )) + " |"
+        )
         for each in result["measured"]
     ]  # fmt: skip
     aims = result["aims_ms"]

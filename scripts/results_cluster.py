@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from scripts.pages import table
 
 PLANNED = ("full", "full_simulated", "most", "most_simulated", "most_batched", "most_batched_simulated")
 QUANTITIES = (("throughput_tps", "tokens/s", 1.0, 1), ("per_target_tps", "of a target", 1.0, 1),
@@ -13,10 +15,6 @@ QUANTITIES = (("throughput_tps", "tokens/s", 1.0, 1), ("per_target_tps", "of a t
               ("load", "load, %", 100.0, 1))  # fmt: skip
 """Of Table 1: column, what it is called, factor and digits."""
 ROUTERS = ("round-robin", "least-loaded", "slo-aware:4", "slo-aware")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def cluster_tables(folder: Path) -> list[str]:

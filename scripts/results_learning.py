@@ -6,13 +6,8 @@ Reads results of benchmarks/osd/online_learning.py, latency.py and cost.py. Impo
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-from results_policies import line
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # files are read as its readers do
 
 from benchmarks.osd.views import (
     EQUAL_STEPS,
@@ -27,6 +22,7 @@ from benchmarks.osd.views import (
     phases,
     runs_by_way,
 )
+from scripts.pages import line
 
 SERVED = (500, 1000, 2000)
 NARROW = (

@@ -1,6 +1,6 @@
 """Tables of docs/results.md about Nightjar's evaluation: simulated, in miniature on the engine, and elastic memory.
 
-Of results that benchmarks/nightjar/tables.py, nightjar_engine.py and nightjar_offload.py wrote. Imports no jax.
+Of results that benchmarks/nightjar/tables.py, engine.py and offload.py wrote. Imports no jax.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from results_policies import line
+from scripts.pages import line
 
 SIMULATED = (
     "| setup | load | requests/s | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "

@@ -12,6 +12,7 @@ from adaserve_jax.report.document import Table
 from adaserve_jax.report.multi_slo import multi_slo_page, targets_text
 from adaserve_jax.results.submission import read_submission
 from benchmarks.engine.throughput_rows import paired_ratio
+from scripts.pages import line, table
 
 OURS = "adaserve_jax"
 FASTER = {"transformers": 1.8, "llama.cpp": 1.0, "vLLM": 1.3}
@@ -34,7 +35,7 @@ def peer_tables(result: dict[str, Any]) -> str:
     names = [server["name"] for server in result["servers"]]
     loads = list(dict.fromkeys(row["load"] for row in rows))
     servers = [
-        _line(
+        line(
             server["name"], server["version"], f"{result['alone_ms'][server['name']]:.1f}",
             "yes" if result["same_greedy_text"][server["name"]] else "no",
         )
@@ -122,7 +123,7 @@ def _figures(load: str, name: str, rounds: Sequence[dict[str, Any]]) -> str:
     def middle(field: str) -> float:
         return median(row[field] for row in rounds)
 
-    return _line(
+    return line(
         load, name, f"{middle('tokens_per_s'):.1f}", f"{middle('goodput'):.1f}", f"{middle('attained'):.2f}",
         f"{middle('joint'):.2f}", f"{middle('tpot_p50'):.1f} / {middle('tpot_p99'):.1f}",
         f"{middle('ttft_p50'):.0f} / {middle('ttft_p99'):.0f}", f"{sum(row['failed'] for row in rounds)}",
@@ -152,7 +153,7 @@ def _aims(rows: Sequence[dict[str, Any]], names: Sequence[str], loads: Sequence[
                 ratio = paired_ratio(*figures)
                 found, met = str(ratio), ratio.median >= aim
             what = {"tokens_per_s": "tokens/s", "joint": "TPOT and TTFT met"}.get(field, field)
-            lines.append(_line(load, what, best, f"{aim:g}", found, "met" if met else "**missed**"))
+            lines.append(line(load, what, best, f"{aim:g}", found, "met" if met else "**missed**"))
     return lines
 
 
@@ -163,8 +164,7 @@ def multi_slo_tables(folder: Path) -> list[str]:
         return []
     headline = multi_slo_page(submissions).headline
     assert headline is not None
-    (table,) = (item for item in headline.items if isinstance(item, Table))
-    rows = [_line(*table.columns), _line(*("---" for _ in table.columns)), *(_line(*row) for row in table.rows)]
+    (found,) = (item for item in headline.items if isinstance(item, Table))
     asked, system = submissions[0].definition, submissions[0].system
     commits = dict.fromkeys(each.system.commit[:12] for each in submissions)
     about = (
@@ -172,8 +172,4 @@ def multi_slo_tables(folder: Path) -> list[str]:
         f"{asked.workload}, at least {asked.duration_s:g} s for each load. {system.machine}. "
         f"Measured on commit {' and '.join(commits)}."
     )
-    return ["\n".join(rows), about]
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return [table(found.columns, found.rows), about]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from scripts.pages import head, line
+
 REAL = (
     "| requests per second | policy | TPOT met, real | simulated | TPOT and TTFT met, real | simulated "
     "| goodput, tokens/s, real | simulated |\n|---|---|---|---|---|---|---|---|"
@@ -24,10 +26,6 @@ FLUCTUATING = (
 )
 CLOSE = 0.03
 KINDS = {"tpot": "TPOT", "joint": "TPOT and TTFT"}
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def validation_tables(result: dict[str, Any]) -> str:
@@ -142,7 +140,7 @@ def constants_table(result: dict[str, Any]) -> str:
         tried = ", ".join(f"{value['value']:g}" for value in each["tried"])
         rows.append(line(name, f"{each['chosen']:g}", tried, f"{low:g} to {high:g}", _change(min(changes)),
                          _change(max(changes))))  # fmt: skip
-    head = line("constant", "value", "tried", "safe range", "most lost, points", "most gained, points")
+    columns = head("constant", "value", "tried", "safe range", "most lost, points", "most gained, points")
     held = ", ".join(f"{point} {met:.1%}" for point, met in result["as_chosen"].items())
     about = f"Attainment as chosen: {held}. Commit {result['commit'][:12]}"
     since: dict[str, list[str]] = {}
@@ -150,7 +148,7 @@ def constants_table(result: dict[str, Any]) -> str:
         if (commit := each.get("commit", result["commit"])) != result["commit"]:
             since.setdefault(commit[:12], []).append(f"`{each['name']}`")
     about += "".join(f"; {', '.join(names)}: {commit}" for commit, names in since.items()) + "."
-    return "\n\n".join(["\n".join([head, "|" + "---|" * 6, *rows]), about])
+    return "\n\n".join(["\n".join([columns, *rows]), about])
 
 
 def _change(change: tuple[float, float, str]) -> str:

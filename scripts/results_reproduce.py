@@ -6,23 +6,18 @@ here says that a figure is reproduced: a statement of a paper is true of what wa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
-from results_policies import line
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # numbers are written as its pages do
-
 from benchmarks.papers.pages import COLUMNS, claim_cells
+from scripts.pages import head, line
 
 STANDS = (
     "| figure | the paper shows | size | state | statements true here | one with the paper's number | the paper | here "
     "| here / the paper |\n|---|---|---|---|---|---|---|---|---|"
 )
-CLAIMS = "\n".join([line(*COLUMNS), "|---|---|---|---|---|---|"])
+CLAIMS = head(*COLUMNS)
 MEASURED = "measured"
 
 

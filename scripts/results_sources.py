@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.results.bootstrap import Ratio, between, distributions
+from scripts.pages import head, line
 
 REPEATS = ("code edit", "quoting summary")
 """Tasks whose texts repeat, and the least speed over the reference that was aimed at."""
@@ -26,9 +27,8 @@ def sources_table(result: dict[str, Any]) -> str:
         tasks.setdefault((row["task"], row["temperature"]), {})[row["policy"]] = row
     policies = list(dict.fromkeys(row["policy"] for row in result["rows"]))
     reference, *others = policies
-    head = ["task", "text", "temperature", f"`{reference}`, tokens/s", *(f"`{name}`" for name in others)]
-    head += ["accepted per step, text", "texts that differ"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    columns = ["task", "text", "temperature", f"`{reference}`, tokens/s", *(f"`{name}`" for name in others)]
+    lines = [head(*columns, "accepted per step, text", "texts that differ")]
     speeds: dict[tuple[str, float], dict[str, float]] = {}
     for (task, temperature), rows in tasks.items():
         first = rows[reference]
@@ -38,7 +38,7 @@ def sources_table(result: dict[str, Any]) -> str:
         cells = [task, "replayed" if own else "the target's", f"{temperature:g}"]
         cells += [f"{_speed(first):.1f}", *(f"{ratios[name]:.2f}" for name in others)]
         cells += [accepted, str(sum(row["texts_differ"] for row in rows.values()))]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(line(*cells))
     about = (
         f"Measured with `{result['command']}`: times the decoding speed of `{reference}`, one request at a time, "
         f"each at the median of {len(result['rows'][0]['seconds'])} rounds. Target {result['target']}, draft "
@@ -57,7 +57,7 @@ def _aims(speeds: dict[tuple[str, float], dict[str, float]]) -> list[str]:
 
     def add(aim: str, task: tuple[str, float], wanted: float, found: float) -> None:
         verdict = "met" if found >= wanted else "**missed**"
-        lines.append(f"| {aim} | {task[0]}, temperature {task[1]:g} | {wanted:g} | {found:.2f} | {verdict} |")
+        lines.append(line(aim, f"{task[0]}, temperature {task[1]:g}", f"{wanted:g}", f"{found:.2f}", verdict))
 
     for task, ratios in speeds.items():
         if task[0] in REPEATS:
@@ -83,8 +83,8 @@ def head_tables(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         tasks.setdefault((row["task"], row["temperature"]), {})[row["policy"]] = row
     reference = result["rows"][0]["policy"]
-    lines = ["| task | temperature | policy | tokens per step | times the tokens/s of `ar` |", "|---|---|---|---|---|"]
-    pairs = ["| task | temperature | policy | tokens per step | tokens/s |", "|---|---|---|---|---|"]
+    lines = [head("task", "temperature", "policy", "tokens per step", "times the tokens/s of `ar`")]
+    pairs = [head("task", "temperature", "policy", "tokens per step", "tokens/s")]
     for (task, temperature), rows in tasks.items():
         cells = [task, f"{temperature:g}"]
         for name, row in rows.items():
@@ -92,12 +92,12 @@ def head_tables(result: dict[str, Any]) -> str:
                 continue
             tokens, steps, seconds = (_by_prompt(row, key) for key in ("request_tokens", "request_steps", "seconds"))
             length, speed = _ratio(tokens, steps), _ratio(_by_prompt(rows[reference], "seconds"), seconds)
-            lines.append(f"| {' | '.join([*cells, f'`{name}`', length, speed])} |")
+            lines.append(line(*cells, f"`{name}`", length, speed))
             draft = rows.get(name.removesuffix("head") + "model") if name.endswith("head") else None
             if draft is not None:
                 length = _ratio(_by_prompt(draft, "request_steps"), steps)
                 speed = _ratio(_by_prompt(draft, "seconds"), seconds)
-                pairs.append(f"| {' | '.join([*cells, f'`{name}`', length, speed])} |")
+                pairs.append(line(*cells, f"`{name}`", length, speed))
     rows = result["rows"]
     about = (
         f"Target {result['target']}. Measured with `{result['command']}`: "
@@ -136,14 +136,13 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> str:
 def sources_load_table(result: dict[str, Any]) -> str:
     """Return attainment and goodput by rate and policy."""
     targets = list(result["rows"][0]["by_target"])
-    head = ["requests/s", "policy", "attainment", *(f"target {target}" for target in targets)]
-    head += ["goodput, tokens/s", "tokens per step"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    columns = ["requests/s", "policy", "attainment", *(f"target {target}" for target in targets)]
+    lines = [head(*columns, "goodput, tokens/s", "tokens per step")]
     for row in result["rows"]:
         cells = [f"{row['rate_rps']:g}", f"`{row['policy']}`", f"{row['attainment']:.1%}"]
         cells += [f"{row['by_target'][target]:.0%}" for target in targets]
         cells += [f"{row['goodput_tps']:.1f}", f"{row['tokens_per_step']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(line(*cells))
     about = (
         f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the "
         f"warm-up, {result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. "

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results_cluster import QUANTITIES, table
+from scripts.pages import table
+from scripts.results_cluster import QUANTITIES
 
 MODES = {False: "one by one", True: "batched"}
 KINDS = ("measured", "simulated", "closed")

@@ -29,22 +29,27 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results_absent import absent_table
-from results_client import client_table
-from results_cluster import cluster_tables, star_tables
-from results_learning import cost_table, latency_table, online_head_table, online_tables
-from results_nightjar import nightjar_tables
-from results_peers import multi_slo_tables, peer_chart, peer_tables
-from results_policies import calibration_table, constants_table, fluctuating_table, sweeps_table, validation_tables
-from results_reproduce import claim_tables, stand_tables
-from results_sources import head_tables, sources_load_table, sources_table
-from results_star import heads_table, overhead_tables, table1_tables
-from results_tiles import tile_tables
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
 from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, paired_ratio, read_rows
+from scripts import pages
+from scripts.pages import head, line
+from scripts.results_absent import absent_table
+from scripts.results_client import client_table
+from scripts.results_cluster import cluster_tables, star_tables
+from scripts.results_learning import cost_table, latency_table, online_head_table, online_tables
+from scripts.results_nightjar import nightjar_tables
+from scripts.results_peers import multi_slo_tables, peer_chart, peer_tables
+from scripts.results_policies import (
+    calibration_table,
+    constants_table,
+    fluctuating_table,
+    sweeps_table,
+    validation_tables,
+)
+from scripts.results_reproduce import claim_tables, stand_tables
+from scripts.results_sources import head_tables, sources_load_table, sources_table
+from scripts.results_star import heads_table, overhead_tables, table1_tables
+from scripts.results_tiles import tile_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -105,10 +110,6 @@ AIMS = "| requests at once | temperature | policy | against | aim | found | |\n|
 
 def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def point(row: ThroughputRow) -> tuple[str, str, str]:
@@ -331,7 +332,7 @@ def start_table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         aim = result["aims_s"][row["start"]]
         met = "met" if row["ready_s"] <= aim else "**missed**"
-        rows.append(f"| {row['start']} | {row['ready_s']:.1f} | {row['cpu_s']:.1f} | {aim:g} | {met} |")
+        rows.append(line(row["start"], f"{row['ready_s']:.1f}", f"{row['cpu_s']:.1f}", f"{aim:g}", met))
     about = f"Measured with `{result['command']}`. {result['machine']}. Commit {result['commit'][:12]}."
     return "\n\n".join(["\n".join(rows), about])
 
@@ -361,7 +362,7 @@ def rules_table(result: dict[str, Any]) -> str:
     found = {(each["rule"], each["temperature"], each["children"]): each for each in result["points"]}
     counts = sorted({children for _, _, children in found})
     rules = list(dict.fromkeys(rule for rule, _, _ in found))
-    rows = [line("temperature", "children", *(f"`{rule}`" for rule in rules)), "|---" * (2 + len(rules)) + "|"]
+    rows = [head("temperature", "children", *(f"`{rule}`" for rule in rules))]
     for temperature in sorted({temperature for _, temperature, _ in found}):
         for count in counts:
             points = [found[rule, temperature, count] for rule in rules]
@@ -385,13 +386,9 @@ POLICY_PARTS = {
 
 
 def between(page: str, name: str, parts: Sequence[str], path: Path = PAGE) -> str:
-    """`page` with what stands between the markers of `name` replaced. Raises ValueError when a marker is missing."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found_begin, rest = page.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not found_begin or not found_end:
-        raise ValueError(f"{path.name} must hold {begin} and {end}, in this order")
-    return "\n\n".join([f"{before}{begin}", *(parts or ["No run is committed."]), f"{end}{after}"])
+    """Return `page` with `parts` between the markers of `name`."""
+    content = "\n\n".join(["", *(parts or ["No run is committed."]), ""])
+    return pages.between(page, name, content, path.name)
 
 
 def main() -> int:

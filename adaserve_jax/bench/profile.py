@@ -26,8 +26,8 @@ from adaserve_jax.results.profile import Profile
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import identify
-from adaserve_jax.runtime.warmup import THOROUGH, Effort, measure, measure_switching
-from adaserve_jax.scheduler.acceptance import acceptance_of_nodes
+from adaserve_jax.runtime.warmup import THOROUGH, measure, measure_switching
+from adaserve_jax.scheduler.acceptance import acceptance_of_nodes, chance_of_chains
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -159,16 +159,12 @@ def run_trial(
 
 
 def acceptance_of_chains(ended: list[RequestMetrics], depth: int) -> float | None:
-    """Find a such that a + a^2 + ... + a^depth is the mean number of accepted tokens per verification, by bisection."""
+    """Return the chance of each level that gives the mean accepted tokens per verification, from 0.001 to 0.999."""
     verifications = sum(metrics.verify_steps for metrics in ended)
     if not verifications:
         return None
-    mean = sum(metrics.accepted_tokens for metrics in ended) / verifications
-    low, high = 0.001, 0.999
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**level for level in range(1, depth + 1)) < mean else (low, middle)
-    return low
+    chance = chance_of_chains(sum(metrics.accepted_tokens for metrics in ended) / verifications, depth)
+    return min(max(chance, 0.001), 0.999)
 
 
 def _serve(
@@ -251,10 +247,10 @@ def search_offsets(
     return max(found, key=lambda each: (each.attainment, each.goodput_tps))
 
 
-def generated_traces(machine: ProfiledMachine, tokens_per_s: float, seed: int = 0) -> list[Trace]:
+def generated_traces(machine: ProfiledMachine, tokens_per_s: float) -> list[Trace]:
     """Return a trace per load of LOADS: Poisson arrivals, lengths even in their logarithm. tokens_per_s: what the
     machine is expected to emit at most."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     longest = np.array([[machine.max_context // 2], [min(MOST_TOKENS, machine.max_context // 4)]])
     prompt, output = np.exp(rng.uniform(np.log(np.minimum(8, longest)), np.log(longest), (2, REQUESTS))).astype(int)
     gaps = rng.exponential(1.0, REQUESTS)
@@ -273,7 +269,7 @@ def generated_traces(machine: ProfiledMachine, tokens_per_s: float, seed: int = 
 
 def measure_profile(
     config: EngineConfig, *, name: str = "", check_s: float = 0.0, acceptance: float | None = None,
-    effort: Effort = THOROUGH, progress: Progress | None = None,
+    progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
     """Measure the profile of this machine with the models of `config`. name: "" for the target's. check_s: seconds of a
     mixed load that predictions are compared with; 0: none. acceptance: of the draft's first choice; None: measure it on
@@ -282,8 +278,8 @@ def measure_profile(
     executor = load_executor(replace(config, profile=None))
     try:
         executor.compile(progress)
-        timings = measure(executor, effort, progress)
-        timings.switching.update(measure_switching(executor, effort.passes, progress))
+        timings = measure(executor, THOROUGH, progress)
+        timings.switching.update(measure_switching(executor, THOROUGH.passes, progress))
         samples, used = timings.samples(), executor.resolved.config
         tokenizer = Tokenizer.from_folder(executor.target_folder)
         baseline_s = measure_baseline(executor, used, samples, tokenizer)

@@ -10,7 +10,6 @@ One request at a time, so that nothing else is in its steps: milliseconds per to
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.sim.acceptance import AcceptanceModel
 from adaserve_jax.sim.machines import Machine, load_machine
@@ -28,6 +27,7 @@ from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 
 PLAIN = "ar"
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 40, 64, 256
@@ -117,7 +117,4 @@ def acceptance_speedup(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(acceptance_speedup)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(acceptance_speedup)

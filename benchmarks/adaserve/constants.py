@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -27,11 +26,12 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from benchmarks import program
 from benchmarks.adaserve.sweeps_points import OURS, Point, points
 
 MACHINE = "llama-70b"
@@ -192,7 +192,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

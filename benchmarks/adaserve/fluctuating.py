@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from adaserve_jax.bench.simulate import Grid
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.sim.machines import load_machine
+from benchmarks import program
 from benchmarks.adaserve.sweeps import Job, run_all
 from benchmarks.adaserve.sweeps_points import contenders, named_contenders, points
 from benchmarks.adaserve.sweeps_tables import Line
@@ -65,7 +64,4 @@ def _row(job: Job, line: Line) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(fluctuating)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(fluctuating)

@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -38,12 +37,13 @@ import typer
 from adaserve_jax.bench.simulate import TUNED, Grid, Setting, as_run, result_rows, tune_fixed
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import new_run_id, source_commit
 from adaserve_jax.results.submission import recovery_s
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from benchmarks import program
 from benchmarks.adaserve.sweeps_points import (
     OVERLOAD,
     OVERLOAD_FROM_S,
@@ -276,7 +276,4 @@ def show(judged: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(policy_sweeps)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(policy_sweeps)

@@ -24,7 +24,7 @@ STYLES = {
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="folder that cluster_plan.py wrote")],
+    results: Annotated[Path, typer.Option(help="folder that benchmarks.cluster.plan wrote")],
     out: Annotated[Path, typer.Option(help="folder of figures")],
 ) -> None:
     """One row of panels per policy and mix, one panel per load."""

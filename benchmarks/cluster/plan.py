@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,7 +30,7 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
@@ -40,6 +39,7 @@ from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 
 CLASSES = (("code", SLO(relative=1.2, ttft_ms=4000)), ("chat", SLO(tpot_ms=50, ttft_ms=4000)),
            ("summarization", SLO(tpot_ms=150, ttft_ms=4000)))  # fmt: skip
@@ -229,7 +229,4 @@ def cluster_plan(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(cluster_plan)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(cluster_plan)

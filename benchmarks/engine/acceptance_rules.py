@@ -33,13 +33,14 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Params, attend_dense, decode, logits
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 
 RULES = ("coupled", "gls", "rejection")
 RESAMPLES = 2000
@@ -160,7 +161,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

@@ -19,7 +19,6 @@ import gzip
 import json
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,14 +37,15 @@ from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code, is_held_out
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
 from adaserve_jax.workloads.workload import load_workload
-from benchmarks.engine.throughput import grown_head, grown_target
+from benchmarks import program
+from benchmarks.grown import grown_head, grown_target
 
 POLICIES = "ar,adaserve@suffix,adaserve@model,adaserve@suffix+model"
 HEAD, MODEL = "head", "model"
@@ -398,7 +398,4 @@ def draft_sources(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(draft_sources)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(draft_sources)

@@ -9,7 +9,6 @@ requests at the same times with the same targets, which are drawn from TARGETS. 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,11 +25,11 @@ from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.types import SLO
+from benchmarks import program
 from benchmarks.engine.draft_sources import Reference, Replay, encoded, tasks
-from benchmarks.engine.throughput import grown_target
+from benchmarks.grown import grown_target
 
 POLICIES = "adaserve@model,adaserve@suffix,adaserve@suffix+model"
 TARGETS = (1.5, 3.0, 8.0)
@@ -151,7 +150,4 @@ def draft_sources_load(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(draft_sources_load)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(draft_sources_load)

@@ -21,12 +21,13 @@ from safetensors.numpy import load_file, save_file
 
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.models.vocabulary_map import map_vocabulary
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
 
 TEMPERATURES = (0.0, 0.8)
 OPTIONS: dict[str, Any] = {
@@ -131,7 +132,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

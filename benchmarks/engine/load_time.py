@@ -22,10 +22,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
+from benchmarks.grown import shape_of
 
 MIB = 2**20
 
@@ -104,12 +105,11 @@ def compare(
     repeats: Annotated[int, typer.Option(help="loads of each layout")] = 3,
 ) -> None:
     """Measure both layouts of one checkpoint."""
-    if params not in SHAPES:
-        raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
+    shape = shape_of(params)
     with tempfile.TemporaryDirectory() as scratch:
         folder, converted = Path(source or Path(scratch) / "grown"), Path(scratch) / "converted"
         if not source:
-            grow(resolve_folder("demo", "target"), folder, SHAPES[params], dtype=stored)
+            grow(resolve_folder("demo", "target"), folder, shape, dtype=stored)
         command = [sys.executable, "-m", "adaserve_jax.cli", "convert", str(folder), str(converted), "--dtype", dtype]
         subprocess.run(command, check=True)
         loads = [measure(path, dtype, quantize) for _ in range(repeats) for path in (folder, converted)]
@@ -136,7 +136,4 @@ def _show(checkpoint: str, loads: list[Load]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

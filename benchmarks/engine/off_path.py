@@ -17,9 +17,10 @@ folder.
 from __future__ import annotations
 
 import json
-import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,22 +34,92 @@ from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from benchmarks.engine.off_path_turns import Turns
-from benchmarks.engine.throughput import grown_target
+from benchmarks import program
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from benchmarks.engine.throughput_rows import Ratio, paired_ratio
 from benchmarks.engine.throughput_systems import Batch, Engine, Measured
+from benchmarks.grown import grown_target
 
 POLICY = "off"
 MAX_CONTEXT = 512
 LEAST_PAIRS = 6
 """Fewer have no 95 % interval to speak of: of five, it reaches from the least to the largest ratio."""
+
+
+class Turns:
+    """Let two engines step in turns from now on, each on its own thread. Use from one thread."""
+
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines = list(engines)
+        self._changed = threading.Condition()
+        self._running: set[Engine] = set()
+        self._next = self._engines[0]
+        self._seconds: dict[Engine, list[float]] = {engine: [] for engine in engines}
+        for engine in engines:
+            self._stand_before(engine)
+
+    def run(self, policy: str, batch: Batch, first: Engine) -> dict[Engine, Measured]:
+        """Complete the batch by both. wall_s and the steps' ended_s count seconds of the engine's own steps."""
+        self._next = first
+        self._running = set(self._engines)
+        self._seconds = {engine: [] for engine in self._engines}
+        with ThreadPoolExecutor(len(self._engines)) as threads:
+            runs = {engine: threads.submit(self._complete, engine, policy, batch) for engine in self._engines}
+            return {engine: self._in_own_time(engine, run.result()) for engine, run in runs.items()}
+
+    def _complete(self, engine: Engine, policy: str, batch: Batch) -> Measured:
+        try:
+            return engine.run(policy, batch, 0)
+        finally:
+            with self._changed:
+                self._running.discard(engine)
+                self._changed.notify_all()
+
+    def _in_own_time(self, engine: Engine, measured: Measured) -> Measured:
+        ended, steps = 0.0, []
+        for step, seconds in zip(measured.steps, self._seconds[engine], strict=True):
+            ended += seconds
+            steps.append(replace(step, ended_s=ended))
+        return replace(measured, steps=tuple(steps), wall_s=ended)
+
+    def _stand_before(self, engine: Engine) -> None:
+        """Every core that the engine builds, one per policy, steps in its turn only."""
+        build = engine.local.assembly.build_core
+
+        def build_waiting(config: EngineConfig) -> EngineCore:
+            core = build(config)
+            step = core.step
+
+            def step_in_turn() -> list[OutputChunk]:
+                self._wait_for_turn(engine)
+                began = time.perf_counter()
+                chunks = step()
+                if len(engine.noted_steps) > len(self._seconds[engine]):  # it ran something
+                    self._seconds[engine].append(time.perf_counter() - began)
+                self._pass_on(engine)
+                return chunks
+
+            core.step = step_in_turn
+            return core
+
+        engine.local.assembly.build_core = build_waiting
+
+    def _wait_for_turn(self, engine: Engine) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is engine or self._running <= {engine})
+
+    def _pass_on(self, engine: Engine) -> None:
+        with self._changed:
+            self._next = next(other for other in self._engines if other is not engine)
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -236,7 +307,4 @@ def off_path(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(off_path)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(off_path)

@@ -8,7 +8,6 @@ All engines are ready at once and take turns, so that what else runs on the mach
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +21,13 @@ from rich.table import Table
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import WEIGHT_KINDS, EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.warmup import measure
+from benchmarks import program
+from benchmarks.grown import shape_of
 
 ROWS = 8
 CONTEXT = 1024
@@ -75,13 +75,12 @@ def main(
     rounds: Annotated[int, typer.Option(help="turns of each")] = 5,
 ) -> None:
     """Compare steps."""
-    if params not in SHAPES:
-        raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
+    shape = shape_of(params)
     edges = comma_list("tokens", tokens, int)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(target or Path(scratch) / "grown")
         if not target:
-            grow(resolve_folder("demo", "target"), folder, SHAPES[params])
+            grow(resolve_folder("demo", "target"), folder, shape)
         executors = {kind: ready(folder, kind, edges, dtype) for kind in WEIGHT_KINDS}
         parameters = count_parameters(folder)
     sizes = {kind: sum(x.nbytes for x in executor.target.params.values()) for kind, executor in executors.items()}
@@ -102,7 +101,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

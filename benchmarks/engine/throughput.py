@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,16 +29,18 @@ from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, grow, grow_head
+from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+from benchmarks import program
 from benchmarks.engine.throughput_figures import point_figures, show
 from benchmarks.engine.throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from benchmarks.engine.throughput_rows import Conditions, ThroughputRow, read_rows, write_rows
 from benchmarks.engine.throughput_systems import Engine, Load, Looped
+from benchmarks.grown import grown_target
 
 
 @dataclass(frozen=True)
@@ -163,25 +164,6 @@ def conditions(plan: Plan, engine: Engine, target: str) -> Conditions:
     )
 
 
-def grown_target(params: str) -> Path:
-    """The demo target in f32, grown to a named size once and kept in the user's cache folder."""
-    if params not in SHAPES:
-        raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "grown" / f"{params}-f32"
-    if not folder.is_dir():
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        grow(resolve_folder("demo", "target"), scratch, SHAPES[params], dtype="f32")
-        scratch.rename(folder)
-    return folder
-
-
-def grown_head(head: Path, params: str, out: Path) -> Path:
-    """Write a head of the demo target for `grown_target(params)` to a folder, and return the folder."""
-    grow_head(head, resolve_folder("demo", "target"), out, SHAPES[params].hidden)
-    return out
-
-
 @takes("config", EngineConfig, without=("policy", "target"))
 def throughput(
     config: EngineConfig,
@@ -209,7 +191,4 @@ def throughput(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(throughput)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(throughput)

@@ -73,15 +73,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """One timed call. wall_s: all of it. forwards: of the target, counted once for each request in them, prefill left
-    out. drafted, accepted: nodes. steps: all, in order; none of transformers. totals: what the scheduler counted
-    meanwhile; None: not the engine. others_share: of the cores' time, that other processes took; None: unknown."""
+    """One timed call. wall_s: all of it. steps: all, in order. totals: what the scheduler counted meanwhile.
+    others_share: of the cores' time, that other processes took; None: unknown."""
 
     token_ids: list[list[int]]
     wall_s: float
-    forwards: int
-    drafted: int = 0
-    accepted: int = 0
     steps: tuple[Step, ...] = ()
     totals: StepStats | None = None
     others_share: float | None = None
@@ -93,11 +89,6 @@ class Measured:
     @property
     def whole_tps(self) -> float:
         return self.new_tokens / self.wall_s
-
-    @property
-    def decoded_tokens(self) -> int:
-        """Tokens but each request's first one, which comes of its prefill."""
-        return self.new_tokens - len(self.token_ids)
 
     @property
     def decode_tps(self) -> float | None:
@@ -163,13 +154,9 @@ class Engine:
         outputs = self._generate(batch)
         wall_s, others_share = watch.read()
         after = self.llm.stats().scheduler
-        metrics = [output.metrics for output in outputs]
         return Measured(
             token_ids=[output.token_ids for output in outputs],
             wall_s=wall_s,
-            forwards=sum(m.verify_steps for m in metrics),
-            drafted=sum(m.drafted_tokens for m in metrics),
-            accepted=sum(m.accepted_tokens for m in metrics),
             steps=tuple(self.noted_steps),
             totals=_between(before, after),
             others_share=others_share,

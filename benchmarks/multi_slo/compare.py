@@ -20,8 +20,9 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.report import write_suite_page
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.submission import FILE
+from benchmarks import program
 
 OURS = "adaserve"
 TITLE = "Multi-SLO benchmark: this package beside llama.cpp and vLLM"
@@ -108,7 +109,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(compare)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(compare)

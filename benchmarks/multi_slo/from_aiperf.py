@@ -12,7 +12,6 @@ at the same time as the runs of the other classes. The definition is that of the
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.submission import (
@@ -35,6 +34,7 @@ from adaserve_jax.results.submission import (
     judge,
     write_submission,
 )
+from benchmarks import program
 
 NOTE = "converted from aiperf: steady loads alone, without overload and burst"
 MS_PER = {"ms": 1.0, "sec": 1e3, "s": 1e3, "us": 1e-3, "ns": 1e-6}
@@ -136,7 +136,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

@@ -31,12 +31,13 @@ from rich.table import Table
 
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, GrownShape, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.warmup import Effort, measure
+from benchmarks import program
+from benchmarks.grown import shape_of
 
 DRAFT_SHAPES = {
     "110M": GrownShape(layers=5, hidden=384, heads=6, kv_heads=2, mlp=1536),
@@ -240,11 +241,10 @@ def main(
     rounds: Annotated[int, typer.Option(help="swaps there and back")] = 7,
 ) -> None:
     """Measure swaps."""
-    if params not in SHAPES:
-        raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
+    shape = shape_of(params)
     stored = "f32" if dtype == "auto" else dtype
     with tempfile.TemporaryDirectory() as scratch:
-        target = target or _grown("target", SHAPES[params], stored, scratch)
+        target = target or _grown("target", shape, stored, scratch)
         draft = draft or _grown("draft", DRAFT_SHAPES[params], stored, scratch)
         swaps, dtype = run_swaps(config_of(target, draft, dtype, num_pages), rounds)
         sizes = {"target": count_parameters(Path(target)), "draft": count_parameters(Path(draft))}
@@ -260,7 +260,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(main)

@@ -16,7 +16,6 @@ latency, medians over rounds with bootstrap intervals, and ratios within rounds 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,11 +26,12 @@ from adaserve_jax.bench.engine import BenchEngine
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
-from benchmarks.engine.throughput import grown_target
+from benchmarks import program
+from benchmarks.grown import grown_target
 from benchmarks.nightjar.judged import points_of, show
 from benchmarks.nightjar.points import PLAIN
 from benchmarks.nightjar.requests import LOADS, MAX_CONTEXT, QUICK, Requests, Sizes
@@ -110,7 +110,4 @@ def nightjar_engine(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_engine)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_engine)

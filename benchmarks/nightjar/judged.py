@@ -10,9 +10,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from adaserve_jax.cli.terminal import table_console
 from benchmarks.engine.throughput_rows import Ratio, paired_ratio
 from benchmarks.nightjar.points import OURS, PLAIN
 from benchmarks.nightjar.rounds import Rounds
@@ -103,7 +103,7 @@ def show(points: Sequence[dict[str, Any]]) -> None:
             f"{point['load']}, {point['rate_rps']:.2f}/s", point["policy"], f"{point[THROUGHPUT]['median']:.1f}",
             str(times[0]), str(times[1]), f"{point[LATENCY]['median']:.2f}", str(times[2]),
         )  # fmt: skip
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+    console = table_console(table)
+    console.print(table)
     for text in aims(points):
         console.print(text, highlight=False, soft_wrap=True)

@@ -12,48 +12,34 @@ run at once, throughput and latency, with the draft staying and elastic, and the
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.grow import SHAPES, GrownShape, grow
+from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
-from benchmarks.engine.throughput import grown_target
+from benchmarks import program
+from benchmarks.grown import grown_draft, grown_target
 from benchmarks.nightjar.judged import over, spread
 from benchmarks.nightjar.points import OURS, PLAIN, POISSON
 from benchmarks.nightjar.requests import MAX_CONTEXT, QUICK, Requests, Sizes
 from benchmarks.nightjar.rounds import Rounds, capacity_rps
 from benchmarks.nightjar.views import LATENCY, THROUGHPUT
 
-DRAFT = GrownShape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
-"""About a tenth of the 110M target."""
 RESULT = "nightjar-offload.json"
 RUNNING = "running_mean"
 SHOWN = (RUNNING, THROUGHPUT, LATENCY)
 SIDES = ("off", "on")
-
-
-def grown_draft(beside: Path) -> Path:
-    """The demo draft in f32, grown once and kept beside the grown target."""
-    folder = beside.with_name("draft-10M-f32")
-    if not folder.is_dir():
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
-        grow(resolve_folder("demo", "draft"), scratch, DRAFT, dtype="f32")
-        scratch.rename(folder)
-    return folder
 
 
 def measure(
@@ -130,8 +116,7 @@ def show(points: Sequence[dict[str, Any]]) -> None:
             f"{point['share']:g}", point["policy"], pair[RUNNING], pair[THROUGHPUT], times[THROUGHPUT], pair[LATENCY],
             times[LATENCY],
         )  # fmt: skip
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+    table_console(table).print(table)
 
 
 def nightjar_offload(
@@ -172,14 +157,10 @@ def nightjar_offload(
 
 
 def _config(params: str, num_pages: int) -> EngineConfig:
-    target = grown_target(params)
     return EngineConfig(
-        target=str(target), draft=str(grown_draft(target)), max_context=MAX_CONTEXT, num_pages=num_pages
+        target=str(grown_target(params)), draft=str(grown_draft()), max_context=MAX_CONTEXT, num_pages=num_pages
     )
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_offload)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_offload)

@@ -3,7 +3,7 @@
     python -m benchmarks.nightjar.over_time --azure AzureLLMInferenceTrace_conv.csv.gz --out over-time.json
     python -m benchmarks.nightjar.over_time --quick --out over-time.json
 
-The load is that of the tables of nightjar_tables.py. Latency is by the interval in which a request arrived, throughput
+The load is that of tables.py. Latency is by the interval in which a request arrived, throughput
 by the one in which a token came. Written once all policies are through.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,12 @@ import typer
 
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.sim.simulation import simulate
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 from benchmarks.nightjar.points import (
     DYNAMIC,
     DYNAMIC_SHARE,
@@ -104,7 +104,7 @@ def measure(segment: Trace, setup: str, policies: Sequence[str], scale: Scale, i
 def nightjar_over_time(
     out: Annotated[Path, typer.Option(help="JSON file to write")],
     azure: Annotated[Path | None, typer.Option(help="AzureLLMInferenceTrace_conv.csv, .gz or not")] = None,
-    setup: Annotated[str, typer.Option(help="a setup of nightjar_tables.py")] = "grown-110M",
+    setup: Annotated[str, typer.Option(help="a setup of benchmarks.nightjar.tables")] = "grown-110M",
     policies: Annotated[str, typer.Option(help="policies, separated by commas")] = POLICIES,
     quick: Annotated[bool, typer.Option(help="a short made trace and few policies, to see it work")] = False,
 ) -> None:
@@ -118,7 +118,4 @@ def nightjar_over_time(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_over_time)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_over_time)

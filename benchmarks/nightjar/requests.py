@@ -1,4 +1,4 @@
-"""The requests of benchmarks/nightjar/engine.py and nightjar_offload.py: lengths and swing of a trace, prompts of code.
+"""The requests of benchmarks/nightjar/engine.py and offload.py: lengths and swing of a trace, prompts of code.
 
 Knows tokenizers and files, no engine.
 """

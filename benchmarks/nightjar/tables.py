@@ -16,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -30,13 +29,14 @@ import typer
 from adaserve_jax.bench.simulate import result_rows
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import machine_name, new_run_id, source_commit
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.simulation import simulate
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 from benchmarks.nightjar.points import (
     CLASSES,
     QUICK,
@@ -196,7 +196,4 @@ def nightjar_tables(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(nightjar_tables)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(nightjar_tables)

@@ -20,7 +20,7 @@ FEWER_IS_BETTER = (LATENCY,)
 
 @dataclass(frozen=True)
 class Line:
-    """One policy under one load with one seed. pool: of `nightjar_points.Pool`; None: pages that never run out.
+    """One policy under one load with one seed. pool: of `points.Pool`; None: pages that never run out.
     figures: FIGURES. about: rate, wall time, workload, commit. swaps: by kind, of a pool."""
 
     key: str

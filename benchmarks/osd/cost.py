@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,14 +24,13 @@ from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
 from adaserve_jax.workloads.workload import Workload, load_workload
-from benchmarks.engine.throughput import grown_target
-from benchmarks.nightjar.offload import grown_draft
+from benchmarks import program
+from benchmarks.grown import grown_draft, grown_target
 from benchmarks.osd.runs import wait_until_learned
 
 DRAIN_S = 60.0
@@ -118,8 +116,8 @@ def main(
 ) -> None:
     """Measure and write."""
     workload = load_workload()
-    target = grown_target("110M")
-    config = EngineConfig(target=str(target), draft=str(grown_draft(target)), policy="adaserve", max_requests=16)
+    target, draft = str(grown_target("110M")), str(grown_draft())
+    config = EngineConfig(target=target, draft=draft, policy="adaserve", max_requests=16)
     learn = LearnConfig(
         learn_rate=learn_rate, learn_delay_ms=delay_ms, learn_every=learn_every, learn_steps=learn_steps
     )
@@ -175,7 +173,4 @@ def of_load(turns: list[Turn], load: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +25,12 @@ from adaserve_jax import LLM, EngineConfig
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from benchmarks.engine.throughput import grown_head, grown_target
+from adaserve_jax.scheduler.acceptance import chance_of_chains
+from benchmarks import program
 from benchmarks.engine.throughput_rows import paired_ratio
+from benchmarks.grown import grown_head, grown_target
 from benchmarks.osd.prompts import domains
 from benchmarks.osd.runs import sampling
 
@@ -57,15 +57,6 @@ class Row:
 def closed_form(acceptance: float, chain: int, draft_share: float) -> float:
     """Return the speedup that online speculative decoding predicts (eq. 1)."""
     return sum(acceptance**depth for depth in range(chain + 1)) / (chain * draft_share + 1)
-
-
-def chance_of(kept: float, chain: int) -> float:
-    """Return the chance a with a + a^2 + ... + a^chain = kept, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**d for d in range(1, chain + 1)) < kept else (low, middle)
-    return low
 
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -149,7 +140,7 @@ def row_of(name: str, chain: int, each: list[tuple[float, int, int]], plain: lis
     tpots = [tpot for tpot, _, _ in each]
     kept = sum(accepted for _, accepted, _ in each) / sum(steps for _, _, steps in each)
     ratio = paired_ratio(plain, tpots)
-    a = chance_of(kept, chain)
+    a = chance_of_chains(kept, chain)
     return Row(
         name, f"spec:{chain}", kept, a, share, 1e3 * float(np.median(tpots)), ratio.median, ratio.low, ratio.high,
         closed_form(a, chain, share),
@@ -157,7 +148,4 @@ def row_of(name: str, chain: int, each: list[tuple[float, int, int]], plain: lis
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

@@ -1,14 +1,17 @@
-"""AdaServe's figures 8 to 15 (section 6): what they show and how they are measured here."""
+"""AdaServe's figures 8 to 15 (section 6): what they show, and how they are measured and read here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import numpy as np
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.traces import DURATION_S, PEAKS, Trace, load_trace
 from benchmarks.papers.bench_reading import bench_claims, bench_rows
-from benchmarks.papers.entry import Claim, Entry, Form, NotYet, Step
-from benchmarks.papers.share_reading import SHARE_CLAIMS, host_share
+from benchmarks.papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
+from benchmarks.papers.reading import figure, read_json, series
 from benchmarks.papers.sweep_reading import sweeps
-from benchmarks.papers.trace_reading import PEAK_CLAIMS, peaks
 
 PAPER = "AdaServe"
 MACHINES = ("llama-70b", "qwen-32b")
@@ -135,6 +138,85 @@ FLUCTUATING_CLAIMS = (
     ("smallest lead in attainment over the best baseline, all mean rates", "least lead", None, None, 0.0),
 )
 NO_MIX = NotYet("a workload for the real engine whose classes peak at different times; the simulator has one")
+
+BIN_S, WINDOW_S = 10.0, 60.0
+OFF_S = 20.0
+"""Seconds that a peak may be off the one read from the paper's figure."""
+PEAK_CLAIMS = (
+    Claim("largest distance of a class's busiest minute from the paper's peak, seconds", "peaks off, s", "at most",
+          OFF_S, None, "s"),
+    Claim("smallest ratio of arrivals in a class's busiest minute to those in an average minute", "least swing",
+          "at least", 1.0),
+)  # fmt: skip
+
+
+def peaks(step: str) -> Callable[[Folders], Found]:
+    """Read figure 13 from the trace that a simulation kept."""
+
+    def read(folders: Folders) -> Found:
+        files = sorted(folders[step].glob("trace-*.jsonl.gz"))
+        if not files:
+            raise ConfigError(f"{folders[step]} has no trace-*.jsonl.gz; remove the folder and run the figure again")
+        return found_in(load_trace(files[-1]))
+
+    return read
+
+
+def found_in(trace: Trace) -> Found:
+    """Where each class peaks: the middle of the minute that has most of its requests."""
+    times = {name: np.array([r.due_s for r in trace.requests if r.slo_class == name]) for name in PEAKS}
+    busiest = {name: _busiest(at) for name, at in times.items()}
+    values = {
+        "peaks off, s": max(abs(busiest[name][0] - PEAKS[name].at_s) for name in PEAKS),
+        "least swing": min(
+            busiest[name][1] / (len(at) * WINDOW_S / DURATION_S) for name, at in times.items() if len(at)
+        ),
+    }  # fmt: skip
+    edges = np.arange(0.0, DURATION_S + BIN_S, BIN_S)
+    curves = {
+        name: dict(zip(edges[:-1].tolist(), (np.histogram(at, edges)[0] / BIN_S).tolist(), strict=True))
+        for name, at in times.items()
+    }
+    shown = figure("arrivals", "Arrivals by class", trace.name, "seconds", [("arrivals", "requests/s", series(curves))])
+    return Found(values, (shown,), {"workload": trace.name})
+
+
+def _busiest(at_s: np.ndarray) -> tuple[float, int]:
+    """(middle, requests) of the busiest window that begins at a whole second; of equals, the middle one."""
+    starts = np.arange(0.0, DURATION_S - WINDOW_S + 1)
+    counts = np.array([np.count_nonzero((at_s >= start) & (at_s < start + WINDOW_S)) for start in starts])
+    best = np.flatnonzero(counts == counts.max())
+    return float(starts[best[len(best) // 2]] + WINDOW_S / 2), int(counts.max())
+
+
+POLICY = "adaserve"
+PHASES = ("plan", "draft", "select", "verify", "commit")
+MINIMAL = 0.01
+"""The largest share of the serving time that counts as next to nothing."""
+SHARE_CLAIMS = (
+    Claim("share of the serving time that selection takes", "select share", "at most", MINIMAL, 0.0041, "share"),
+    Claim("share of the serving time, with the choice of depth, width and budget", "plan and select share",
+          "at most", MINIMAL, None, "share"),
+)  # fmt: skip
+
+
+def host_share(step: str) -> Callable[[Folders], Found]:
+    """Read figure 15 from benchmarks/engine/host_share.py; the paper's number is that of its larger model."""
+
+    def read(folders: Folders) -> Found:
+        result = read_json(folders[step] / "share.json")
+        row = next(row for row in result["rows"] if row["policy"] == POLICY)
+        values = {
+            "select share": row["select_ms"] / row["wall_ms"],
+            "plan and select share": row["plan_and_select_share"],
+        }
+        bars = series({phase: {POLICY: row[f"{phase}_ms"]} for phase in PHASES})
+        caption = f"Milliseconds per step, {result['requests']} requests at once."
+        shown = figure("phases", "Phases of a step", caption, "policy", [("phases", "ms per step", bars)], kind="stack")
+        return Found(values, (shown,), {name: str(result[name]) for name in ("commit", "machine")})
+
+    return read
+
 
 ENTRIES = (
     Entry(

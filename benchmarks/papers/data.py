@@ -6,7 +6,10 @@ Made ones have the same names and formats, so that every command takes either.
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import math
+import random
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,7 +22,6 @@ from adaserve_jax.workloads.readers.length_traces import AZURE_COLUMNS
 from adaserve_jax.workloads.reshaping import with_mix, with_slo_scale
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace, save_trace
 from benchmarks.nightjar.segments import MINUTE_S, poisson_arrivals
-from benchmarks.papers.made_questions import write_questions
 
 RATES = (2.4, 2.8, 3.2, 3.6, 4.0, 4.6)
 URGENT = (0.3, 0.6, 0.9)
@@ -36,6 +38,11 @@ the rate from its mean."""
 LENGTHS = ((6.9, 0.8), (4.9, 0.9))
 """Mean and standard deviation of the logarithm of its prompt and output tokens."""
 LONGEST = (4000, 1000)
+QUESTIONS = 4000
+NAMES = ("Ava", "Ben", "Chloe", "Daniel", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jamal", "Keiko", "Liam")
+THINGS = ("apples", "books", "cards", "eggs", "flowers", "marbles", "pencils", "shells", "stamps", "tickets")
+DAYS = ("day", "week", "month")
+"""Of made questions: how many, and what their templates name."""
 
 
 @dataclass(frozen=True)
@@ -130,3 +137,42 @@ def _write_azure(path: Path, seed: int = 0) -> None:
                 )
                 at = begin + timedelta(seconds=minute * MINUTE_S + float(at_s))
                 writer.writerow([at.strftime("%Y-%m-%d %H:%M:%S.%f"), *tokens])
+
+
+def write_questions(path: Path, seed: int = 0) -> None:
+    """Write maths questions from templates in the format of GSM8K's files, as .gz; the same for the same seed."""
+    rng = random.Random(seed)
+    found: dict[str, int] = {}
+    while len(found) < QUESTIONS:
+        question, answer = rng.choice((_bought, _shared, _saved))(rng)
+        found[question] = answer
+    lines = (json.dumps({"question": q, "answer": f"#### {answer}"}) + "\n" for q, answer in found.items())
+    path.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+
+
+def _bought(rng: random.Random) -> tuple[str, int]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    count, price, paid = rng.randint(2, 20), rng.randint(2, 9), 200
+    return (
+        f"{name} buys {count} {thing} for ${price} each and pays with ${paid}. How much money does {name} get back?",
+        paid - count * price,
+    )
+
+
+def _shared(rng: random.Random) -> tuple[str, int]:
+    (name, other), thing = rng.sample(NAMES, 2), rng.choice(THINGS)
+    each, friends, kept = rng.randint(2, 12), rng.randint(2, 9), rng.randint(1, 30)
+    return (
+        f"{name} has {each * friends + kept} {thing}. {name} gives {each} of them to each of {friends} friends, one of "
+        f"whom is {other}. How many {thing} does {name} have left?",
+        kept,
+    )
+
+
+def _saved(rng: random.Random) -> tuple[str, int]:
+    name, day = rng.choice(NAMES), rng.choice(DAYS)
+    first, more, times = rng.randint(5, 60), rng.randint(2, 15), rng.randint(3, 12)
+    return (
+        f"{name} has ${first} and saves ${more} every {day}. How many dollars does {name} have after {times} {day}s?",
+        first + more * times,
+    )

@@ -1,4 +1,4 @@
-"""What Nightjar's figures state, read from the runs of the real engine: nightjar_engine.py, nightjar_offload.py."""
+"""What Nightjar's figures state, read from the runs of benchmarks/nightjar/engine.py and offload.py."""
 
 from __future__ import annotations
 

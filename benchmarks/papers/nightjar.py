@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times
-from benchmarks.papers.elastic_reading import ELASTIC_CLAIMS, swaps
 from benchmarks.papers.engine_reading import ENGINE_CLAIMS, OFFLOAD_CLAIMS, engine_offload, engine_points
 from benchmarks.papers.entry import Claim, Entry, Form, Step
 from benchmarks.papers.nightjar_reading import (
     BASELINES,
+    ELASTIC_CLAIMS,
     bandits,
     lengths,
     methods,
     methods_and_longer,
     methods_on_both,
     offload,
+    swaps,
     thresholds,
 )
 from benchmarks.papers.over_time_reading import RATE_CLAIMS, TIME_CLAIMS, over_time, rate_trace

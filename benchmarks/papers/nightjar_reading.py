@@ -1,23 +1,32 @@
-"""What Nightjar's figures state, read from the points of benchmarks/nightjar/tables.py. Runs nothing."""
+"""What Nightjar states, read from the results of benchmarks/nightjar/tables.py and elastic.py. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 
 from adaserve_jax.report.document import Figure, Table
 from benchmarks.nightjar.paper import NAMES
 from benchmarks.nightjar.points import CLASSES, MAIN, METHODS, POISSON, THRESHOLD_SHARE
 from benchmarks.nightjar.summary import offload_pairs
 from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, ratio
-from benchmarks.papers.entry import Folders, Found
+from benchmarks.papers.entry import Claim, Folders, Found
 from benchmarks.papers.reading import figure, largest, least, read_json, series
 
 BANDITS = ("linucb", "lints", "bingreedy")
 OTHERS = tuple(policy for policy in METHODS if policy not in (OURS, MAIN, "nightjar-v1"))
 BASELINES = tuple(policy for policy in NAMES if policy != OURS)
 """The methods that the paper's tables compare with."""
+EXPANSION_S, CONTRACTION_S, DISPATCH_S = 0.1439, 0.0119, 21.9e-6
+"""The paper's, of a 32B target on two L20 GPUs."""
+ELASTIC_CLAIMS = (
+    Claim("expansion over contraction", "expansion over contraction", "at least", 1.0, EXPANSION_S / CONTRACTION_S),
+    Claim("expansion", "expansion, s", "at most", EXPANSION_S, EXPANSION_S, "s"),
+    Claim("contraction", "contraction, s", "at most", CONTRACTION_S, CONTRACTION_S, "s"),
+    Claim("dispatch of the draft's reload, over a whole contraction", "dispatch share", "at most", 0.1,
+          DISPATCH_S / CONTRACTION_S, "share"),
+)  # fmt: skip
 Read = Callable[[Folders], Found]
 
 
@@ -217,3 +226,34 @@ def _by_share(tables: Tables, setup: str, key: str, title: str, names: Callable[
 
     panels = (("throughput", "tokens/s", curves(THROUGHPUT)), ("latency", "s", curves(LATENCY)))
     return figure(key, title, f"{setup}, simulated; no request has a target.", "share of the capacity", panels)
+
+
+def swaps(step: str) -> Read:
+    """Read table 6 from benchmarks/nightjar/elastic.py: medians over rounds."""
+
+    def read(folders: Folders) -> Found:
+        result = read_json(folders[step] / "elastic.json")
+        seconds = result["swaps"]["seconds"]
+
+        def middle(*names: str) -> float:
+            return median(map(sum, zip(*(seconds[name] for name in names), strict=True)))
+
+        expansion, contraction, dispatch = middle("expand"), middle("move", "contract"), middle("contract")
+        values = {
+            "expansion over contraction": expansion / contraction,
+            "expansion, s": expansion,
+            "contraction, s": contraction,
+            "dispatch share": dispatch / contraction,
+        }
+        rows = tuple(
+            (name, f"{paper * 1e3:.3g}", f"{ours * 1e3:.3g}")
+            for name, paper, ours in (
+                ("expansion", EXPANSION_S, expansion), ("contraction", CONTRACTION_S, contraction),
+                ("dispatch of the reload", DISPATCH_S, dispatch),
+            )
+        )  # fmt: skip
+        caption = f"{result['params']['target'] / 1e6:.1f}M parameters, {result['dtype']}, {result['device']}."
+        shown = Table("swaps", "Operations", caption, ("operation", "paper, ms", "here, ms"), rows, frozenset({1, 2}))
+        return Found(values, (shown,), {name: str(result[name]) for name in ("commit", "machine", "device")})
+
+    return read

@@ -14,18 +14,17 @@ Exit codes: 0 all was run; 1 an error; 3 something named is not there yet; 130 i
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.cli.terminal import notes
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.cli.terminal import notes, table_console
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder
+from benchmarks import program
 from benchmarks.papers import pages, registry
 from benchmarks.papers.entry import SIZES, Entry, Form, NotYet
 from benchmarks.papers.running import INTERRUPTED, command, data_of, folder_of, run_form
@@ -59,8 +58,7 @@ def list_entries(
         if commands:
             for size in SIZES:
                 _show(entry, size, entry.forms.get(size))
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(table)
+    table_console(table).print(table)
 
 
 @app.command()
@@ -117,7 +115,7 @@ def status(
             claims = form.get("claims", [])
             held = f"{sum(claim['holds'] is True for claim in claims)} of {len(claims)}" if claims else "-"
             table.add_row(entry["name"], size, form["state"], held)
-    Console(width=100).print(table)
+    table_console(table).print(table)
 
 
 def _run(entry: Entry, form: Form, size: str, out: Path, data: Path | None) -> None:
@@ -128,17 +126,16 @@ def _run(entry: Entry, form: Form, size: str, out: Path, data: Path | None) -> N
     path = write_row(row, out)
     document = pages.document_of(entry, form, row, found)
     written = [path, *pages.write_pages(document, path.with_suffix(""), note)]
-    _print_claims(document.title, entry, form, row.values)
+    _print_claims(document.title, form, row.values)
     note("in " + ", ".join(str(each) for each in written))
 
 
-def _print_claims(title: str, entry: Entry, form: Form, values: Mapping[str, float | None]) -> None:
+def _print_claims(title: str, form: Form, values: Mapping[str, float | None]) -> None:
     found = pages.claims_table(pages.judged(form.claims, values))
     table = Table(*found.columns, title=title, title_justify="left")
     for row in found.rows:
         table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=140)).print(table)
+    table_console(table).print(table)
 
 
 def _show(entry: Entry, size: str, form: Form | NotYet | None) -> None:
@@ -151,7 +148,4 @@ def _show(entry: Entry, size: str, form: Form | NotYet | None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(app)

@@ -29,8 +29,8 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.jsonl import read_good_rows
 from adaserve_jax.results.run_folder import RESULTS
 from adaserve_jax.results.schema import ResultRow
+from benchmarks.server.http_load import HOST, free_port
 
-HOST = "127.0.0.1"
 SERVER, LOG = "server.json", "server.log"
 """Files beside the rows: how the server was started, and what it printed."""
 READY_LIMIT_S, END_LIMIT_S, POLL_S = 900.0, 30.0, 0.2
@@ -153,12 +153,6 @@ def checkpoint(name_or_path: str, role: str) -> str:
     if name_or_path != "demo" and not Path(name_or_path).expanduser().is_dir():
         return name_or_path
     return str(resolve_folder(name_or_path, role))  # pyright: ignore[reportArgumentType]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return free.getsockname()[1]
 
 
 def bench_command(peer: Peer, url: str, out: Path, bench: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.starsd.apart --out star-apart.json [--windows 12]
 
-One paced target (star_targets.py) with the draft in its own process, and one whose draft is `adaserve draft`, over gRPC
+One paced target (targets.py) with the draft in its own process, and one whose draft is `adaserve draft`, over gRPC
 on this machine: the same texts, chains and verification times. `message_s` is what a round takes from the target's call
 to its tree beside the wait in the service's queue and the draft itself: bytes made and read, and the way
 there and back.
@@ -21,8 +21,10 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
+from benchmarks.grown import grown_draft
 from benchmarks.starsd.runs import MAX_CONTEXT, MAX_FEED, Run, alone_in_turns, targets_at
 from benchmarks.starsd.service import service
 from benchmarks.starsd.table1 import NEW_TOKENS, TEMPERATURE, TEXTS
@@ -30,7 +32,7 @@ from benchmarks.starsd.targets import Shape, run_target
 
 
 def window_of(run: Run) -> dict[str, float]:
-    """Of one target at the service, in the terms of `star_colocated.Alone`, and where a round's time went."""
+    """Of one target at the service, in the terms of `colocated.Alone`, and where a round's time went."""
     wait_s = run.counts.queue_s / run.counts.trees
     return {
         "throughput_tps": run.tally.tokens / run.seconds, "rounds_per_s": run.tally.rounds / run.seconds,
@@ -49,16 +51,14 @@ def star_apart(
     seconds: Annotated[float, typer.Option(help="of a window")] = 4.0,
 ) -> None:
     """Measure."""
-    from benchmarks.engine.throughput import grown_target
-    from benchmarks.nightjar.offload import grown_draft  # these import jax, which the target's process need not
-    from benchmarks.starsd.texts import texts_of
+    from benchmarks.starsd.texts import texts_of  # it imports jax, which the target's process need not
 
     if min(verify_ms, seconds) <= 0 or min(depth, windows) < 1:
         raise ConfigError(
             f"--verify-ms and --seconds must be above 0, --depth and --windows at least 1, got {verify_ms:g}, "
             f"{seconds:g}, {depth} and {windows}"
         )
-    model = Path(draft) if draft else grown_draft(grown_target("110M"))
+    model = Path(draft) if draft else grown_draft()
     texts = texts_of(
         target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
         max_context=MAX_CONTEXT,
@@ -87,7 +87,4 @@ def star_apart(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_apart)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_apart)

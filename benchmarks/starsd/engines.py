@@ -1,4 +1,4 @@
-"""Targets that are whole engines: the real target model verifies, where a paced one (star_targets.py) sleeps.
+"""Targets that are whole engines: the real target model verifies, where a paced one (targets.py) sleeps.
 
 Each process is an `LLM` with one request at a time, at a draft service or with a draft or head in its own process. It
 goes through the same texts, so that what it makes of a prompt can be held against what the target made of it alone.
@@ -50,7 +50,7 @@ class Engines(Tally):
 
 
 def run_engine(port: Connection, service: int, number: int, texts: Sequence[Text], engine: Engine) -> None:
-    """The process of one target, told what `star_targets.run_target` is told. service: the port of the draft service,
+    """The process of one target, told what `targets.run_target` is told. service: the port of the draft service,
     where the engine has no draft of its own."""
     from adaserve_jax import LLM
 

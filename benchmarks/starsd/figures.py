@@ -2,7 +2,7 @@
 
     python -m benchmarks.starsd.figures --rows benchmarks/results/star-plan.json --out docs/figures/star-plan.png
 
-Rows are those of `star_sim.StarRow`, under "rows" of each file. Colours are Okabe and Ito's, told apart by
+Rows are those of `sim.StarRow`, under "rows" of each file. Colours are Okabe and Ito's, told apart by
 colour-blind readers too.
 """
 

@@ -14,7 +14,6 @@ simulated with the service's own core. Nothing is measured.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +23,11 @@ import jax.numpy as jnp
 import typer
 
 from adaserve_jax.bench.roofline import Assumptions, Roofline
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.config import Eagle3Config, ModelConfig
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.absent_device import AbsentDevice, device_named
 from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
+from benchmarks import program
 from benchmarks.starsd.closed_forms import emitted_tokens
 from benchmarks.starsd.sim import StarPlan, simulated_row
 
@@ -164,7 +163,4 @@ def star_heads(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_heads)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_heads)

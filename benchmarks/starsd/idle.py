@@ -24,8 +24,10 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks import program
+from benchmarks.grown import grown_draft
 
 IDLE_S = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 WARMED_AT_S = 0.03
@@ -98,7 +100,7 @@ def star_idle(
             f"{depth}, {samples} and {context}"
         )
     load_1m = os.getloadavg()[0]
-    model = Path(draft) if draft else _grown()
+    model = Path(draft) if draft else grown_draft()
     drafts, close = chain_of(model, depth, context)
     try:
         found = measure(drafts, depth, samples)
@@ -116,13 +118,6 @@ def star_idle(
     typer.echo(f"{len(SETTINGS)} settings of {samples} samples in {out}")
 
 
-def _grown() -> Path:
-    from benchmarks.engine.throughput import grown_target
-    from benchmarks.nightjar.offload import grown_draft
-
-    return grown_draft(grown_target("110M"))
-
-
 def _device() -> str:
     from adaserve_jax.runtime.loading import device_name
 
@@ -130,7 +125,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_idle)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_idle)

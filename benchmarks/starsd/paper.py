@@ -1,4 +1,4 @@
-"""Numbers of StarSD as printed, of its machines, models and requests: Table 1, in rows like `star_sim.StarRow`,
+"""Numbers of StarSD as printed, of its machines, models and requests: Table 1, in rows like `sim.StarRow`,
 and the draft's times of sections 5.3 and G."""
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ N_max the last whose targets are as fast as the plain ones, searched from the cl
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import ServiceTime, max_targets_batched
+from benchmarks import program
 from benchmarks.starsd.closed_forms import emitted_tokens, full_targets, max_targets
 from benchmarks.starsd.sim import StarPlan, StarRow, closed_row, simulated_row
 
@@ -129,7 +128,4 @@ def star_plan(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_plan)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_plan)

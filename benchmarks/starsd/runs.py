@@ -1,6 +1,6 @@
 """Runs of StarSD's Table 1: so many targets at one draft service for some seconds, and what is made of several.
 
-Knows neither what a target is (star_targets.py, star_engines.py) nor the table.
+Knows neither what a target is (targets.py, engines.py) nor the table.
 """
 
 from __future__ import annotations

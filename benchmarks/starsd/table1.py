@@ -3,8 +3,8 @@
     python -m benchmarks.starsd.table1 --out benchmarks/results/starsd/table1-cpu.json [--verify-ms 31] [--rounds 3]
 
 The service is `adaserve draft` with the 10M draft, once as it is and once with `--one-by-one`, as in the paper. Targets
-are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (star_targets.py),
-along texts that the target wrote before (star_texts.py), since two cores bear no six targets. --verify-ms is half of
+are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (targets.py),
+along texts that the target wrote before (texts.py), since two cores bear no six targets. --verify-ms is half of
 what a verification of the demo's target grown to 110M takes: N_full is then about 3, with numbers below and beyond it
 up to 6, and batching has room for more than 1.5 times the throughput (at most N S / (Z + S)). So what is measured is
 the draft, the protocol, and the queue between them.
@@ -15,7 +15,7 @@ depth has as many accepted tokens as were found; t_c is what a round of one targ
 the closed form and the simulation are computed, up to 64 targets. `colocated`: the same draft within the process of one
 target, as in the paper's first column. `spread`: the least and the most over rounds.
 
---engines 2 also measures one and two targets that are whole engines (star_engines.py), beside one with the draft and
+--engines 2 also measures one and two targets that are whole engines (engines.py), beside one with the draft and
 one with the demo's EAGLE-3 head in its own process: no more than the cores bear, since all of them compute at once.
 """
 
@@ -36,11 +36,14 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.scheduler.acceptance import chance_of_chains
 from adaserve_jax.star.service.admission import interpolated
-from benchmarks.starsd.closed_forms import accepted_tokens, full_targets
+from benchmarks import program
+from benchmarks.grown import grown_draft, grown_head, grown_target
+from benchmarks.starsd.closed_forms import full_targets
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
 from benchmarks.starsd.paper import COLOCATED_TPS, paper_rows
@@ -77,15 +80,6 @@ def service_times(at: Service, texts: Sequence[Text], shape: Shape, seconds: flo
     return found
 
 
-def chance_of(mean_accepted: float, depth: int) -> float:
-    """b: the chance of each level for which a chain of that depth has so many accepted tokens on average."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted_tokens(middle, depth) < mean_accepted else (low, middle)
-    return (low + high) / 2
-
-
 def computed(
     service_s: dict[int, float], shape: Shape, verify_s: float, network_s: float, chance: float
 ) -> list[StarRow]:
@@ -114,16 +108,14 @@ def star_table1(
     engine_target: Annotated[str, typer.Option(help="their model; '': the demo's, grown to 110M")] = "",
 ) -> None:
     """Measure, compute, simulate."""
-    from benchmarks.engine.throughput import grown_head, grown_target
-    from benchmarks.nightjar.offload import grown_draft  # these import jax, which the targets' processes need not
-    from benchmarks.starsd.texts import texts_of
+    from benchmarks.starsd.texts import texts_of  # it imports jax, which the targets' processes need not
 
     if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1 or engines < 0:
         raise ConfigError(
             "--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1, --engines at least "
             f"0, got {verify_ms:g}, {seconds:g}, {depth}, {rounds}, {targets} and {engines}"
         )
-    model = Path(draft) if draft else grown_draft(grown_target("110M"))
+    model = Path(draft) if draft else grown_draft()
     texts = texts_of(
         target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
         max_context=MAX_CONTEXT,
@@ -185,7 +177,7 @@ def report(
 ) -> dict[str, Any]:
     """Return what follows from the runs."""
     sums = {name: sum(vars(run.tally)[name] for run in runs) for name in vars(Tally())}
-    verify_s, chance = sums["slept_s"] / sums["steps"], chance_of(sums["accepted"] / sums["rounds"], shape.depth)
+    verify_s, chance = sums["slept_s"] / sums["steps"], chance_of_chains(sums["accepted"] / sums["rounds"], shape.depth)
     times = {n: statistics.median(each[n] for each in service_s) for n in service_s[0]}
     back_s = statistics.median(run.back_s for run in runs if run.n == 1)
     rows = [*medians(runs), *computed(times, shape, verify_s, max(back_s - verify_s, 0.0), chance)]
@@ -213,7 +205,4 @@ def report(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(star_table1)
-    except AdaServeError as error:
-        sys.exit(f"error: {error}")
+    program.run(star_table1)

@@ -29,19 +29,14 @@ from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import DraftTrees, StepOutcome, StepPlan
 from adaserve_jax.workloads.workload import load_workload
 from tests.bench.test_cluster import short_trace
+from tests.plans import step_plan
 
 MACHINE = load_machine("llama-70b")
 
 
 def plan_of(seeds: list[int], ctx_len: list[int]) -> StepPlan:
-    rows, none = len(seeds), np.zeros(0, np.int32)
-    zeros = np.zeros(rows, np.float32)
-    sampling = RowSampling(np.array(seeds, np.uint64), none, zeros, none, zeros, zeros)
-    table = np.zeros((rows, 1), np.int32)
-    slots = np.arange(rows)
-    return StepPlan(
-        0, slots, rows, slots, np.array(ctx_len), table, sampling, none, none, np.zeros(0, bool), None, 16
-    )  # fmt: skip
+    sampling = RowSampling.greedy(len(seeds))._replace(seed=np.array(seeds, np.uint64))
+    return step_plan(len(seeds), ctx_len=np.array(ctx_len), sampling=sampling)
 
 
 def test_a_verification_reveals_ranks_by_position_and_where_none_was_right() -> None:

@@ -12,19 +12,14 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
+from scripts import results_cluster
 from tests.bench.scripts import imported
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    with (
-        imported("results_cluster", folder=ROOT / "scripts") as tables,
-        imported("cluster.plan") as made,
-        imported("starsd.plan") as star,
-    ):
-        yield {**tables, **made, "star_plan": star["plan"]}
+    with imported("cluster.plan") as made, imported("starsd.plan") as star:
+        yield {**made, "star_plan": star["plan"]}
 
 
 def test_requests_are_of_the_mix(scripts) -> None:
@@ -53,8 +48,8 @@ def test_requests_in_columns_are_made_when_they_are_asked_for(scripts) -> None:
 
 
 def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path) -> None:
-    plan, tables = scripts["plan"], scripts["results_cluster"]
-    assert tables.cluster_tables(tmp_path) == []
+    plan = scripts["plan"]
+    assert results_cluster.cluster_tables(tmp_path) == []
     with (tmp_path / "points.jsonl").open("w") as file:
         for part, router, replicas in (
             ("fixed", "least-loaded", 2),
@@ -66,7 +61,7 @@ def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path) -> None:
             assert line.rate_rps == pytest.approx(0.9 * 5.0 * replicas)
             assert line.summaries[0]["finished"] == 6 and line.steps > 0 and line.cpu_s > 0 and line.peak_bytes > 1e6
             file.write(json.dumps(vars(line)) + "\n")
-    shown = "\n\n".join(tables.cluster_tables(tmp_path))
+    shown = "\n\n".join(results_cluster.cluster_tables(tmp_path))
     assert "| policy | mix | load | replicas | `round-robin` | `least-loaded` | `slo-aware:4` | `slo-aware` |" in shown
     assert "| `ar` | adaserve | 90% | 2 |  | 100.0% | 100.0% |  |" in shown
     assert "| 6 | 3 | `ar` | `least-loaded` | 90% |" in shown
@@ -89,14 +84,14 @@ def test_every_part_has_points_and_no_two_are_the_same(scripts) -> None:
 @pytest.mark.slow
 def test_targets_per_draft_by_both(scripts, tmp_path: Path) -> None:
     plan, path = scripts["star_plan"], tmp_path / "star-plan.json"
-    assert scripts["results_cluster"].star_tables(path) == []
+    assert results_cluster.star_tables(path) == []
     plan.star_plan(path, rounds=24, quick=True)
     result = json.loads(path.read_text())
     assert {row["kind"] for row in result["rows"]} == {"closed", "simulated"}
     for each in result["plans"]:
         assert each["full"] == each["full_simulated"] == 2
         assert abs(each["most"] - each["most_simulated"]) <= 1
-    shown = "\n\n".join(scripts["results_cluster"].star_tables(path))
+    shown = "\n\n".join(results_cluster.star_tables(path))
     assert "| 1 | 0.5 | 2 | 1.75 | 2 | 2 | 0 | 0 | 0 | 0 |" in shown
     assert "| 3 | batched |" in shown
 

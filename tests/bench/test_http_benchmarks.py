@@ -16,9 +16,7 @@ from tests.server.conftest import running
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported(
-        "server.http_load", "server.front_end", "adaserve.overload", "server.soak", "server.refusals"
-    ) as found:
+    with imported("server.http_load", "server.front_end", "adaserve.overload", "server.soak") as found:
         yield found
 
 
@@ -100,17 +98,6 @@ def test_drift_is_between_medians_when_warm_and_at_the_end(modules):
     memory = [50.0] * 10 + [100.0] * 20 + [103.0] * 50
     assert modules["soak"].drift(memory) == (100.0, 103.0)
     assert modules["soak"].drift([7.0]) == (7.0, 7.0)
-
-
-@pytest.mark.slow
-def test_bodies_that_are_too_large_are_refused_and_the_gaps_of_one_stream_are_measured(modules, port):
-    refusals = modules["refusals"]
-    for _, path, body in refusals.bodies():
-        assert asyncio.run(refusals.post(port, path, json.dumps(body).encode())).status == 400
-    times = [float("nan"), 1.0, 1.25, float("nan"), 9.0, 9.5]
-    assert refusals.largest_gap_ms(times, 0.0, 10.0) == 500.0
-    assert refusals.largest_gap_ms(times, 0.0, 8.0) == 250.0
-    assert refusals.largest_gap_ms(times, 2.0, 8.0) == 0.0
 
 
 def test_a_soak_finds_a_text_that_is_not_whole(modules, port):

@@ -1,8 +1,7 @@
-"""benchmarks/nightjar/engine.py and nightjar_offload.py: requests, rounds that go on, and how they are judged."""
+"""benchmarks/nightjar/engine.py and offload.py: requests, rounds that go on, and how they are judged."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
+from scripts.results_nightjar import nightjar_tables
 from tests.bench.scripts import imported
-from tests.conftest import ROOT
 
 NAMES = tuple(f"nightjar.{name}" for name in ("engine", "offload", "judged", "requests", "rounds", "points"))
 
@@ -107,9 +106,7 @@ def test_points_are_judged_by_medians_and_ratios_of_the_same_round(modules) -> N
     assert "1.09 (1.09 to 1.18) times the best fixed length (spec:2)" in second
 
 
-def test_results_show_ratios_with_their_intervals(modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    nightjar_tables = importlib.import_module("results_nightjar").nightjar_tables
+def test_results_show_ratios_with_their_intervals(modules) -> None:
     points = modules["judged"].judged("low", 0.5, {
         "ar": rounds_of((100.0, 4.0), (50.0, 6.0)), "nightjar": rounds_of((120.0, 2.0), (65.0, 4.5)),
     })  # fmt: skip

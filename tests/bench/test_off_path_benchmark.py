@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from scripts.results_table import off_path_table
 from tests.bench.scripts import imported
-from tests.conftest import ROOT
 
 CONFIG = EngineConfig(  # few and small programs
     max_requests=4, max_context=256, num_pages=16, max_depth=1, max_width=1, max_tree_tokens=32, token_edges=(32,),
@@ -22,7 +20,7 @@ CONFIG = EngineConfig(  # few and small programs
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("engine.off_path", "engine.off_path_turns", "engine.throughput_systems") as found:
+    with imported("engine.off_path", "engine.throughput_systems") as found:
         yield found
 
 
@@ -39,21 +37,8 @@ def test_pairs_of_the_same_tokens_with_and_without_a_draft(modules):
         assert point["ratio"]["median"] == pytest.approx(sum(ratios) / 2)
     assert written["config"]["policy"] == "off" and written["config"]["num_pages"] == 16
     assert (written["target"], written["draft"]) == ("target", "draft")
-    table = results_table().off_path_table(written)
-    assert "| 3 | 2 |" in table and "benchmarks/engine/off_path.py --out off_path.json --requests 3 " in table
-
-
-def results_table():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        spec = importlib.util.spec_from_file_location("results_table", ROOT / "scripts" / "results_table.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-        sys.modules.pop("results_policies", None)
+    table = off_path_table(written)
+    assert "| 3 | 2 |" in table and "benchmarks.engine.off_path --out off_path.json --requests 3 " in table
 
 
 def test_it_stops_when_both_intervals_are_narrow(modules):
@@ -67,7 +52,7 @@ def test_a_draft_call_is_an_error(modules):
     systems = modules["throughput_systems"]
     step = systems.Step(1, 0, 2, 1, 3, 2, 1.0)
     with pytest.raises(SystemExit, match="the draft was called while speculation was off"):
-        modules["off_path"].check_off(systems.Measured([[1]], 1.0, 1, steps=(step,)))
+        modules["off_path"].check_off(systems.Measured([[1]], 1.0, steps=(step,)))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,11 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from tests.bench.scripts import imported
 
-NAMES = ("adaserve.validation", "adaserve.validation_requests")
-
 
 @pytest.fixture(scope="module")
-def modules():
-    with imported(*NAMES) as found:
-        yield tuple(found.values())
+def validation():
+    with imported("adaserve.validation") as found:
+        yield found["validation"]
 
 
 def write(path: Path, lines: list[dict]) -> None:
@@ -26,7 +24,7 @@ def write(path: Path, lines: list[dict]) -> None:
 
 
 @pytest.fixture
-def asked(modules, tmp_path: Path):
+def asked(validation, tmp_path: Path):
     """Two requests out of three: code at 1.2 times the baseline, and a chat at 50 ms where a token takes 30."""
     about = {"output_length": 256}
     lines = [
@@ -36,35 +34,35 @@ def asked(modules, tmp_path: Path):
     ]
     write(tmp_path / "t.jsonl.gz", lines)
     with pytest.raises(ConfigError, match=r"has no prompts_\*.jsonl.gz"):
-        modules[1].asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
+        validation.asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
     write(tmp_path / "prompts_code.jsonl.gz", [{"id": "code-1", "prompt": "def add(a, b):\n    return a + b\n" * 9}])
     write(tmp_path / "prompts_chat.jsonl.gz", [{"id": "chat-1", "prompt": "How many apples are left?"}])
-    return modules[1].asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
+    return validation.asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
 
 
-def test_requests_are_scaled_to_the_machine(modules, asked):
+def test_requests_are_scaled_to_the_machine(validation, asked):
     """Half of the paper's baseline latency: half of every target; a thirteenth of every prompt."""
     assert [each.item.slo_class for each in asked] == ["code", "chat"]
     assert [each.prompt_tokens for each in asked] == [10, 2]
     assert [each.item.slo.tpot_ms for each in asked] == pytest.approx([18.0, 25.0])
     assert {each.item.slo.ttft_ms for each in asked} == {2000.0}
-    workload = modules[1].as_workload(asked, 2.0)
+    workload = validation.as_workload(asked, 2.0)
     assert [item.arrival_s for item in workload.items] == [0.0, 1.0]
     assert workload.items[0].prompt.startswith("def add(a, b):")
-    trace = modules[1].as_trace([each.measured(range(7)) for each in asked])
+    trace = validation.as_trace([each.measured(range(7)) for each in asked])
     assert [(r.due_s, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(0.0, 7, 48), (6.0, 7, 48)]
 
 
-def point(modules, policy: str, real: float, simulated: float):
+def point(validation, policy: str, real: float, simulated: float):
     both = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated)]
-    return modules[0].Compared(policy, 1.0, *both, [both[0]])
+    return validation.Compared(policy, 1.0, *both, [both[0]])
 
 
-def test_differences_and_orders(modules):
-    one, two = point(modules, "one", 0.8, 0.84), point(modules, "two", 0.5, 0.83)
+def test_differences_and_orders(validation):
+    one, two = point(validation, "one", 0.8, 0.84), point(validation, "two", 0.5, 0.83)
     assert one.difference("attainment") == pytest.approx(0.04)
     assert one.difference("goodput_tps") == pytest.approx(0.05)
-    assert modules[0].order([two, one], "real") == ["one", "two"]
-    assert modules[0].same_order([one, two])
-    assert not modules[0].same_order([one, point(modules, "three", 0.5, 0.9)])
-    assert modules[0].same_order([one, point(modules, "four", 0.79, 0.9)]), "hardly apart in one of them"
+    assert validation.order([two, one], "real") == ["one", "two"]
+    assert validation.same_order([one, two])
+    assert not validation.same_order([one, point(validation, "three", 0.5, 0.9)])
+    assert validation.same_order([one, point(validation, "four", 0.79, 0.9)]), "hardly apart in one of them"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from scripts import results_learning
+from scripts.results_table import POLICY_PARTS
 from tests.bench.scripts import imported
-from tests.conftest import ROOT
 
 NAMES = ("papers.learning_reading", "papers.data", "papers.entry", "papers.running", "papers.online", "osd.views",
          "osd.prompts")  # fmt: skip
@@ -21,12 +22,6 @@ WHERE = {"commit": "c0ffee", "machine": "m", "policy": "spec:4", "max_tokens": 6
 def modules():
     with imported(*NAMES) as found:
         yield {name.removeprefix("papers."): module for name, module in found.items()}
-
-
-@pytest.fixture(scope="module")
-def tables():
-    with imported("results_learning", "results_table", folder=ROOT / "scripts") as found:
-        yield found
 
 
 def run(name: str, points: dict[int, dict[str, float]]) -> dict[str, Any]:
@@ -248,17 +243,16 @@ def test_prompts_are_written_as_distill_reads_them(modules, tmp_path: Path) -> N
     assert prompts == modules["prompts"].domains(("code",), None, 3, 0)[0].served and len(prompts) == 3
 
 
-def test_tables_of_learning_show_what_there_is(tables, tmp_path: Path) -> None:
-    made = tables["results_learning"]
-    assert made.online_tables(tmp_path / "none") == []
+def test_tables_of_learning_show_what_there_is(tmp_path: Path) -> None:
+    assert results_learning.online_tables(tmp_path / "none") == []
     narrow_result(tmp_path, "code", 0.2, 0.5, 0.4, 0.48, 0.45)
     shift_result(tmp_path)
-    narrow, shift = made.online_tables(tmp_path)
+    narrow, shift = results_learning.online_tables(tmp_path)
     assert "| code | online | 0.200 | 0.400 | 0.480 | 0.450 | +0.250 | 0.500 | 90% | 0.600 | 9 | 30 | 61 |" in narrow
     assert "| code | lora | 0.200 | 0.210 | - | - | +0.010 | 0.500 | 42% |" in narrow
     assert "| maths | 5 to 7 | 0.330 | 0.500 | +0.170 | 0.490 | 0.300 | 0.700 |" in shift
     mixed_result(tmp_path, "one", "tag")
-    mixed = made.online_tables(tmp_path)[2]
+    mixed = results_learning.online_tables(tmp_path)[2]
     assert "| code | 0.200 | 0.400 | 0.460 | +0.060 | - | - |" in mixed
     assert "| maths | 0.300 | 0.500 | 0.480 | -0.020 | - | - |" in mixed
     for table in (narrow, shift, mixed):
@@ -267,15 +261,14 @@ def test_tables_of_learning_show_what_there_is(tables, tmp_path: Path) -> None:
         assert len(set(rows)) == 1
 
 
-def test_tables_of_time_and_cost(tables) -> None:
-    made, parts = tables["results_learning"], tables["results_table"].POLICY_PARTS
+def test_tables_of_time_and_cost() -> None:
     result = WHERE | {
         "target": "110M", "domain": "code", "prompts": 16, "plain_tpot_ms": 25.0, "compiles_after_ready": 0,
         "rows": latency_rows(),
     }  # fmt: skip
     assert (
         "| online | `spec:2` | 1.25 | 0.500 | 0.040 | 15.0 | 1.50 (1.40 to 1.60) | 1.60 | 1.50 | 1.00 |"
-        in made.latency_table(result)
+        in results_learning.latency_table(result)
     )
     load = {
         "load": 0.5, "pairs": 4, "attainment": {"plain": 0.99, "learning": 0.97}, "attainment_cost": 0.02,
@@ -285,10 +278,13 @@ def test_tables_of_time_and_cost(tables) -> None:
         "capacity_rps": 2.5, "learn": {"learn_delay_ms": 50.0}, "compiles_after_ready": 0, "delay_max_s": 0.052,
         "loads": [load, {"load": 1.2, "pairs": 0}],
     }  # fmt: skip
-    table = made.cost_table(cost)
+    table = results_learning.cost_table(cost)
     assert (
         "| 0.5 | 4 | 99.0% | 97.0% | 2.0 | 80.0 | 79.5 | 1.50 | 40.0 | 9 |" in table
         and "the longest that requests waited for 52 ms" in table
         and "| 1.2 |" not in table
     )
-    assert parts["learning-latency"] is made.latency_table and parts["learning-cost"] is made.cost_table
+    assert (
+        POLICY_PARTS["learning-latency"] is results_learning.latency_table
+        and POLICY_PARTS["learning-cost"] is results_learning.cost_table
+    )

@@ -18,10 +18,10 @@ from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
 from tests.bench.scripts import imported
 
-READERS = ("bench", "elastic", "engine", "nightjar", "over_time", "share", "sweep", "trace")
+READERS = ("bench", "engine", "nightjar", "over_time", "sweep")
 NAMES = (
-    *(f"papers.{name}_reading" for name in READERS), "papers.online", "adaserve.sweeps_tables", "nightjar.views",
-    "nightjar.points", "nightjar.over_time", "adaserve.acceptance_speedup",
+    *(f"papers.{name}_reading" for name in READERS), "papers.adaserve", "papers.online", "adaserve.sweeps_tables",
+    "nightjar.views", "nightjar.points", "nightjar.over_time", "adaserve.acceptance_speedup",
 )  # fmt: skip
 
 
@@ -211,14 +211,14 @@ def test_swaps_and_phases_are_read_as_medians_and_shares(modules, tmp_path: Path
     result = {"swaps": {"seconds": seconds}, "params": {"target": 1e8}, "dtype": "f32", "device": "cpu",
               "commit": "c", "machine": "m"}  # fmt: skip
     (tmp_path / "elastic.json").write_text(json.dumps(result))
-    values = modules["elastic_reading"].swaps("s")({"s": tmp_path}).values
+    values = modules["nightjar_reading"].swaps("s")({"s": tmp_path}).values
     assert (values["expansion, s"], values["contraction, s"]) == pytest.approx((0.2, 0.023))
     assert values["dispatch share"] == pytest.approx(0.002 / 0.023)
     row = {"policy": "adaserve", "wall_ms": 50.0, "plan_and_select_share": 0.02} | dict.fromkeys(
         ("plan_ms", "draft_ms", "select_ms", "verify_ms", "commit_ms"), 0.25
     )
     (tmp_path / "share.json").write_text(json.dumps({"rows": [row], "requests": 16, "commit": "c", "machine": "m"}))
-    assert modules["share_reading"].host_share("s")({"s": tmp_path}).values == {
+    assert modules["adaserve"].host_share("s")({"s": tmp_path}).values == {
         "select share": 0.005, "plan and select share": 0.02
     }  # fmt: skip
 
@@ -228,7 +228,7 @@ def test_a_class_peaks_where_most_of_its_requests_are(modules) -> None:
     requests = tuple(
         TraceRequest(float(peak + shift), 1, 1, SLO(), name) for name, peak in at.items() for shift in range(-20, 21)
     )
-    found = modules["trace_reading"].found_in(Trace("t", "h", tuple(sorted(requests, key=lambda r: r.due_s))))
+    found = modules["adaserve"].found_in(Trace("t", "h", tuple(sorted(requests, key=lambda r: r.due_s))))
     assert found.values == {"peaks off, s": pytest.approx(5.0, abs=1.0), "least swing": pytest.approx(6.0)}
 
 

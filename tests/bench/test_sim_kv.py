@@ -9,6 +9,7 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.sampling import RowSampling
 from adaserve_jax.sim.kv import SimKV
 from adaserve_jax.types import DraftPlan, Limits, StepPlan
+from tests.plans import i32, step_plan
 
 LIMITS = Limits(4, (64,), 16, 32, 4, 6, 2, 2, extension_pages=3)
 PROMPT = [5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
@@ -16,22 +17,17 @@ PROMPT = [5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
 
 def prefill(rows: list[tuple[int, int, list[int], list[int]]], draft_ctx: list[int] | None = None) -> StepPlan:
     """rows: seed, tokens computed before, pages, the tokens of the chunk. draft_ctx: the same tokens for the draft."""
-    seeds = np.array([row[0] for row in rows], np.uint64)
+    sampling = RowSampling.greedy(len(rows))._replace(seed=np.array([row[0] for row in rows], np.uint64))
     table = np.zeros((len(rows), 8), np.int32)
     for index, row in enumerate(rows):
         table[index, : len(row[2])] = row[2]
-    counts = np.array([len(row[3]) for row in rows], np.int32)
-    tokens = np.array([token for row in rows for token in row[3]], np.int32)
-    zeros = np.zeros(len(rows), np.float32)
+    chunks = [row[3] for row in rows]
     draft = None
     if draft_ctx is not None:
-        draft = DraftPlan(0, 1, tokens, counts, np.array(draft_ctx, np.int32), np.zeros(0, bool))
-    return StepPlan(
-        0, np.arange(len(rows), dtype=np.int32), 0, np.zeros(0, np.int32),
-        np.array([row[1] for row in rows], np.int32), table,
-        RowSampling(seeds, np.zeros(len(rows), np.int32), zeros, np.zeros(len(rows), np.int32), zeros, zeros),
-        tokens, counts, np.zeros(len(rows), bool), draft, 0,
-    )  # fmt: skip
+        fed = i32(token for chunk in chunks for token in chunk)
+        draft = DraftPlan(0, 1, fed, i32(map(len, chunks)), i32(draft_ctx), np.zeros(0, bool))
+    context = i32(row[1] for row in rows)
+    return step_plan(0, chunks, ctx_len=context, page_table=table, sampling=sampling, draft=draft, tree_token_cap=0)
 
 
 def run(kv: SimKV, *rows: tuple[int, int, list[int], list[int]]) -> None:

@@ -12,6 +12,7 @@ from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.sim.replica import TokenTimes
 from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, kv_terms, search, tokens_after
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, StepPlan
+from tests.plans import step_plan
 
 VOCAB = 97
 LIMITS = Limits(64, (1, 64, 1024), 1024, 4096, 16, 4096, 5, 3)
@@ -23,14 +24,8 @@ def executor(acceptance: float = 0.7) -> SimExecutor:
 
 
 def plan_of(seed: np.ndarray, ctx: np.ndarray) -> StepPlan:
-    rows = len(seed)
-    floats, ints = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    sampling = RowSampling(seed.astype(np.uint64), ints, floats, ints, floats, floats)
-    empty = np.zeros(0, np.int32)
-    return StepPlan(
-        0, ints, rows, ints, ctx.astype(np.int32), np.zeros((rows, 1), np.int32), sampling, empty, empty,
-        np.zeros(0, bool), None, rows,
-    )  # fmt: skip
+    sampling = RowSampling.greedy(len(seed))._replace(seed=seed.astype(np.uint64))
+    return step_plan(len(seed), ctx_len=ctx.astype(np.int32), sampling=sampling, tree_token_cap=len(seed))
 
 
 def draft_of(depth: int, width: int, rows: int) -> DraftPlan:

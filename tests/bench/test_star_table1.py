@@ -9,22 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler.acceptance import chance_of_chains
 from adaserve_jax.star.client.sessions import SessionTable
 from adaserve_jax.types import CandidateTrees, StepPlan
 from benchmarks.starsd.closed_forms import accepted_tokens as mean_accepted
+from scripts.results_star import table1_tables
 from tests.bench.scripts import imported
 
-ROOT = Path(__file__).parents[2]
 VOCABULARY = 3
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    with (
-        imported("results_star", folder=ROOT / "scripts") as tables,
-        imported("starsd.targets", "starsd.service", "starsd.table1", "starsd.figures") as made,
-    ):
-        yield {**tables, **made}
+    with imported("starsd.targets", "starsd.service", "starsd.table1", "starsd.figures") as found:
+        yield found
 
 
 def random_trees(rng: np.random.Generator, rows: int, depth: int, width: int) -> CandidateTrees:
@@ -118,9 +116,9 @@ def test_a_paced_target_follows_its_texts(scripts, rows: int) -> None:
     assert begun > 2 * rows and tally.tokens == tally.rounds + tally.accepted + begun
 
 
-def test_the_chance_of_what_was_accepted(scripts) -> None:
+def test_the_chance_of_what_was_accepted() -> None:
     for chance in (0.0, 0.3, 0.77, 1.0):
-        assert scripts["table1"].chance_of(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
+        assert chance_of_chains(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
 
 
 def made_runs(scripts, service_s: float, back_s: float) -> list:
@@ -170,9 +168,9 @@ def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypat
         "commit": "0123456789abcdef", "machine": "a machine", "load_1m": 1.5, "target": "t", "draft": "d",
         "seconds": 10.0, "rounds": 3, "texts": 4, "new_tokens": 64, "temperature": 0.7, "command": "python x.py",
     }  # fmt: skip
-    assert scripts["results_star"].table1_tables(tmp_path) == []
+    assert table1_tables(tmp_path) == []
     (tmp_path / "table1-a.json").write_text(json.dumps(about | result))
-    shown = "\n\n".join(scripts["results_star"].table1_tables(tmp_path))
+    shown = "\n\n".join(table1_tables(tmp_path))
     assert "`python x.py`" in shown and "0123456789ab" in shown and "N_full = 3" in shown
     assert "| tokens/s | one by one | measured |" in shown and "| load, % | paper |" in shown
     assert "99.6" in shown, "the paper's own load at N = 6"
@@ -184,7 +182,7 @@ def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypat
         "colocated": {"draft": [{"throughput_tps": each} for each in (50.0, 61.0, 52.0)]},
     }  # fmt: skip
     (tmp_path / "table1-a.json").write_text(json.dumps(about | result | {"engines": real, "rounds": 1}))
-    shown = "\n\n".join(scripts["results_star"].table1_tables(tmp_path))
+    shown = "\n\n".join(table1_tables(tmp_path))
     assert "(110M-f32, 31.2 ms a verification" in shown and "8 of 9 texts" in shown
     assert "draft in its process 52.0 tokens/s" in shown
     assert shown.count("| N = 2 | ") == 3, "the head, and both ways of drafting"

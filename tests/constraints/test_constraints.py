@@ -12,9 +12,9 @@ from adaserve_jax.constraints.bad_words import BadWords, spellings
 from adaserve_jax.constraints.constraints import ConstrainedSequence, Constraints
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
 from adaserve_jax.errors import RequestError
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.types import DraftTrees, SamplingParams, Sequence, StepPlan
 from tests.constraints.definition import VOCAB, Letters
+from tests.plans import step_plan, trees_of
 
 PROMPT = np.array([2, 3, 3], np.int32)
 
@@ -54,20 +54,7 @@ def request(name: str = "a/0", stops: frozenset[int] = frozenset(), **asked: obj
 
 
 def decode_step(tokens: list[int], parents: list[int], rows: list[int]) -> tuple[StepPlan, DraftTrees]:
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(0 if parent < 0 else depth[parent] + 1)
-    count = rows[-1] + 1
-    zeros, none = np.zeros(count, np.int32), np.zeros(0, np.int32)
-    floats = zeros.astype(np.float32)
-    plan = StepPlan(
-        step=0, slots=np.arange(count), num_decode=count, root_token=zeros, ctx_len=zeros,
-        page_table=np.zeros((count, 1), np.int32),
-        sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats, floats), prefill_tokens=none,
-        prefill_counts=none, prefill_final=none.astype(bool), draft=None, tree_token_cap=8,
-    )  # fmt: skip
-    arrays = [np.array(each, np.int32) for each in (rows, tokens, parents, depth)]
-    return plan, DraftTrees(*arrays, arrays[3] - 1, np.ones(len(tokens), np.float32))
+    return step_plan(rows[-1] + 1), trees_of(rows, tokens, parents)
 
 
 def allowed(mask: np.ndarray) -> set[int]:
@@ -158,14 +145,8 @@ def test_the_prompt_is_no_part_of_a_word() -> None:
     constraints = Constraints(VOCAB, Letters())
     b, c = PROMPT[-1], 4
     constraints.add(request(bad_words=("bc",)))
-    final = decode_step([], [], [0])[0]
-    plan = StepPlan(
-        **{**final.__dict__, "num_decode": 0, "prefill_tokens": PROMPT, "prefill_counts": np.array([3], np.int32),
-           "prefill_final": np.array([True])}
-    )  # fmt: skip
-    none = decode_step([0], [-1], [0])[1]
-    trees = DraftTrees(*(getattr(none, name)[:0] for name in ("row", "token", "parent", "depth", "candidate", "f")))
-    assert constraints.edits(plan, trees, ["a/0"]) is None
+    plan = step_plan(0, [PROMPT], prefill_final=np.array([True]))
+    assert constraints.edits(plan, trees_of([], [], []), ["a/0"]) is None
     constraints.push("a/0", [b])
     edits = constraints.edits(*decode_step([b], [-1], [0]), ["a/0"])
     assert edits is not None and edits.allowed is not None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, StepPlan
+from tests.plans import i32, packed_trees, step_plan
 
 PROMPTS = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48, 3, 2, 1, 8, 9, 10], [7, 7, 250], [1000, 12, 13, 14, 15]]
 PAGE, BASE_PAGES, ROW_PAGES, TOKENS = 8, 20, 8, 24
@@ -27,7 +27,7 @@ class Texts:
 
     def prefill(self) -> None:
         plan = self._plan(np.zeros(len(PROMPTS), np.int32), prompts=True)
-        self._take(plan, DraftTrees(*[np.zeros(0, np.int32)] * 5, np.zeros(0, np.float32)))
+        self._take(plan, packed_trees([]))
 
     def decode(self, draft: bool) -> None:
         context = np.array([len(tokens) - 1 for tokens in self.tokens], np.int32)
@@ -49,17 +49,12 @@ class Texts:
         self._take(plan, trees)
 
     def _plan(self, context: np.ndarray, draft: DraftPlan | None = None, prompts: bool = False) -> StepPlan:
-        rows = len(PROMPTS)
-        zeros, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        decoding = [] if prompts else self.tokens
         self.steps += 1
-        return StepPlan(
-            step=self.steps, slots=np.arange(rows), num_decode=0 if prompts else rows,
-            root_token=np.array([tokens[-1] for tokens in self.tokens], np.int32)[: 0 if prompts else rows],
-            ctx_len=context, page_table=self.tables,
-            sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats + 1, floats),
-            prefill_tokens=np.concatenate(PROMPTS).astype(np.int32) if prompts else zeros[:0],
-            prefill_counts=np.array([len(p) for p in PROMPTS], np.int32) if prompts else zeros[:0],
-            prefill_final=np.ones(rows if prompts else 0, bool), draft=draft, tree_token_cap=32,
+        return step_plan(
+            len(decoding), PROMPTS if prompts else [], step=self.steps, root_token=i32(t[-1] for t in decoding),
+            ctx_len=context, page_table=self.tables, prefill_final=np.ones(len(PROMPTS) - len(decoding), bool),
+            draft=draft, tree_token_cap=32,
         )  # fmt: skip
 
     def _take(self, plan: StepPlan, trees: DraftTrees) -> None:
@@ -76,18 +71,13 @@ class Texts:
 
 def chains(plan: StepPlan, candidates: CandidateTrees) -> DraftTrees:
     """A root and the first candidate of each level, for every row."""
-    rows, tokens, parents, depths = [], [], [], []
+    trees = []
     for row in range(plan.num_decode):
         path = [int(plan.root_token[row])]
         if candidates.token.shape[1] and np.isfinite(candidates.log_f[row]).all():
             path += candidates.token[row].tolist()
-        for depth, token in enumerate(path):
-            rows.append(row)
-            tokens.append(token)
-            parents.append(len(parents) - 1 if depth else -1)
-            depths.append(depth)
-    arrays = [np.array(each, np.int32) for each in (rows, tokens, parents, depths)]
-    return DraftTrees(*arrays, arrays[3] - 1, np.ones(len(rows), np.float32))
+        trees.append((path, range(-1, len(path) - 1)))
+    return packed_trees(trees)
 
 
 def base_tables() -> np.ndarray:

@@ -22,7 +22,7 @@ from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.runtime.pools import Pools
-from adaserve_jax.types import DraftTrees, LogitEdits
+from adaserve_jax.types import LogitEdits
 from tests.engine.driven_texts import (
     BASE_PAGES,
     PAGE,
@@ -35,6 +35,7 @@ from tests.engine.driven_texts import (
     moved,
     plain,
 )
+from tests.plans import packed_trees
 from tests.slow import slow_after
 from tests.waiting import wait_until
 
@@ -321,7 +322,7 @@ def test_logits_are_edited_on_extended_pools_too(executor: ModelExecutor) -> Non
             executor.expand()
         texts = Texts(executor, tables)
         plan = texts._plan(zeros, prompts=True)
-        found.append(executor.verify(plan, DraftTrees(*[zeros[:0]] * 5, nothing[:0]), edits))
+        found.append(executor.verify(plan, packed_trees([]), edits))
     executor.contract()
     swaps_of(executor).wait()
     for outcome in found:

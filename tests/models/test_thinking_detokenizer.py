@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
-from adaserve_jax.sampling import RowSampling, SamplingParams, Thinking
+from adaserve_jax.sampling import SamplingParams, Thinking
 from adaserve_jax.types import DraftTrees, Sequence, StepPlan
+from tests.plans import packed_trees, step_plan
 
 OPENING, CLOSING, BLANK = 4, 5, 6
 SPELLED = {1: "a", 2: "b", 3: "c", OPENING: "<", CLOSING: ">", BLANK: " "}
@@ -107,19 +108,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 def plan_of(tokens: list[int], parents: list[int]) -> tuple[StepPlan, DraftTrees]:
     """One row with its tree."""
-    zero, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    floats = zero.astype(np.float32)
-    plan = StepPlan(
-        step=0, slots=zero, num_decode=1, root_token=zero, ctx_len=zero, page_table=np.zeros((1, 1), np.int32),
-        sampling=RowSampling(zero.astype(np.uint64), zero, floats, zero, floats, floats), prefill_tokens=none,
-        prefill_counts=none, prefill_final=none.astype(bool), draft=None, tree_token_cap=8,
-    )  # fmt: skip
-    rows = [0] * len(tokens)
-    row, token, parent, depth = (np.array(each, np.int32) for each in (rows, tokens, parents, depths))
-    return plan, DraftTrees(row, token, parent, depth, depth - 1, np.ones(len(tokens), np.float32))
+    return step_plan(1), packed_trees([(tokens, parents)])
 
 
 @given(TEXTS.filter(bool), trees(), st.integers(0, 4), st.booleans())

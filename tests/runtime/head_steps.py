@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.sampling import RowSampling
-from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 from tests.oracles.eagle3 import Head
 from tests.oracles.mtp import MtpLayer
+from tests.plans import i32, packed_trees, step_plan
 
 DEPTH, WIDTH = 4, 2
 SMALL: dict[str, Any] = {
@@ -28,9 +28,6 @@ def plan_step(
     """A step of both texts: they prefill, or the draft is fed behind `drafted` tokens and then searched. known: tokens
     that the target has computed."""
     rows = len(TEXTS)
-    zeros = np.zeros(rows, np.int32)
-    floats = np.zeros(rows, np.float32)
-    sampling = RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, np.ones(rows, np.float32), floats)
     table = first_page + np.arange(rows * 8, dtype=np.int32).reshape(rows, 8)
     draft = None
     if fed is not None:
@@ -43,15 +40,13 @@ def plan_step(
         )
     chunks = prefill or []
     decode = rows - len(chunks)
-    return StepPlan(
-        0, np.arange(rows), decode, np.array([text[-1] for text in TEXTS[:decode]], np.int32),
-        np.array(known, np.int32), table, sampling,
-        np.concatenate(chunks) if chunks else np.zeros(0, np.int32), np.array([len(c) for c in chunks], np.int32),
-        np.ones(len(chunks), bool), draft, 16,
+    return step_plan(
+        decode, chunks, root_token=i32(text[-1] for text in TEXTS[:decode]), ctx_len=i32(known), page_table=table,
+        prefill_final=np.ones(len(chunks), bool), draft=draft, tree_token_cap=16,
     )  # fmt: skip
 
 
-NO_TREES = DraftTrees(*(np.zeros(0, np.int32) for _ in range(5)), np.zeros(0, np.float32))
+NO_TREES = packed_trees([])
 
 
 def prefill(executor: ModelExecutor, ends: list[list[int]], first_page: int = 0) -> None:

@@ -18,9 +18,9 @@ from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.verify import PREFILL
 from adaserve_jax.types import DraftTrees, StepPlan
+from tests.plans import i32, packed_trees, step_plan
 
 PAGE, LENGTH, CHUNK = 32, 600, 96
 MAX_PAGES = LENGTH // PAGE + 2
@@ -66,24 +66,14 @@ def build(
 def plan_of(context: int, chunk: list[int], adapter: int = 0) -> StepPlan:
     """One row on shuffled pages: a prompt chunk, or a decoding row where there is none."""
     table = np.random.default_rng(0).permutation(MAX_PAGES + 3)[None, :MAX_PAGES].astype(np.int32)
-    zeros = np.zeros(1, np.int32)
-    f32 = zeros.astype(np.float32)
-    return StepPlan(
-        step=0, slots=np.arange(1), num_decode=0 if chunk else 1, root_token=zeros[: 0 if chunk else 1],
-        ctx_len=np.array([context], np.int32), page_table=table,
-        sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
-        prefill_tokens=np.array(chunk, np.int32), prefill_counts=np.array([len(chunk)] if chunk else [], np.int32),
-        prefill_final=np.zeros(1 if chunk else 0, bool), draft=None, tree_token_cap=CHUNK,
-        adapters=np.array([adapter], np.int32) if adapter else None,
+    return step_plan(
+        0 if chunk else 1, [chunk] if chunk else [], ctx_len=i32([context]), page_table=table, tree_token_cap=CHUNK,
+        adapters=i32([adapter]) if adapter else None,
     )  # fmt: skip
 
 
 def trees(tokens: list[int], parents: list[int]) -> DraftTrees:
-    depth = []
-    for parent in parents:
-        depth.append(0 if parent < 0 else depth[parent] + 1)
-    arrays = [np.array(x, np.int32) for x in ([0] * len(tokens), tokens, parents, depth)]
-    return DraftTrees(*arrays, arrays[3] - 1, np.ones(len(tokens), np.float32))
+    return packed_trees([(tokens, parents)])
 
 
 def run(model: DeviceModel, plan: StepPlan, tree: DraftTrees) -> np.ndarray:

@@ -16,12 +16,12 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import row_edges
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import plan_memory
-from adaserve_jax.sampling import RowSampling
-from adaserve_jax.types import DraftTrees, LogitEdits, StepPlan
+from adaserve_jax.types import LogitEdits, StepPlan
 from tests.engines import TINY
 from tests.hlo import instructions
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
+from tests.plans import i32, packed_trees, step_plan
 
 TAU, TOP = 1.5, 24
 LEARNING = LearnConfig(learn_temperature=TAU, learn_top_k=TOP)
@@ -49,31 +49,14 @@ def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
 
 def plan_of(contexts: list[int], chunks: list[list[int]], final: list[bool]) -> StepPlan:
     """Rows with pages of their own; the last len(chunks) of them prefill."""
-    rows, decoding = len(contexts), len(contexts) - len(chunks)
-    zeros = np.zeros(rows, np.int32)
-    f32 = zeros.astype(np.float32)
+    rows = len(contexts)
     table = np.zeros((rows, 8), np.int32)
     table[:, 0] = 1 + np.arange(rows)
     table[:, 1] = 9 + np.arange(rows)
-    return StepPlan(
-        step=0, slots=np.arange(rows), num_decode=decoding, root_token=zeros[:decoding],
-        ctx_len=np.asarray(contexts, np.int32), page_table=table,
-        sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
-        prefill_tokens=np.array([token for chunk in chunks for token in chunk], np.int32),
-        prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32), prefill_final=np.array(final, bool),
-        draft=None, tree_token_cap=16,
+    return step_plan(
+        rows - len(chunks), chunks, ctx_len=i32(contexts), page_table=table, prefill_final=np.array(final, bool),
+        tree_token_cap=16,
     )  # fmt: skip
-
-
-def trees_of(trees: list[tuple[list[int], list[int]]]) -> DraftTrees:
-    packed: list[tuple[int, int, int, int]] = []
-    for row, (tokens, parents) in enumerate(trees):
-        start = len(packed)
-        for token, above in zip(tokens, parents, strict=True):
-            depth = 0 if above < 0 else packed[start + above][3] + 1
-            packed.append((row, token, above if above < 0 else start + above, depth))
-    row, token, parent, depth = np.array(packed, np.int32).reshape(-1, 4).T
-    return DraftTrees(row, token, parent, depth, depth - 1, np.ones(len(row), np.float32))
 
 
 def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
@@ -107,16 +90,16 @@ def test_captured_rows_are_those_of_the_oracle(executor: ModelExecutor, config: 
     """Ends of two prompts, then nodes of two trees and the end of the third prompt, which came in two parts; the raw
     logits, whatever a step makes of them."""
     first = plan_of([0, 0, 0], [PROMPTS[0], PROMPTS[1], PROMPTS[2][:4]], [True, True, False])
-    executor.verify(first, trees_of([]), edits_of(3, 2) if edited else None)
+    executor.verify(first, packed_trees([]), edits_of(3, 2) if edited else None)
     check(executor.capture(np.array([1, 0])).collect(), expected_of(config.target, [PROMPTS[1], PROMPTS[0]]))
     second = plan_of([5, 3, 4], [PROMPTS[2][4:]], [True])
-    outcome = executor.verify(second, trees_of(TREES), edits_of(3, 7) if edited else None)
+    outcome = executor.verify(second, packed_trees(TREES), edits_of(3, 7) if edited else None)
     assert not edited or (outcome.tokens[:, 0] == 77).all()
     pending = executor.capture(np.array([0, 2, 3, 5, 6]))
     again = executor.capture(np.arange(7))
     texts = [PROMPTS[0] + path(*TREES[0], node) for node in range(4)]
     texts += [PROMPTS[1] + path(*TREES[1], node) for node in range(2)] + [PROMPTS[2]]
-    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))  # what is under way stays what it was
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), packed_trees([]))  # what is under way stays what it was
     check(pending.collect(), expected_of(config.target, [texts[node] for node in (0, 2, 3, 5, 6)]))
     check(again.collect(), expected_of(config.target, texts))
 
@@ -124,7 +107,7 @@ def test_captured_rows_are_those_of_the_oracle(executor: ModelExecutor, config: 
 def test_every_number_of_rows_has_a_program(executor: ModelExecutor) -> None:
     assert row_edges(1) == (1,) and row_edges(8) == (8,) and row_edges(16) == (8, 16)
     assert row_edges(128) == (8, 32, 128) and row_edges(100) == (8, 32, 100)
-    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), packed_trees([]))
     (alone,) = executor.capture(np.array([0])).collect().log_p
     for count in (0, 1, 8, 9, 16):
         rows = executor.capture(np.zeros(count, np.int32)).collect()
@@ -133,7 +116,7 @@ def test_every_number_of_rows_has_a_program(executor: ModelExecutor) -> None:
 
 
 def test_what_cannot_be_captured_is_refused(executor: ModelExecutor) -> None:
-    executor.verify(plan_of([0, 0], [PROMPTS[0], PROMPTS[1]], [True, False]), trees_of([]))
+    executor.verify(plan_of([0, 0], [PROMPTS[0], PROMPTS[1]], [True, False]), packed_trees([]))
     for wrong in ([1], [-1], [0, 1]):
         with pytest.raises(IntegrityError, match="positions must be from 0 to 0, got"):
             executor.capture(np.array(wrong))
@@ -163,13 +146,13 @@ def test_one_step_at_most_leaves_its_logits(executor: ModelExecutor) -> None:
     """Also where no draft speculates between two verifications; what is planned for memory counts one."""
     capture = executor.logit_capture
     assert capture is not None
-    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), packed_trees([]))
     first = capture.logits
     assert first is not None
     run, seen = executor.target.run, []
     try:
         executor.target.run = lambda *args: (seen.append(capture.logits), run(*args))[1]  # type: ignore[method-assign]
-        executor.verify(plan_of([5], [], []), trees_of(TREES[:1]))
+        executor.verify(plan_of([5], [], []), packed_trees(TREES[:1]))
     finally:
         executor.target.run = run  # type: ignore[method-assign]
     assert seen == [None] and capture.logits is not None and capture.logits is not first

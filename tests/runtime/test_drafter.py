@@ -21,6 +21,7 @@ from adaserve_jax.sampling import RowSampling
 from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 from tests.engines import compile_only
 from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint
+from tests.plans import step_plan
 
 DEPTH, WIDTH = 3, 2
 SMALL: dict[str, Any] = {
@@ -73,18 +74,14 @@ def plan_of(
     rows: np.ndarray, known: np.ndarray, fed: list[np.ndarray], speculates: np.ndarray, drafts: np.ndarray | None
 ) -> StepPlan:
     """Some rows, each fed some tokens behind so many that its draft knows; with pages and seeds of their own."""
-    zeros = np.zeros(len(rows), np.int32)
     table = np.arange(len(DRAFTS) * 8, dtype=np.int32).reshape(-1, 8)
-    sampling = RowSampling(
-        rows.astype(np.uint64) + 7, zeros, np.linspace(0, 1, len(DRAFTS), dtype=np.float32)[rows], zeros,
-        np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32),
-    )  # fmt: skip
+    temperature = np.linspace(0, 1, len(DRAFTS), dtype=np.float32)[rows]
+    sampling = RowSampling.greedy(len(rows))._replace(seed=rows.astype(np.uint64) + 7, temperature=temperature)
     counts = np.array([len(each) for each in fed], np.int32)
     draft = DraftPlan(DEPTH, WIDTH, np.concatenate(fed), counts, known, speculates, drafts=drafts)
-    decode = len(speculates)
-    return StepPlan(
-        0, rows, decode, zeros[:decode], known + counts, table[rows], sampling, zeros[decode:], zeros[decode:],
-        np.zeros(len(rows) - decode, bool), draft, 32,
+    return step_plan(
+        len(speculates), [[]] * (len(rows) - len(speculates)), slots=rows, ctx_len=known + counts,
+        page_table=table[rows], sampling=sampling, draft=draft, tree_token_cap=32,
     )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.types import DraftTrees
 from tests.models.checkpoints import write_checkpoint, write_eagle3
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
+from tests.plans import packed_trees
 from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, check_tree, plan_step, prefill, searched
 
 LAYERS = [0, 2, 3]
@@ -77,11 +77,7 @@ def test_only_committed_features_are_read(executor: ModelExecutor, config: Engin
     """A tree of another text at the same positions, of which nothing is accepted, leaves the features alone."""
     prefill(executor, [[20, 9]])
     known = [len(text) - 1 for text in TEXTS]
-    row = np.array([0, 0, 0, 1, 1], np.int32)
-    depth = np.array([0, 1, 2, 0, 1], np.int32)
-    parent = np.array([-1, 0, 1, -1, 3], np.int32)
-    token = np.array([TEXTS[0][-1], 5, 6, TEXTS[1][-1], 7], np.int32)
-    trees = DraftTrees(row, token, parent, depth, depth - 1, np.ones(5, np.float32))
+    trees = packed_trees([([TEXTS[0][-1], 5, 6], [-1, 0, 1]), ([TEXTS[1][-1], 7], [-1, 0])])
     outcome = executor.verify(plan_step(known), trees)
     drawn = outcome.tokens[:, 0]
     wrong = (drawn + 1) % 300

@@ -19,11 +19,11 @@ from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.pools import InFlight, commit, pool_head_dim
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.step_layout import pack_verify, step_layout
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.tree.verify import PREFILL
 from adaserve_jax.types import DraftTrees, StepPlan
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
+from tests.plans import i32, packed_trees, step_plan
 from tests.slow import slow_after
 
 PAGE, MAX_PAGES, TOKENS, ROWS = 8, 6, 16, 4
@@ -69,23 +69,9 @@ def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceMo
 
 def plan_of(contexts: list[int], chunks: list[list[int]]) -> StepPlan:
     """Rows with shuffled pages; the last len(chunks) of them prefill."""
-    rows, decoding = len(contexts), len(contexts) - len(chunks)
+    rows = len(contexts)
     table = np.random.default_rng(0).permutation(32)[: 2 * MAX_PAGES].reshape(2, MAX_PAGES)[:rows].astype(np.int32)
-    zeros = np.zeros(rows, np.int32)
-    f32 = zeros.astype(np.float32)
-    return StepPlan(
-        step=0, slots=np.arange(rows), num_decode=decoding, root_token=zeros[:decoding],
-        ctx_len=np.asarray(contexts, np.int32), page_table=table,
-        sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
-        prefill_tokens=np.asarray([token for chunk in chunks for token in chunk], np.int32),
-        prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32),
-        prefill_final=np.zeros(len(chunks), bool), draft=None, tree_token_cap=TOKENS,
-    )  # fmt: skip
-
-
-def no_trees() -> DraftTrees:
-    empty = np.zeros(0, np.int32)
-    return DraftTrees(empty, empty, empty, empty, empty, empty.astype(np.float32))
+    return step_plan(rows - len(chunks), chunks, ctx_len=i32(contexts), page_table=table, tree_token_cap=TOKENS)
 
 
 def run(model: DeviceModel, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
@@ -99,7 +85,7 @@ def test_chunked_prefill_and_trees_equal_the_oracle(model: DeviceModel, checkpoi
     for step in range(3):
         spans = [cuts[row][step] for row in range(2)]
         chunks = [SEQUENCES[row][start:stop] for row, (start, stop) in enumerate(spans)]
-        scores = run(model, plan_of([start for start, _ in spans], chunks), no_trees())
+        scores = run(model, plan_of([start for start, _ in spans], chunks), packed_trees([]))
         offset = 0
         for row, (start, stop) in enumerate(spans):
             found = scores[offset : offset + stop - start]
@@ -110,23 +96,14 @@ def test_chunked_prefill_and_trees_equal_the_oracle(model: DeviceModel, checkpoi
 
 def check_trees(model: DeviceModel, checkpoint: Path) -> None:
     """Every node's logits equal those of its own path, decoded plainly after the committed context."""
-    token, parent, row, depth = [], [], [], []
-    for index, (tokens, parents) in enumerate(TREES):
-        start = len(token)
-        for label, above in zip(tokens, parents, strict=True):
-            depth.append(0 if above < 0 else depth[start + above] + 1)
-            token.append(label)
-            parent.append(-1 if above < 0 else start + above)
-            row.append(index)
-    arrays = [np.asarray(x, np.int32) for x in (row, token, parent, depth)]
-    trees = DraftTrees(*arrays, arrays[3] - 1, np.ones(len(token), np.float32))
+    trees = packed_trees(TREES)
     scores = run(model, plan_of([len(s) for s in SEQUENCES], []), trees)
-    for node in range(len(token)):
+    for node in range(trees.num_nodes):
         path, at = [], node
         while at >= 0:
-            path.append(token[at])
-            at = parent[at]
-        expected = oracle_logits(checkpoint, SEQUENCES[row[node]] + path[::-1])[-1]
+            path.append(int(trees.token[at]))
+            at = trees.parent[at]
+        expected = oracle_logits(checkpoint, SEQUENCES[trees.row[node]] + path[::-1])[-1]
         np.testing.assert_allclose(scores[node], expected, atol=TOLERANCE)
 
 

@@ -33,6 +33,7 @@ from adaserve_jax.types import (
     StepPlan,
 )
 from tests.constraints.definition import LETTERS, VOCAB, Letters, edited
+from tests.plans import i32, packed_trees, step_plan
 
 PAGE, MAX_PAGES, ROWS, DEPTH, TOKENS, SAMPLED = 4, 8, 4, 3, 48, 16
 LIMITS = Limits(ROWS, (TOKENS,), SAMPLED, PAGE * MAX_PAGES, PAGE, 64, DEPTH, 2)
@@ -110,30 +111,14 @@ def step_of(rows: list[Row]) -> tuple[StepPlan, DraftTrees]:
     """Rows with trees first, then prompts: one of them not to its end."""
     decode = [row for row in rows if row.parents]
     prompts = [row for row in rows if not row.parents]
-    row_of, token, parent, depth = [], [], [], []
-    for index, row in enumerate(decode):
-        first = len(token)
-        for label, above in zip(row.tokens, row.parents, strict=True):
-            depth.append(0 if above < 0 else depth[first + above] + 1)
-            parent.append(-1 if above < 0 else first + above)
-            token.append(label)
-            row_of.append(index)
-    arrays = [np.array(each, np.int32) for each in (row_of, token, parent, depth)]
-    trees = DraftTrees(*arrays, arrays[3] - 1, np.ones(len(token), np.float32))
-    count, zeros = len(rows), np.zeros(len(rows), np.int32)
-    floats = zeros.astype(np.float32)
-    table = np.arange(count * MAX_PAGES, dtype=np.int32).reshape(count, MAX_PAGES)
+    table = np.arange(len(rows) * MAX_PAGES, dtype=np.int32).reshape(len(rows), MAX_PAGES)
     chunks = [row.text[:2] if row is prompts[-1] and len(row.text) > 2 else row.text for row in prompts]
-    return StepPlan(
-        step=0, slots=np.arange(count), num_decode=len(decode),
-        root_token=np.array([row.tokens[0] for row in decode], np.int32),
-        ctx_len=np.array([len(row.text) - 1 if row.parents else 0 for row in rows], np.int32), page_table=table,
-        sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats + 1, floats),
-        prefill_tokens=np.array([t for chunk in chunks for t in chunk], np.int32),
-        prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32),
+    return step_plan(
+        len(decode), chunks, root_token=i32(row.tokens[0] for row in decode),
+        ctx_len=i32(len(row.text) - 1 if row.parents else 0 for row in rows), page_table=table,
         prefill_final=np.array([len(c) == len(r.text) for c, r in zip(chunks, prompts, strict=True)], bool),
-        draft=None, tree_token_cap=SAMPLED,
-    ), trees  # fmt: skip
+        tree_token_cap=SAMPLED,
+    ), packed_trees((row.tokens, row.parents) for row in decode)  # fmt: skip
 
 
 def prepared(target: Any, limits: Limits = LIMITS) -> Resampler:

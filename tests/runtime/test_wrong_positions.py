@@ -5,21 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve_jax.distill.records import wrong_nodes
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.types import CandidateTrees, DraftTrees, StepOutcome, StepPlan
+from tests.plans import step_plan
 
 DEPTH, WIDTH, VOCAB = 3, 3, 6
-NOTHING = np.zeros(0, np.int32)
 
 
 def plan_of(num_decode: int, num_rows: int) -> StepPlan:
-    zeros = np.zeros(num_rows, np.int32)
-    floats = zeros.astype(np.float32)
-    return StepPlan(
-        0, zeros, num_decode, zeros[:num_decode], zeros, zeros[:, None],
-        RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats, floats),
-        NOTHING, NOTHING, NOTHING > 0, None, 100,
-    )  # fmt: skip
+    return step_plan(num_decode, [[]] * (num_rows - num_decode))
 
 
 def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome, list[int]]:

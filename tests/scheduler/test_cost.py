@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.sampling import RowSampling
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
-from adaserve_jax.types import CostSamples, DraftPlan, Limits, StepOutcome, StepPlan, context_load, scaled_samples
+from adaserve_jax.types import CostSamples, DraftPlan, Limits, StepOutcome, context_load, scaled_samples
+from tests.plans import step_plan
 
 LIMITS = Limits(8, (1, 4, 16, 64), 32, 256, 16, 64, 4, 4)
 VERIFY = {(e, r): 0.01 * (1 + e / 16) * (1 + r / 100) for e in LIMITS.token_edges for r in (1, 8)}
@@ -14,11 +14,8 @@ SAMPLES = CostSamples(VERIFY, {4: 0.001, 64: 0.004}, {(1, 1): 0.001, (1, 4): 0.0
 
 
 def plan_of(rows, draft=None, context=0):
-    ints, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-    sampling = RowSampling(ints.astype(np.uint64), ints, floats, ints, floats, floats)
-    empty = np.zeros(0, np.int32)
     ctx_len = np.broadcast_to(np.asarray(context, np.int32), rows)
-    return StepPlan(0, ints, rows, ints, ctx_len, np.zeros((rows, 16)), sampling, empty, empty, empty, draft, rows)
+    return step_plan(rows, ctx_len=ctx_len, draft=draft, tree_token_cap=rows)
 
 
 def outcome_of(bucket, verify_s, draft_s=0.0):

@@ -33,6 +33,7 @@ from adaserve_jax.star.messages import (
 )
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan, StepPlan
+from tests.plans import step_plan
 
 VOCABULARY = 512
 DEPTHS, RANKS, BINS = 3, 2, 4
@@ -275,11 +276,9 @@ def plan_of(
         np.array([row.known for row in rows], i32), np.array([row.speculates for row in decoding], bool),
         calibrated, chances, due_s=np.array([row.due_s for row in decoding]) if due else None,
     )  # fmt: skip
-    zeros, at = np.zeros(num, i32), len(decoding)
     slots = np.array([row.slot for row in rows], i32)
-    pages, none = np.zeros((num, 1), i32), np.zeros(0, i32)
-    return StepPlan(
-        step, slots, at, zeros[:at], zeros, pages, sampling, none, zeros[at:], zeros[at:] > 0, draft, tree_token_cap=64
+    return step_plan(
+        len(decoding), [[]] * (num - len(decoding)), step=step, slots=slots, sampling=sampling, draft=draft
     )
 
 

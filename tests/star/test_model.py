@@ -32,6 +32,7 @@ from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
 from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
+from tests.plans import i32, step_plan
 from tests.star.streams import HANG_S, Target
 
 pytestmark = pytest.mark.slow
@@ -98,12 +99,8 @@ class Local:
         return found
 
     def _plan(self, draft: DraftPlan, sampling: SessionSampling) -> StepPlan:
-        said = RowSampling(
-            np.array([sampling.seed], np.uint64), np.array([sampling.choice]), np.array([sampling.temperature]),
-            np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]),
-        )  # fmt: skip
-        zeros, none, pages = np.zeros(1, np.int32), np.zeros(0, np.int32), np.arange(8, dtype=np.int32)[None]
-        return StepPlan(0, zeros, 1, zeros, zeros, pages, said, none, none, none.astype(bool), draft, 0)
+        said = RowSampling.of([sampling])
+        return step_plan(1, page_table=i32(range(8))[None], sampling=said, draft=draft, tree_token_cap=0)
 
 
 @pytest.fixture(scope="module")

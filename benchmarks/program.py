@@ -1,0 +1,19 @@
+"""How the benchmarks run as programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from adaserve_jax.errors import AdaServeError
+
+
+def run(main: Callable[..., Any]) -> None:
+    """Run a function by its annotated options, or an app of several; end with status 1 and an error's one line."""
+    try:
+        main() if isinstance(main, typer.Typer) else typer.run(main)
+    except AdaServeError as error:
+        sys.exit(f"error: {error}")
