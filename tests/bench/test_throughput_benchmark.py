@@ -121,7 +121,8 @@ def test_decode_throughput_leaves_prefill_out(modules):
 
 @pytest.mark.slow
 def test_a_closed_loop_keeps_as_many_requests_running(modules):
-    """Every step of the measured part has both rows, and its tokens are those that its requests got."""
+    """Every step of the measured part has both rows or computes prompts in place of those that ended, and its tokens
+    are those that its requests got."""
     systems, main = modules["systems"], modules["main"]
     engine = systems.Engine(CONFIG, SLO())
     try:
@@ -132,7 +133,7 @@ def test_a_closed_loop_keeps_as_many_requests_running(modules):
     finally:
         engine.close()
     assert len(load.prompts) == 2 + 6 + 1
-    assert all(step.rows + (step.prefill_tokens > 0) == 2 for step in looped.steps)
+    assert all(step.rows == 2 or (step.rows < 2 and step.prefill_tokens > 0) for step in looped.steps)
     assert looped.tokens >= sum(step.emitted for step in looped.steps) > 0 and looped.seconds > 0
     ended = [len(ids) == length for ids, length in zip(looped.token_ids, load.lengths, strict=True)]
     assert ended.count(True) in (8, 9), "all but what still ran at the end"
