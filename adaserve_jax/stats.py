@@ -100,17 +100,18 @@ def _sum(one: Any, other: Any) -> Any:
 class StepStats(Statistics):
     """Statistics of the scheduler and its step loop.
 
-    waiting_new counts those of `waiting` that never ran. pages_used and pages_total are of the base pool, extension_*
-    of the extension slab (0 while there is none). pages_cached counts pages of both that no request holds and that are
-    kept for prompts which begin alike; extension_cached counts those of the extension. calibration_error is keyed by
-    kind of rows (greedy, coupled), then by prediction (raw, loaded, online). arms maps a bucket of batch sizes to the
-    best arm.
+    waiting_new counts those of `waiting` that never ran, and preparing those that have not reached the scheduler.
+    pages_used and pages_total are of the base pool, extension_* of the extension slab (0 while there is none).
+    pages_cached counts pages of both that no request holds and that are kept for prompts which begin alike;
+    extension_cached counts those of the extension. calibration_error is keyed by kind of rows (greedy, coupled), then
+    by prediction (raw, loaded, online). arms maps a bucket of batch sizes to the best arm.
     """
 
     steps: int = counter("steps", "Engine steps.")
     running: int = gauge("requests_running", "Choices that hold a slot of the engine.")
     waiting: int = gauge("requests_waiting", "Choices in the engine's queue.")
     waiting_new: int = gauge()
+    preparing: int = gauge()
     pages_used: int = gauge()
     pages_total: int = gauge()
     prompt_tokens: int = counter("prompt_tokens", "Prompt tokens taken in.")

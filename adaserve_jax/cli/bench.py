@@ -310,7 +310,8 @@ def bench(
         engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:
-        name = None if policies == POLICIES else policies
+        source = context.get_parameter_source("policies")
+        name = None if source is not None and source.name == "DEFAULT" else policies
         if name is not None and given.policies != (name,):
             raise ConfigError(f"--policies names the one policy that a server at --url runs, got {policies!r}")
         _check_for_url(given, config, learn_options, drafter_options)

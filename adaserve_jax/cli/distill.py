@@ -96,7 +96,8 @@ def distill(
         raise ConfigError(f"--head {head} begins with a new head, and --draft with that of a folder; give one of them")
     _check_mode(given, writes=from_checkpoint is not None)
     check_new(out)
-    check_writable(json_out, "--json")
+    if json_out is not None and json_out.parent != out:  # that folder is made later
+        check_writable(json_out, "--json")
     draft_folder = resolve_folder(draft, "draft")
     asks_target = from_checkpoint is None or "target" in given
     if not asks_target and ModelConfig.from_folder(draft_folder, may_be_head=True).is_head:

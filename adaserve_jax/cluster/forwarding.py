@@ -270,7 +270,7 @@ class Forwarder:
         except ApiError as error:
             status = error.status_code
             raise
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             raise
         except Exception:
             if status == CLIENT_CLOSED_REQUEST:

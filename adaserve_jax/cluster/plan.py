@@ -75,8 +75,10 @@ class ClusterPlan:
 
     @property
     def target_shutdown_s(self) -> float:
-        """Time that a target gives requests in flight when it stops: by its own option, else its configuration file,
-        else the router's setting."""
+        """Return the seconds that a target gives requests in flight when it stops.
+
+        Its own option goes first, then its configuration file, then the router's setting.
+        """
         otherwise = self.router.shutdown_timeout
         if "ADASERVE_SHUTDOWN_TIMEOUT" not in os.environ:  # which is the router's setting too
             otherwise = self._target_file.get("shutdown_timeout", otherwise)
@@ -96,7 +98,7 @@ class ClusterPlan:
 
     @cached_property
     def _target_file(self) -> Mapping[str, Any]:
-        """Settings in the targets' configuration file. Raises ConfigError if it is wrong."""
+        """Return the settings in the targets' configuration file. Raises ConfigError if it is wrong."""
         path = self._target_option("config") or os.environ.get("ADASERVE_CONFIG")
         return read_config(path).values if path and Path(path).exists() else {}  # a target may run elsewhere
 
@@ -177,8 +179,8 @@ def bracketed(host: str) -> str:
 def target_environment(plan: ClusterPlan) -> dict[str, str]:
     """Return environment variables of a target, which its own options override.
 
-    A target checks the router's API keys, uses plain HTTP whatever the router uses, and gives requests as long to
-    finish as the router does.
+    A target checks the router's API keys, uses plain HTTP whatever the router uses, and gives requests
+    `plan.target_shutdown_s` to finish.
     """
     environment = {f"ADASERVE_{name.upper()}": NONE for name in TLS_SETTINGS}
     environment["ADASERVE_SHUTDOWN_TIMEOUT"] = f"{plan.target_shutdown_s:g}"

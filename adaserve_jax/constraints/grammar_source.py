@@ -141,7 +141,8 @@ def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
 def read_schema(text: str, kind: GrammarKind = "json_schema", tool: str = "") -> dict[str, Any]:
     """Parse a schema, that of a tool's arguments if there is one, and add the options under which it is enforced.
 
-    Raises RequestError: the text is too long, no JSON, no object, nested too deeply, or sets options itself.
+    Raises RequestError: the text is too long, no JSON, no object, nested too deeply, sets options itself, or has a
+    number, pattern or text that cannot be enforced.
     """
     if len(text) > MAX_SCHEMA_CHARS:
         refuse(f"at most {MAX_SCHEMA_CHARS} characters, got {len(text)}", kind, tool)
@@ -175,7 +176,7 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
             refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
         for number in _rounded(part):
             shown = str(number)[:40]
-            refuse(f"{shown} cannot be held exactly in 64 bits; take a number nearer to 0, or a string", kind, tool)
+            refuse(f"{shown} cannot be enforced exactly; take a number nearer to 0, or a string", kind, tool)
         for pattern in _unenforced(part):
             refuse(
                 f"pattern {pattern!r:.80} would let quotes and backslashes through; leave control characters out of "
@@ -231,9 +232,9 @@ def _is_loosened(name: str, bound: float, of_integers: bool) -> bool:
 
 
 def _unenforced(part: dict[str, Any]) -> Iterator[str]:
-    """Yield the patterns of a schema's own keywords that `_without_nul` cannot mend.
+    """Yield the patterns of a schema's own keywords that `_without_nul` cannot fix.
 
-    In names of properties it can mend none: what is taken from a pattern would go to the additional properties.
+    In names of properties it can fix none: what is taken from a pattern would go to the additional properties.
     """
     if isinstance(pattern := part.get("pattern"), str) and _lets_escapes_through(pattern, negated=False):
         yield pattern
@@ -246,7 +247,10 @@ def _lets_escapes_through(pattern: str, negated: bool) -> bool:
 
     negated: look at negated classes too; one that Python cannot read is taken for such.
     """
-    if _CONTROLS_BY_NAME.search(pattern):
+    looked_at = _PATTERN_PART.sub(
+        lambda part: "" if part[0] == r"\\" or (part[0].startswith("[^") and not negated) else part[0], pattern
+    )
+    if _CONTROLS_BY_NAME.search(looked_at):
         return True
     for part in _PATTERN_PART.findall(pattern):
         is_negated = part.startswith("[^")

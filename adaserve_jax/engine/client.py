@@ -122,7 +122,7 @@ class EngineInfo:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Most tokens of prompt and output together: those of the context, or of all KV pages if these are fewer."""
+        """Return the most tokens of prompt and output together: of the context, or of all KV pages if fewer."""
         return self.max_context if self.kv_tokens is None else min(self.max_context, self.kv_tokens)
 
     def due_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
@@ -364,14 +364,14 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") -> None:
-    """Raise RequestError, naming the field `param`, unless a prompt has a token and leaves room for one."""
+def check_prompt(prompt_tokens: int, most: int, param: str = "prompt") -> None:
+    """Raise RequestError, naming the field `param`, unless a prompt has a token and leaves room for one in `most`."""
     if prompt_tokens == 0:
         raise RequestError(f"{param} must have at least one token, got none", param=param, code="empty_prompt")
-    if prompt_tokens >= max_context:
+    if prompt_tokens >= most:
         raise RequestError(
-            f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "
-            "shorten it",
+            f"prompt must leave room for one of the {most} tokens that prompt and output may have together, got "
+            f"{prompt_tokens} tokens; shorten it",
             param=param,
             code="context_length_exceeded",
         )

@@ -221,7 +221,9 @@ class LocalEngine:
             return EngineStats(StepStats())
         assembly, queued, steps = self._assembly, self._queued, self._core.scheduler.stats
         return EngineStats(
-            scheduler=replace(steps, waiting=steps.waiting + queued, waiting_new=steps.waiting_new + queued),
+            scheduler=replace(
+                steps, waiting=steps.waiting + queued, waiting_new=steps.waiting_new + queued, preparing=queued
+            ),
             compiles_after_ready=assembly.executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if self._is_busy else 0.0,
             learning=LearningStats() if assembly.learner is None else assembly.learner.stats(),

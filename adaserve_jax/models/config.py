@@ -532,8 +532,8 @@ def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None,
     """Return the sliding window of each layer, empty if no layer has one.
 
     Windowed layers are those of layer_types if the family reads it, else all (Mistral, other families with experts),
-    those from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma), of those before
-    max_window_layers in Qwen2-MoE.
+    those from max_window_layers on (Qwen), or all but each sliding_window_pattern-th (Gemma; in Qwen2-MoE only before
+    max_window_layers).
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows

@@ -88,7 +88,9 @@ def find_pair(config: EngineConfig) -> ModelPair:
         first = first or draft
         for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)
-            if each.compare and each.name != "eos_token_ids" and got != expected:  # the target's end a text
+            if (
+                each.compare and each.name != "eos_token_ids" and got != expected
+            ):  # only the target's EOS ids end a text
                 raise ConfigError(
                     f"draft {name!r} must be of the shape of the first draft, whose {each.name} is {expected!r}, got "
                     f"{got!r}; give drafts of one architecture and size"

@@ -213,7 +213,8 @@ class Batch:
         while True:
             has_slot, wanted, shared = len(self.running) < self.capacity, 0, _NO_PAGES
             if has_slot or self._preempts_for_priority:
-                shared = _NO_PAGES if self.prefixes is None else self.prefixes.find(state)
+                if self.prefixes is not None:
+                    shared = self.prefixes.find(state)
                 # a shared page that somebody holds costs nothing; a cached one stops being free once it is taken
                 wanted = self.pool.pages_for(state.num_tokens) - int(np.count_nonzero(self.pool.references(shared)))
                 if has_slot and wanted + len(self.running) <= self.pool.num_free:
@@ -233,9 +234,11 @@ class Batch:
         worse = [running for running in self.running if running.sequence.priority > state.sequence.priority]
         if not worse:
             return False
-        pages, holders = np.unique(np.concatenate([self.table.pages(each) for each in worse]), return_counts=True)
-        freed = np.setdiff1d(pages[holders == self.pool.references(pages)], shared)
-        if wanted + len(self.running) - len(worse) > self.pool.num_free + len(freed):
+        pages = np.arange(self.pool.pages_in_force)
+        held = np.bincount(np.concatenate([self.table.pages(each) for each in worse]), minlength=len(pages))
+        freed = (held > 0) & (held == self.pool.references(pages))
+        freed[shared] = False
+        if wanted + len(self.running) - len(worse) > self.pool.num_free + np.count_nonzero(freed):
             return False
         self.preempt(max(worse, key=lambda running: running.rank))
         return True

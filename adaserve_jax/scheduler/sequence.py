@@ -79,7 +79,7 @@ class SequenceState:
     """
 
     __slots__ = (
-        "accepted_steps", "alone_tpot_s", "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s",
+        "accepted_steps", "least_tpot_s", "cached_tokens", "counts", "flow", "num_scored", "page_keys", "patience_s",
         "preemptions", "prompt_s", "rank", "sequence", "slot", "text_state", "thinking_tokens", "times", "token_ids",
         "_asked", "_feasible",
     )  # fmt: skip
@@ -96,7 +96,7 @@ class SequenceState:
     def __init__(
         self, sequence: Sequence, *, max_total: int, order_key: float, number: int, asked: Sequence | None = None,
         feasible: bool | None = None, patience_s: float | None = None, prompt_s: float = 0.0, flow: int = 0,
-        alone_tpot_s: float = 0.0,
+        least_tpot_s: float = 0.0,
     ):  # fmt: skip
         """Set up a sequence that waits.
 
@@ -105,7 +105,7 @@ class SequenceState:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
         patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
         prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares
-        are kept fair. alone_tpot_s: seconds per token that the machine would give it alone; 0: unknown.
+        are kept fair. least_tpot_s: seconds per token that the machine would give it alone; 0: unknown.
         """
         self.sequence = sequence
         self.flow = flow
@@ -114,7 +114,7 @@ class SequenceState:
         self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
         """Seconds from arrival within which the first token must come for the targets; None without any that says."""
         self.prompt_s = prompt_s
-        self.alone_tpot_s = alone_tpot_s
+        self.least_tpot_s = least_tpot_s
         self.rank = (order_key, number)
         """Total order of service. The lower rank is served sooner and preempted later."""
         self.slot = NO_SLOT
@@ -170,7 +170,7 @@ class SequenceState:
     def is_demanding(self) -> bool:
         """True if a target per token, of the thinking or the answer, takes most of the machine."""
         targets_s = (self.sequence.tpot_slo_s, self.sequence.thinking_tpot_slo_s)
-        return any(each is not None and is_demanding(each, self.alone_tpot_s) for each in targets_s)
+        return any(each is not None and is_demanding(each, self.least_tpot_s) for each in targets_s)
 
     @property
     def deadline_s(self) -> float:
@@ -380,7 +380,7 @@ class SlotTable:
         """Set the TPOT target of a sequence's slot to the one in force."""
         slot, target_s = state.slot, np.inf if state.tpot_slo_s is None else state.tpot_slo_s
         self.tpot_slo_s[slot] = target_s
-        self.paced_tpot_s[slot] = paced_tpot_s(target_s, state.alone_tpot_s, is_patient=state.patience_s is None)
+        self.paced_tpot_s[slot] = paced_tpot_s(target_s, state.least_tpot_s, is_patient=state.patience_s is None)
         if state.first_token_s is not None:
             self._give_up_late(np.array([state.slot]), state.first_token_s)
 

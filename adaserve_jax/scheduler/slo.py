@@ -25,7 +25,8 @@ hardly advance beside it.
 """
 RESERVE = 0.01
 """Share of a TPOT target that pacing keeps in reserve. Steps vary, and a sequence paced exactly at its target ends as
-often just above it as below. In simulation this much raises attainment and goodput, and more raises neither.
+often just above it as below. It holds for sequences with a TTFT target or a deadline: in simulation this much raises
+their attainment and goodput, and more raises neither.
 """
 PATIENT_RESERVE = 0.05
 """Share of the time that a TPOT target leaves beyond what one sequence would take alone, which pacing keeps in reserve
@@ -72,18 +73,18 @@ def need_rate(
     return np.where(time_left_s > 0, horizon / np.where(time_left_s > 0, time_left_s, 1.0), np.inf)
 
 
-def is_demanding(tpot_slo_s: float, alone_tpot_s: float) -> bool:
+def is_demanding(tpot_slo_s: float, least_tpot_s: float) -> bool:
     """Return whether a TPOT target takes more than DEMANDING_SHARE of the speed that one sequence has alone."""
-    return alone_tpot_s > DEMANDING_SHARE * tpot_slo_s
+    return least_tpot_s > DEMANDING_SHARE * tpot_slo_s
 
 
-def paced_tpot_s(tpot_slo_s: float, alone_tpot_s: float, *, is_patient: bool) -> float:
-    """Return the seconds per token that pacing aims at for a TPOT target, which leave a reserve; inf without one (inf).
+def paced_tpot_s(tpot_slo_s: float, least_tpot_s: float, *, is_patient: bool) -> float:
+    """Return a TPOT target less the reserve that pacing keeps; inf without a target (inf).
 
-    alone_tpot_s: seconds per token of one sequence alone. is_patient: no TTFT target and no deadline bound its start.
+    least_tpot_s: of one sequence alone. is_patient: no TTFT target and no deadline bound its start.
     """
     if is_patient:
-        return (1 - PATIENT_RESERVE) * tpot_slo_s + PATIENT_RESERVE * min(alone_tpot_s, tpot_slo_s)
+        return (1 - PATIENT_RESERVE) * tpot_slo_s + PATIENT_RESERVE * min(least_tpot_s, tpot_slo_s)
     return (1 - RESERVE) * tpot_slo_s
 
 
@@ -193,8 +194,8 @@ class Feasibility:
             prompt_s=least_ttft_s,
         )
 
-    def alone_tpot_s(self, sequence: Sequence) -> float:
-        """Return the seconds per token that a sequence would get alone; 0 without a TPOT target, which would use it."""
+    def least_tpot_of(self, sequence: Sequence) -> float:
+        """Return `least_tpot_s`, or 0 for a sequence without a target per token."""
         is_paced = sequence.tpot_slo_s is not None or sequence.thinking_tpot_slo_s is not None
         return self.least_tpot_s() if is_paced else 0.0
 

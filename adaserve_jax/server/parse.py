@@ -28,8 +28,8 @@ from adaserve_jax.types import SLO, SamplingParams
 LONG_TEXT = 8192
 """Characters or tokens of one HTTP request above which work on them runs in a thread instead of on the event loop."""
 MAX_SHOWN = 40
-OUTPUT_SHARE = 4
-"""A prompt that is cut to fit leaves this part of the context for the output, as 1 / OUTPUT_SHARE, or what is asked."""
+OUTPUT_SHARE = 0.25
+"""Most of the context that a prompt which is cut to fit leaves for the output; less where less is asked."""
 MAX_TOKENS_UNSET = 2**31 - 1
 """Value of max_tokens until the prompt's length is known."""
 TARGET_HEADERS = {
@@ -113,7 +113,7 @@ def truncated(body: GenerationBody, ids: list[int], info: EngineInfo, *, to_fit:
         return ids
     if most is None:
         context = info.max_sequence_tokens
-        share = max(1, min(_max_tokens(body)[0] or context, context // OUTPUT_SHARE), body.min_tokens or 0)
+        share = max(1, min(_max_tokens(body)[0] or context, int(context * OUTPUT_SHARE)), body.min_tokens or 0)
         most = max(1, context - share)
     elif most != -1 and most < 1:
         raise invalid(f"truncate_prompt_tokens must be -1 or above 0, got {most}", "truncate_prompt_tokens")

@@ -14,7 +14,7 @@ import sys
 
 TIMEOUT_S = 3.0
 LOOPBACK = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What to ask where the server listens on every address."""
+"""Addresses to ask in place of none, and of those that stand for every address."""
 
 
 def probe(

@@ -164,7 +164,7 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
     input: Input = Field(description="What the user says, or the conversation: messages, calls and their results.")
     instructions: ValidText | None = Field(None, description="A system message before the input.")
     max_output_tokens: TokenLimit | None = Field(
-        None, description="Most tokens to generate; default: the rest of the context."
+        None, description="Most tokens to generate; default: the rest of max_model_len."
     )
     tools: Annotated[list[ResponseTool], FIRST_ERROR] | None = Field(
         None, description="Functions that the model may call."

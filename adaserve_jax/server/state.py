@@ -219,7 +219,7 @@ class ServerState:
 
     def _wait_s(self, due_s: float, max_tokens: int, choices: int) -> float:
         steps = self.client.stats().scheduler
-        self.admission.observe_engine(steps.running, steps.waiting, self.info.max_requests)
+        self.admission.observe_engine(steps.running, steps.waiting - steps.preparing, self.info.max_requests)
         return self.admission.wait_s(self.slots, due_s, max_tokens, choices)
 
     def ended(self, choice: EndedChoice) -> None:

@@ -128,7 +128,7 @@ class SpanMaker:
         """Return the span of a choice, from its arrival to its end; None where it is not sampled.
 
         traceparent: header of the caller; without one the span begins a trace, with the request id as its id where that
-        is a valid one. model: name of the adapter that served it; "": the run's model.
+        is a valid one. model: the API's name of the model or adapter that served it; "": the run's model.
         """
         request_id = choice.request_id
         self._ids.trace_id = int(request_id, 16) if _TRACE_ID.fullmatch(request_id) else None

@@ -75,6 +75,8 @@ def adjusted(
         return trace
     slos = {each.slo for each in trace.requests}
     kept = {slo for slo in slos if keeps_own and slo.ttft_ms is not None}
+    if kept == slos:
+        return trace
     with_ttft = {slo: slo if slo in kept else replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in slos}
     requests = tuple(replace(each, slo=with_ttft[each.slo]) for each in trace.requests)
     note = f"ttft {ttft_slo_s:g} s{' where none' if kept else ''}"

@@ -151,7 +151,7 @@ def test_numbers_that_would_be_rounded_are_refused_wherever_a_schema_stands(
     grammars: Grammars, schema: dict[str, Any], number: float
 ):
     text = json.dumps(schema)
-    says = f"{str(number)[:40]} cannot be held exactly in 64 bits; take a number nearer to 0, or a string"
+    says = f"{str(number)[:40]} cannot be enforced exactly; take a number nearer to 0, or a string"
     tool = ToolCalls("glm45", (("f", json.dumps({"type": "object", "properties": {"a": schema}})),))
     routes: list[tuple[GrammarKind, GrammarSource]] = [
         ("json_schema", text), ("grammar", f"start: %json {text}"), ("tool_calls", tool),

@@ -82,7 +82,7 @@ def test_a_schema_that_is_being_prepared_holds_nobody_up(grammars: Grammars, eng
     engine.submit(request_of("plain", PLAIN), plain)
     assert plain.end().finish_reason == "length"
     waits = engine.stats().scheduler
-    assert (waits.waiting, waits.waiting_new) == (7, 7)  # they have their places in the queue
+    assert (waits.waiting, waits.waiting_new, waits.preparing) == (7, 7, 7)  # they have their places in the queue
     with pytest.raises(QueueFullError, match="7 requests wait"):
         engine.submit(request_of("late", replace(PLAIN, n=2)), plain)
     with pytest.raises(RequestError, match="in flight already"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 from dataclasses import dataclass, field
@@ -268,6 +269,27 @@ def test_a_full_server_says_429_and_when_to_come_again(start_server) -> None:
         assert engine.submitted[-1].max_wait_s == 2.0
         held.release()
         assert server.post(prompt="x", slo_ttft_ms=1).status_code == 200
+
+
+@pytest.mark.parametrize("preparing", [30, 0])
+def test_requests_that_have_not_reached_the_scheduler_say_nothing_of_its_room(start_server, preparing: int) -> None:
+    """Thirty that wait in the scheduler while slots are free mean that pages are short; thirty grammars do not."""
+    with start_server(ServerSettings(max_queue_wait=2.0)) as server:
+        server.engine.stats = lambda: EngineStats(StepStats(running=30, waiting=30, preparing=preparing))
+        server.state.admission.observe_tokens(1.0, 1)
+        held = server.state.slots.reserve(Account(), 30, 0.0, 10)
+        for choice in range(30):
+            held.received(choice, 0)
+
+        def admit() -> None:
+            server.state.admit(Account(), 10, 8, SLO(), 0).release()
+
+        for _ in range(100):
+            with contextlib.suppress(OverloadedError):
+                admit()
+        with contextlib.nullcontext() if preparing else pytest.raises(OverloadedError, match="would wait"):
+            admit()
+        held.release()
 
 
 def test_a_deadline_comes_before_a_request_without_targets(start_server) -> None:

@@ -306,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "input[2].arguments must be the JSON of an object, got '[1]'"),
     ({"input": "x\ud800"}, "input", "input must be valid Unicode"),
     ({"user": "\ud800"}, None, "the request's fields must be valid Unicode and not nested too deeply"),
-    ({"input": "x" * 10_000}, "input", "prompt must leave room for one token in a context of 512"),
+    ({"input": "x" * 10_000}, "input", "prompt must leave room for one of the 512 tokens that prompt and output may"),
     ({"input": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),
     ({"instructions": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),
     ({"input": [{"role": "user", "content": "x"}] * 1000}, "input", "input must have at most 512 messages and parts"),

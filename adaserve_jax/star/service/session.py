@@ -59,10 +59,10 @@ class DraftSession:
 
     key: its id in the KV allocator, never used again. computed: tokens of the text whose KV is there. pending: the
     Draft that waits for its tree. answer: the last answered Draft of the present text, and its tree. answered_s: when
-    its target got that tree; inf if it had given up before. running: a batch
-    with the session is on the device. closed: it has ended. needs_feed: a message brought tokens that the KV lacks, or
-    asked for them. feed_deadline_s: deadline of a Draft that was given up because of this lag; the text goes on being
-    fed by it. last_message_s: for the lease.
+    its target got that tree; inf if it had given up before. running: a batch with the session is on the device.
+    closed: it has ended. needs_feed: a message brought tokens that the KV lacks, or asked for them. feed_deadline_s:
+    deadline of a Draft that was given up because of this lag; the text goes on being fed by it. last_message_s: for the
+    lease.
     """
 
     def __init__(self, target: TargetState, opened: Open, key: int, now: float):
