@@ -51,7 +51,7 @@ def goes_on(server):
         ({"prompt": [256]}, 400, "invalid_value", "prompt", "token ids must be from 0 to 255, got 256"),
         ({"prompt": [5, -1]}, 400, "invalid_value", "prompt", "got -1"),
         ({"prompt": [10**30]}, 400, "invalid_value", "prompt", "got 10000"),
-        ({"prompt": "x" * 512}, 400, "context_length_exceeded", "prompt", "context of 512, got 512 tokens; shorten it"),
+        ({"prompt": "x" * 512}, 400, "context_length_exceeded", "prompt", "together, got 512 tokens; shorten it"),
         ({"max_tokens": 509}, 400, "context_length_exceeded", "max_tokens", "tokens, got a prompt of 4 and max_tokens"),
         ({"max_tokens": 0}, 400, "invalid_value", "max_tokens", "got 0"),
         ({"max_tokens": "5"}, 400, "invalid_value", "max_tokens", "valid integer, got '5'"),
