@@ -156,7 +156,7 @@ def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     assert run.scheduler.stats.elastic_moves == {}
 
 
-@pytest.mark.parametrize("part", slow_after(2, ["expand", "contract", "move_pages", "draft_ready"]))
+@pytest.mark.parametrize("part", slow_after(3, ["expand", "contract", "move_pages", "draft_ready"]))
 def test_a_part_that_fails_leaves_what_was_there_and_is_done_later(part: str) -> None:
     """Twice each; the record of KV slots would see a page, or the draft's KV, that is not what the scheduler thinks."""
     run, load = watched(failing=part), crowd_and_calm(1)
