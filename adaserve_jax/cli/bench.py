@@ -310,16 +310,14 @@ def bench(
         engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:
-        source = context.get_parameter_source("policies")
-        name = None if source is not None and source.name == "DEFAULT" else policies
+        name = None if _is_left_out(context, "policies") else policies
         if name is not None and given.policies != (name,):
             raise ConfigError(f"--policies names the one policy that a server at --url runs, got {policies!r}")
         _check_for_url(given, config, learn_options, drafter_options)
         engine, about = _LazyEngine(lambda: remote.open(name)), remote.about()
         policy_files = {}
     if suite is not None:
-        source = context.get_parameter_source("duration")
-        if source is not None and source.name == "DEFAULT":
+        if _is_left_out(context, "duration"):
             given = replace(given, duration_s=DURATION_S)
         with closing(engine):
             settings = SuiteSettings(
@@ -433,6 +431,12 @@ def _open(config: EngineConfig, plan: BenchPlan) -> BenchEngine:
 
 def _about(config: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if name not in NOT_OF_THE_RUN}
+
+
+def _is_left_out(context: typer.Context, option: str) -> bool:
+    """Return whether an option has its default because nobody gave it."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "DEFAULT"
 
 
 def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | DrafterOptions) -> None:
