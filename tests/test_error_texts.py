@@ -45,10 +45,10 @@ from adaserve_jax.errors import (
 )
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.models import tensors
+from adaserve_jax.models.config_values import ConfigValues
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.quantize import Int4Groups, Int8Rows
 from adaserve_jax.models.rope import read_rope
-from adaserve_jax.models.settings import Settings
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.runtime import multihost as hosts
@@ -245,7 +245,7 @@ def test_models_that_cannot_be_held_are_said(tmp_path: Path):
     with pytest.raises(CheckpointError, match="weight w has a value that is not finite, which int4 cannot hold"):
         groups[0:1] = np.array([[1.0, np.inf]], np.float32)
     with pytest.raises(UnsupportedModelError, match=r"rope_scaling = .* is not supported; one for all layers is"):
-        read_rope(Settings({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, tmp_path))
+        read_rope(ConfigValues({"rope_scaling": {"full_attention": {"rope_type": "linear"}}}, tmp_path))
 
 
 def test_an_engine_without_grammars_says_so():

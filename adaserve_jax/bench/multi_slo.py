@@ -17,7 +17,7 @@ from typing import Any
 
 from adaserve_jax.bench.engine import OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan, default_rates
-from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
+from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.records import RequestRecord
@@ -233,7 +233,7 @@ class Suite:
 
     def __init__(
         self, definition: Definition, settings: SuiteSettings, workload: Workload, open_engine: OpenEngine,
-        watch: Callable[[BenchPlan], AbstractContextManager[Watch]], *, about: Mapping[str, Any],
+        watch: Callable[[BenchPlan], AbstractContextManager[RunObserver]], *, about: Mapping[str, Any],
         policy_files: Mapping[str, str],
     ):  # fmt: skip
         self._definition, self._settings, self._workload = definition, settings, workload

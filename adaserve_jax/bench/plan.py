@@ -22,7 +22,7 @@ DEFAULT_LOADS = (0.5, 1.5)
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """The requests that every policy gets alike. rate_rps: None for the workload's own times. urgent_share, slo_scale:
     None for the workload as it is. arrivals: as `--arrivals` has it. repeat: each has arrivals and seeds of its own."""
 
@@ -44,7 +44,7 @@ class Point:
     """One policy under one load. name: unique in the run, and the same when it is resumed."""
 
     policy: str
-    load: Load
+    load: OfferedLoad
     name: str
 
 
@@ -94,10 +94,10 @@ class BenchPlan:
         return cls(**own)
 
     @property
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[OfferedLoad]:
         """Repeat by repeat."""
         grid = product(range(self.repeats), self.rates, self.urgent_shares, self.slo_scales, self.arrivals)
-        return [Load(rate, share, scale, arrivals, repeat) for repeat, rate, share, scale, arrivals in grid]
+        return [OfferedLoad(rate, share, scale, arrivals, repeat) for repeat, rate, share, scale, arrivals in grid]
 
     @property
     def points(self) -> list[Point]:
@@ -127,7 +127,7 @@ class BenchPlan:
             if value < 0:
                 raise ConfigError(f"{name} must be at least 0, got {value!r}")
 
-    def _name(self, policy: str, load: Load) -> str:
+    def _name(self, policy: str, load: OfferedLoad) -> str:
         parts = [f"{policy}@{TRACE}" if load.rate_rps is None else f"{policy}@{load.rate_rps:g}/s"]
         if len(self.urgent_shares) > 1:
             parts.append(f"urgent={_number(load.urgent_share)}")
@@ -149,7 +149,7 @@ STEADY = ("poisson", "gamma")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class PreparedLoad:
     """workload: as changed, whose name and hash say so. burstiness: coefficient of variation of the gaps between
     arrivals; None where the process has none that is the same throughout."""
 
@@ -158,7 +158,7 @@ class Loaded:
     burstiness: float | None
 
 
-def load_all(plan: BenchPlan, workload: Workload) -> dict[Load, Loaded]:
+def load_all(plan: BenchPlan, workload: Workload) -> dict[OfferedLoad, PreparedLoad]:
     """Make the requests of every load of the plan. Raises ConfigError when a load cannot be made of this workload, or
     two would be the same."""
     check_classes(workload.name, (item.slo_class for item in workload.items))
@@ -179,9 +179,9 @@ def check_classes(workload: str, classes: Iterable[str]) -> None:
         )
 
 
-def _check_apart(loads: Mapping[Load, Loaded]) -> None:
+def _check_apart(loads: Mapping[OfferedLoad, PreparedLoad]) -> None:
     """Refuse loads that are the same because a workload's own times ignore rate and process."""
-    seen: dict[object, Load] = {}
+    seen: dict[object, OfferedLoad] = {}
     for load, loaded in loads.items():
         times = tuple((arrival.due_s, arrival.seed) for arrival in loaded.schedule.arrivals)
         first = seen.setdefault((load.urgent_share, load.slo_scale, load.repeat, times), load)
@@ -191,18 +191,18 @@ def _check_apart(loads: Mapping[Load, Loaded]) -> None:
             )
 
 
-def _said(load: Load) -> str:
+def _said(load: OfferedLoad) -> str:
     rate = "the workload's own times" if load.rate_rps is None else f"rate {load.rate_rps:g}"
     return f"{rate} with arrivals {load.arrivals}"
 
 
-def _loaded(plan: BenchPlan, load: Load, workload: Workload) -> Loaded:
+def _loaded(plan: BenchPlan, load: OfferedLoad, workload: Workload) -> PreparedLoad:
     spec = parse_arrivals(load.arrivals)
     schedule = make_schedule(
         workload, spec, rate_rps=load.rate_rps, duration_s=plan.duration_s, seed=load.seed(plan.seed)
     )
     steady = load.rate_rps is not None and spec.process in STEADY
-    return Loaded(workload, schedule, spec.cv if steady else None)
+    return PreparedLoad(workload, schedule, spec.cv if steady else None)
 
 
 def default_rates(workload: Workload, baseline_s: float) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import adaserve_jax
 from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due, LoopResult, OpenEngine, RecordingEngine
-from adaserve_jax.bench.plan import BenchPlan, Load, Loaded, Point, load_all
+from adaserve_jax.bench.plan import BenchPlan, OfferedLoad, Point, PreparedLoad, load_all
 from adaserve_jax.bench.resume import (
     ACCEPTANCE,
     Begun,
@@ -38,7 +38,7 @@ from adaserve_jax.workloads.arrivals import Arrival
 from adaserve_jax.workloads.workload import Workload
 
 
-class Watch:
+class RunObserver:
     """Notified of a run's progress; this one ignores it."""
 
     def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
@@ -120,7 +120,7 @@ INTERRUPTED = "interrupted"
 
 
 def run_bench(
-    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, watch: Watch | None = None, *,
+    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, watch: RunObserver | None = None, *,
     close: bool = True, use: FolderUse = "append", about: Mapping[str, Any] | None = None,
     policy_files: Mapping[str, str] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
@@ -134,7 +134,7 @@ def run_bench(
     resumed run are multiples of the baseline latency that its rows have. Raises ConfigError: among others, a resumed
     run would go on with another commit, machine, device or model, or at another speed, or a policy's file was edited.
     """
-    watch = watch or Watch()
+    watch = watch or RunObserver()
     loads = load_all(plan, workload)
     settings = {**plan.settings(), "workload": workload.name, "workload_hash": workload.sha256, **(about or {})}
     if policy_files:
@@ -181,10 +181,10 @@ def _check_policies(policies: Sequence[str], engine: BenchEngine) -> None:
 @dataclass(frozen=True)
 class _Bench:
     plan: BenchPlan
-    loads: Mapping[Load, Loaded]
+    loads: Mapping[OfferedLoad, PreparedLoad]
     engine: BenchEngine
     provenance: Provenance
-    watch: Watch
+    watch: RunObserver
     held_baseline_s: float | None
     """Baseline latency of a resumed run, which its relative targets multiply, whatever the engine measured now."""
     policy_files: Mapping[str, str]
@@ -227,7 +227,7 @@ class _Bench:
                 "measure all anew in another --out"
             )
 
-    def _recorded(self, point: Point, loaded: Loaded) -> list[AcceptanceRecord]:
+    def _recorded(self, point: Point, loaded: PreparedLoad) -> list[AcceptanceRecord]:
         """Return the acceptance recorded since the last call; call it only while the engine is idle."""
         names = {
             arrival.seed: (_request_id(point, number), arrival.item.slo_class)
@@ -253,7 +253,7 @@ class _Bench:
             return slo
         return replace(slo, relative=None, tpot_ms=slo.relative * self.held_baseline_s * 1e3)
 
-    def _warm_up(self, point: Point, loaded: Loaded) -> None:
+    def _warm_up(self, point: Point, loaded: PreparedLoad) -> None:
         """Send the first few requests, shortened, all at once; their results are dropped."""
         asks = [self._ask(point, number, arrival)
                 for number, arrival in enumerate(loaded.schedule.arrivals[: self.plan.warmup_requests])]  # fmt: skip
@@ -267,7 +267,7 @@ class _Bench:
         if self.engine.drive(due, drain_s=self.plan.drain_s).interrupted:
             raise KeyboardInterrupt
 
-    def _conditions(self, point: Point, loaded: Loaded, loop: LoopResult, compiled: int) -> Conditions:
+    def _conditions(self, point: Point, loaded: PreparedLoad, loop: LoopResult, compiled: int) -> Conditions:
         reason = _invalid_reason(loop, self.plan.max_late_s, compiled)
         schedule, load = loaded.schedule, point.load
         return Conditions(

@@ -19,7 +19,7 @@ from adaserve_jax.scheduler.policies import file_hashes
 from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, check_lengths, simulate
 from adaserve_jax.synthetic_acceptance import rates_text
-from adaserve_jax.workloads.reshaping import Shape
+from adaserve_jax.workloads.reshaping import Reshaping
 from adaserve_jax.workloads.traces import Trace
 
 
@@ -32,7 +32,7 @@ class Varied:
     slo_scale: float | None = None
 
     @classmethod
-    def of(cls, trace: Trace, shape: Shape, baseline_s: float) -> Varied:
+    def of(cls, trace: Trace, shape: Reshaping, baseline_s: float) -> Varied:
         """Return how `shape` varies `trace`, which is not reshaped yet."""
         share = None if shape.mix is None else _urgent_share(trace, shape.mix, baseline_s)
         return cls(share, shape.slo_scale)
@@ -122,7 +122,7 @@ Score = tuple[float, float]
 
 
 @dataclass(frozen=True, order=True)
-class Setting:
+class ChainSetting:
     """draft_tokens: k of `spec:<k>`; 0: plain decoding with chunked prefill, as Sarathi-Serve's. prefill_tokens: most
     prompt tokens of a step. max_requests: most that run.
     """
@@ -140,20 +140,20 @@ class Grid:
     prefill_tokens: tuple[int, ...] = (64, 128, 256, 512)
     max_requests: tuple[int, ...] = (28, 32, 36, 42, 48, 56, 64)
 
-    def settings(self) -> list[Setting]:
-        return [Setting(*values) for values in product(self.draft_tokens, self.prefill_tokens, self.max_requests)]
+    def settings(self) -> list[ChainSetting]:
+        return [ChainSetting(*values) for values in product(self.draft_tokens, self.prefill_tokens, self.max_requests)]
 
 
 @dataclass(frozen=True)
 class Tuned:
     """tried: how many settings were judged."""
 
-    setting: Setting
+    setting: ChainSetting
     score: Score
     tried: int
 
 
-def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool = False) -> Tuned:
+def tune(evaluate: Callable[[ChainSetting], Score], grid: Grid, *, exhaustive: bool = False) -> Tuned:
     """Return the setting with the highest score; among equals the smallest.
 
     A fixed policy is only as good as its setting (draft length x prefill chunk x most running requests), and the best
@@ -161,9 +161,9 @@ def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool =
     draft length, ends of the others); then, from its best with the shortest chunk and its best with the longest, try
     every value of one part with the others held, part by part, until a whole round brings nothing better.
     """
-    scores: dict[Setting, Score] = {}
+    scores: dict[ChainSetting, Score] = {}
 
-    def best_of(settings: Iterable[Setting]) -> Setting:
+    def best_of(settings: Iterable[ChainSetting]) -> ChainSetting:
         tried = list(settings)
         for setting in tried:
             if setting not in scores:
@@ -176,7 +176,7 @@ def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool =
         lengths, chunks, caps = grid.draft_tokens, grid.prefill_tokens, grid.max_requests
         coarse_lengths = (lengths[0], lengths[(len(lengths) - 1) // 2], lengths[-1])
         starts = [
-            best_of(Setting(*values) for values in product(coarse_lengths, (chunk,), _ends(caps)))
+            best_of(ChainSetting(*values) for values in product(coarse_lengths, (chunk,), _ends(caps)))
             for chunk in dict.fromkeys(_ends(chunks))
         ]
         for best in starts:
@@ -252,7 +252,7 @@ def tune_fixed(
         prefill_tokens=tuple(sorted({min(each, chunk or each) for each in whole.prefill_tokens})),
     )
 
-    def evaluate(setting: Setting) -> Score:
+    def evaluate(setting: ChainSetting) -> Score:
         policy, as_planned = as_run(setting, replace(plan, keep_token_times=False, keep_records=False))
         simulated = simulate(policy, as_planned, machine, trace, replicas=replicas)
         overall = summarize(simulated.outcomes, wall_s=simulated.wall_s)[0]
@@ -261,7 +261,7 @@ def tune_fixed(
     return tune(evaluate, possible, exhaustive=exhaustive)
 
 
-def as_run(setting: Setting, plan: SimulationPlan) -> tuple[str, SimulationPlan]:
+def as_run(setting: ChainSetting, plan: SimulationPlan) -> tuple[str, SimulationPlan]:
     """Return the policy and plan that run `setting`."""
     as_planned = replace(plan, max_requests=setting.max_requests, max_prefill_tokens=setting.prefill_tokens)
     return f"spec:{setting.draft_tokens}" if setting.draft_tokens else "ar", as_planned

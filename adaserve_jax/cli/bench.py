@@ -33,7 +33,7 @@ from adaserve_jax.bench.multi_slo import (
 )
 from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
 from adaserve_jax.bench.resume import FolderUse, check_folder, planned
-from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
+from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
 from adaserve_jax.cli.options import (
     ByClassOption,
     FormatOption,
@@ -501,7 +501,7 @@ def _name_of(header: str) -> str:
     return f"{header.partition(':')[0]}: {HIDDEN}"
 
 
-class BenchBar(Watch):
+class BenchBar(RunObserver):
     """Collects rows; prints a line per point that ended and shows progress. guess_s: of a point, until one is known."""
 
     def __init__(self, guess_s: float, console: Console, progress: Progress):

@@ -35,7 +35,7 @@ from adaserve_jax.sim.simulation import Simulated, SimulationPlan
 from adaserve_jax.synthetic_acceptance import acceptance_rates
 from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
 from adaserve_jax.workloads.readers import AUTO
-from adaserve_jax.workloads.reshaping import Shape, reshape
+from adaserve_jax.workloads.reshaping import Reshaping, reshape
 from adaserve_jax.workloads.traces import RATE_RPS, Trace, adjusted, fluctuating_trace, save_trace, trace_of
 from adaserve_jax.workloads.workload import load_workload, parse_slos
 
@@ -189,7 +189,7 @@ def simulate(
             )
     find_router(router)
     shapes = [
-        Shape(rate, shares, scale, requests)
+        Reshaping(rate, shares, scale, requests)
         for rate in numbers_above_0("rates", rates, or_trace=True)
         for shares in ([parse_mix(text) for text in mix] if mix else [None])
         for scale in numbers_above_0("slo_scale", slo_scale, or_trace=True)
@@ -259,8 +259,8 @@ def _load(
 
 
 def _fluctuating(
-    loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None, max_context: int
-) -> list[tuple[Trace, Shape]]:
+    loaded: list[Trace], shapes: list[Reshaping], seed: int, ttft_slo_s: float | None, max_context: int
+) -> list[tuple[Trace, Reshaping]]:
     """Return generated traces that fit a machine's context, each with the changes left to make.
 
     A rate is the generated trace's own mean, so that its peaks stay where they are.
@@ -275,7 +275,7 @@ def _fluctuating(
                 ttft_slo_s=ttft_slo_s,
                 max_context=max_context,
             ),
-            Shape(None, shape.mix, shape.slo_scale, shape.requests),
+            Reshaping(None, shape.mix, shape.slo_scale, shape.requests),
         )
         for shape in shapes
     ]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.models.config import FEATURE_LAYERS, Eagle3Config, ModelConfig
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.decoder import (
     HEAD_ROW,
     Attend,
@@ -37,7 +38,6 @@ from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.models.rope import SCALING_KEYS, LongRopeScaling
-from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.text_model import text_settings
 
 HEAD_STEPS = 5

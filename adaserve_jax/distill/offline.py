@@ -33,10 +33,10 @@ from adaserve_jax.distill.records import LOG_ZERO, PADDING, PackedBatch, Record,
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.decoder import Params, attend_dense, decode, init_params, logits
 from adaserve_jax.models.export import export
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.results.whole_file import PRIVATE, whole_file, write_whole
 from adaserve_jax.types import Progress

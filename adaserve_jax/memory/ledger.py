@@ -181,7 +181,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Shape:
+class EngineSize:
     """Limits of an engine that a suggested change may lower."""
 
     page_size: int
@@ -189,13 +189,13 @@ class Shape:
     max_requests: int
 
 
-def check_fits(ledger: Ledger, shape: Shape) -> None:
+def check_fits(ledger: Ledger, shape: EngineSize) -> None:
     """Raise ConfigError unless the ledger fits its limit."""
     if not ledger.fits:
         raise ConfigError(refusal(ledger, shape))
 
 
-def refusal(ledger: Ledger, shape: Shape) -> str:
+def refusal(ledger: Ledger, shape: EngineSize) -> str:
     """Return the message for a ledger that does not fit: each part, the limit, and changes that would make it fit.
 
     Each change that is named was tried on the ledger and is enough by itself.
@@ -225,7 +225,7 @@ def _say(name: str, size: int, ledger: Ledger) -> str:
     return f"{name} {mib(size)}{'' if pages is None else f' ({pages})'}"
 
 
-def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
+def _changes(ledger: Ledger, shape: EngineSize) -> Iterator[str]:
     """Yield single changes that are enough; if there are none, changes that are enough together."""
     smaller = list(_smaller_models(ledger))
     alone = [_fewer_pages(ledger, shape), _shorter_steps(ledger, shape)]
@@ -280,7 +280,7 @@ def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
     return replace(ledger, sizes=sizes, extension_pages=extension, workspace=workspace)
 
 
-def _fewer_pages(ledger: Ledger, shape: Shape) -> str | None:
+def _fewer_pages(ledger: Ledger, shape: EngineSize) -> str | None:
     """Suggest as many pages as fit, with a context that they hold."""
     beside = replace(ledger, num_pages=0, extension_pages=0).needed  # weights and workspace
     if ledger.extension_pages and ledger.limit.covers_host:
@@ -294,7 +294,7 @@ def _fewer_pages(ledger: Ledger, shape: Shape) -> str | None:
     return f"num_pages at most {pages} and max_context at most {held}"
 
 
-def _shorter_steps(ledger: Ledger, shape: Shape) -> str | None:
+def _shorter_steps(ledger: Ledger, shape: EngineSize) -> str | None:
     """Suggest a maximum step length, if the programs of the longest steps are what does not fit."""
     if ledger.workspace is None:
         return None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
+from adaserve_jax.models.config_values import ConfigValues, read_json
 from adaserve_jax.models.families import (
     ARCHITECTURE_OF_TYPE,
     FAMILIES,
@@ -33,7 +34,6 @@ from adaserve_jax.models.rope import (
     read_rotary_share,
     read_window_rope,
 )
-from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.models.text_model import WITH_IMAGES, text_settings
 from adaserve_jax.sampling import NUMBERS
 from adaserve_jax.types import SamplingParams
@@ -304,12 +304,12 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         given = text_settings(read_json(path), path)
         if "medusa_num_heads" in given:
-            return _medusa(Settings(given, path), may_be_head=may_be_head)
+            return _medusa(ConfigValues(given, path), may_be_head=may_be_head)
         is_eagle3 = _is_eagle3(given)
         if is_eagle3 and not may_be_head:
             raise UnsupportedModelError(f"{path}: this is an EAGLE-3 head, which is no model without its target")
         family = _family(given, path, is_eagle3=is_eagle3)
-        values = Settings(family.defaults | given, path)
+        values = ConfigValues(family.defaults | given, path)
         _refuse_unsupported(values, family)
         heads = values.integer("num_attention_heads")
         hidden = values.integer("hidden_size")
@@ -402,7 +402,7 @@ def _is_eagle3(given: dict[str, Any]) -> bool:
     return name.endswith(_EAGLE3) or name.startswith(_EAGLE3) or "draft_vocab_size" in given
 
 
-def _eagle3(values: Settings) -> Eagle3Config:
+def _eagle3(values: ConfigValues) -> Eagle3Config:
     if values.integer("num_hidden_layers") != 1:
         raise values.unsupported("num_hidden_layers", "an EAGLE-3 head has one layer")
     vocab_size = values.integer("vocab_size")
@@ -430,7 +430,7 @@ def _eagle3(values: Settings) -> Eagle3Config:
     return Eagle3Config(hidden, own, None if layers is None else (layers[0], layers[1], layers[2]))
 
 
-def _mtp(values: Settings, family: Family, layers: int) -> MtpNames | None:
+def _mtp(values: ConfigValues, family: Family, layers: int) -> MtpNames | None:
     """Return the names of the checkpoint's MTP layers; None if it has none."""
     if family.mtp is None or not values.get("num_nextn_predict_layers"):
         return None
@@ -439,7 +439,7 @@ def _mtp(values: Settings, family: Family, layers: int) -> MtpNames | None:
     return replace(family.mtp, layers=tuple(pattern.format(mtp=each, layer=layers + each) for each in numbers))
 
 
-def _medusa(values: Settings, *, may_be_head: bool) -> ModelConfig:
+def _medusa(values: ConfigValues, *, may_be_head: bool) -> ModelConfig:
     """Return the configuration of Medusa heads: sizes of the target, no layer, and so neither attention nor KV."""
     if not may_be_head:
         raise UnsupportedModelError(
@@ -473,7 +473,7 @@ def _family(given: dict[str, Any], path: Path, *, is_eagle3: bool = False) -> Fa
     )
 
 
-def _refuse_unsupported(values: Settings, family: Family) -> None:
+def _refuse_unsupported(values: ConfigValues, family: Family) -> None:
     for name in SETTINGS:
         if values.get(name) and name not in family.knows:
             raise values.unsupported(name)
@@ -484,7 +484,7 @@ def _refuse_unsupported(values: Settings, family: Family) -> None:
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 
-def _experts(values: Settings, family: Family, names: ExpertNames, layers: int) -> ExpertConfig | None:
+def _experts(values: ConfigValues, family: Family, names: ExpertNames, layers: int) -> ExpertConfig | None:
     """Return the experts of a family that may have them; None if no layer does."""
     for name in ("n_group", "topk_group"):
         if values.get(name, 1) != 1:
@@ -518,7 +518,7 @@ def _experts(values: Settings, family: Family, names: ExpertNames, layers: int) 
     )
 
 
-def _dense_layers(values: Settings, layers: int) -> tuple[int, ...]:
+def _dense_layers(values: ConfigValues, layers: int) -> tuple[int, ...]:
     """Return the layers of a model with experts that have an MLP instead: the first `first_k_dense_replace`, those of
     `mlp_only_layers`, and all but each `decoder_sparse_step`-th."""
     first, step = values.whole("first_k_dense_replace", 0), values.integer("decoder_sparse_step", 1)
@@ -528,7 +528,7 @@ def _dense_layers(values: Settings, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % step)
 
 
-def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None, ...]:
+def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, empty if no layer has one.
 
     Windowed layers are those of layer_types if the family reads it, else all (Mistral, other families with experts),
@@ -563,7 +563,7 @@ def _windows(values: Settings, family: Family, layers: int) -> tuple[int | None,
     return tuple(window if kind == sliding else None for kind in types)
 
 
-def _nope_layers(values: Settings, family: Family, windows: tuple[int | None, ...], layers: int) -> tuple[int, ...]:
+def _nope_layers(values: ConfigValues, family: Family, windows: tuple[int | None, ...], layers: int) -> tuple[int, ...]:
     """Return the layers without rotary embedding: those without a window in some families, in others those with a 0 in
     no_rope_layers, or every so-many-th."""
     if family.nope_in_full:
@@ -579,13 +579,13 @@ def _nope_layers(values: Settings, family: Family, windows: tuple[int | None, ..
     return tuple(layer for layer, rotated in enumerate(given) if not rotated)
 
 
-def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
+def _eos_ids(folder: Path, values: ConfigValues) -> tuple[int, ...]:
     """Return every id that ends a text: those of generation_config.json, then those of config.json.
 
     Raises CheckpointError: a value is no token id, nor a list of such.
     """
     path = folder / "generation_config.json"
-    files = [Settings(read_json(path), path)] if path.exists() else []
+    files = [ConfigValues(read_json(path), path)] if path.exists() else []
     ids: list[int] = []
     for file in [*files, values]:
         given = file.get("eos_token_id")
@@ -615,7 +615,7 @@ class GenerationDefaults:
         path = Path(folder) / "generation_config.json"
         if not path.exists():
             return cls()
-        given = Settings(read_json(path), path)
+        given = ConfigValues(read_json(path), path)
         penalty = _number(given, "repetition_penalty")
         top_p = _number(given, "top_p", (0, 1))
         if given.get("do_sample") is False or top_p == 0:
@@ -640,7 +640,7 @@ class GenerationDefaults:
         return SamplingParams(**self.given())
 
 
-def _number(given: Settings, name: str, bounds: tuple[float, float] | None = None) -> float | None:
+def _number(given: ConfigValues, name: str, bounds: tuple[float, float] | None = None) -> float | None:
     least, most = bounds or NUMBERS[name]
     value = given.get(name)
     if value is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.decoder import HEAD_ROW, param_specs
 from adaserve_jax.models.loading import (
     has_own_embedding,
@@ -22,7 +23,6 @@ from adaserve_jax.models.loading import (
     stack_experts,
     write_converted,
 )
-from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.tensors import TensorFiles, first_difference
 from adaserve_jax.models.writing import TYPES, check_new, copy_all_but_weights, with_type, write_shards
 from adaserve_jax.types import Progress

@@ -20,8 +20,8 @@ import numpy as np
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import FEATURE_LAYERS, ExpertConfig, ModelConfig
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.families import MIXTRAL_NAMES
-from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.writing import TYPES, check_new, copy_all_but_weights, with_type, write_shards
 from adaserve_jax.types import Progress
 

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config_values import ConfigValues, read_json
 from adaserve_jax.models.decoder import LORA_A, LORA_B, adapter_specs
 from adaserve_jax.models.loading import hf_tensors
-from adaserve_jax.models.settings import Settings, read_json
 from adaserve_jax.models.text_model import text_name
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -49,7 +49,7 @@ def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matr
     `max_rank`, or a value is not finite; UnsupportedModelError: the adapter is of a kind that is not implemented.
     """
     folder = Path(folder)
-    settings = Settings(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    settings = ConfigValues(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
     rank, scale = _rank_and_scale(settings, max_rank)
     modules = _modules(config)
     path = folder / WEIGHTS_FILE
@@ -65,7 +65,7 @@ def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matr
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _rank_and_scale(settings: Settings, max_rank: int) -> tuple[int, float]:
+def _rank_and_scale(settings: ConfigValues, max_rank: int) -> tuple[int, float]:
     """Return r and what B is multiplied by. Raises as `read_adapter` does."""
     if settings.get("peft_type") != "LORA":
         raise settings.unsupported("peft_type", "only LORA is")
@@ -140,7 +140,7 @@ def _why_unknown(module: str, modules: dict[str, Any]) -> str:
     return f"modules of this model that can be adapted are {', '.join(known)}"
 
 
-def _check_complete(settings: Settings, found: dict[str, Any], modules: dict[str, Any]) -> None:
+def _check_complete(settings: ConfigValues, found: dict[str, Any], modules: dict[str, Any]) -> None:
     """Raise CheckpointError: a module that `target_modules` names is not adapted in every layer that has it."""
     targets = settings.get("target_modules")
     if not isinstance(targets, list) or settings.get("layers_to_transform") is not None:

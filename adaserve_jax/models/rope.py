@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import UnsupportedModelError
-from adaserve_jax.models.settings import Settings
+from adaserve_jax.models.config_values import ConfigValues
 
 DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -137,7 +137,7 @@ def _powers(theta: float, head_dim: int) -> np.ndarray:
 
 
 def read_rope(
-    top: Settings, *, by_layer: bool = False, of_phi: bool = False, partial: bool = False, growing: bool = False,
+    top: ConfigValues, *, by_layer: bool = False, of_phi: bool = False, partial: bool = False, growing: bool = False,
     alpha_dim: int | None = None,
 ) -> tuple[float, RopeScaling | None]:  # fmt: skip
     """Return base and scaling (None: plain) of a config.json, with keys of transformers 5 (rope_parameters) or older
@@ -155,7 +155,7 @@ def read_rope(
         name, given = f"{name}.full_attention", given["full_attention"]
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise top.unsupported(name, "one for all layers is")
-    rope = Settings(given, top.path, name)
+    rope = ConfigValues(given, top.path, name)
     for key in given:
         if key not in _KEYS and not (growing and key in _GROWTH_KEYS) and not (alpha_dim and key == _ALPHA):
             raise rope.unsupported(key)
@@ -170,22 +170,22 @@ def read_rope(
     return theta, _scaling(rope, name, top)
 
 
-def _rope_of(top: Settings) -> tuple[str, Any]:
+def _rope_of(top: ConfigValues) -> tuple[str, Any]:
     """Return the rotary settings of a config.json, {} without any, and their name: the older one goes first."""
     name = "rope_scaling" if top.get("rope_scaling") else "rope_parameters"
     return name, top.get(name) or {}
 
 
-def read_query_growth(top: Settings) -> tuple[float, int] | None:
+def read_query_growth(top: ConfigValues) -> tuple[float, int] | None:
     """Return by how much queries grow with their position, and the context, in tokens, behind which they do
     (`layers.query_scale`); None if they do not. Raises CheckpointError."""
     name, given = _rope_of(top)
-    rope = Settings(given if isinstance(given, dict) else {}, top.path, name)
+    rope = ConfigValues(given if isinstance(given, dict) else {}, top.path, name)
     beta = rope.optional("llama_4_scaling_beta")
     return None if beta is None else (beta, rope.integer("original_max_position_embeddings"))
 
 
-def read_rotary_share(top: Settings) -> float:
+def read_rotary_share(top: ConfigValues) -> float:
     """Return the share of each head's features that is rotated. Raises CheckpointError."""
     _, rope = _rope_of(top)
     given = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
@@ -197,7 +197,7 @@ def read_rotary_share(top: Settings) -> float:
     return float(share)
 
 
-def _longrope(rope: Settings, top: Settings) -> LongRopeScaling:
+def _longrope(rope: ConfigValues, top: ConfigValues) -> LongRopeScaling:
     def factors(name: str) -> tuple[float, ...]:
         given = rope.get(name)
         if not isinstance(given, list) or not all(isinstance(each, (int, float)) and each > 0 for each in given):
@@ -213,14 +213,14 @@ def _longrope(rope: Settings, top: Settings) -> LongRopeScaling:
     return LongRopeScaling(factors("short_factor"), factors("long_factor"), original, magnitude)
 
 
-def read_window_rope(top: Settings, default: float) -> float:
+def read_window_rope(top: ConfigValues, default: float) -> float:
     """Return the base of layers with a sliding window, of a config.json that gives them one of their own, in new keys
     (rope_parameters.sliding_attention) or older ones (rope_local_base_freq). default: if the file does not say. Raises
     as `read_rope` does."""
     given = top.get("rope_parameters") or {}
     if not _is_by_layer(given):
         return top.positive("rope_local_base_freq", default)
-    rope = Settings(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
+    rope = ConfigValues(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
     if rope.get("rope_type", "default") != "default":
         raise rope.unsupported("rope_type", "only 'default' is in layers with a window")
     return rope.positive("rope_theta", default)
@@ -231,7 +231,7 @@ def _is_by_layer(given: object) -> bool:
     return isinstance(given, dict) and given.keys() == kinds and all(isinstance(each, dict) for each in given.values())
 
 
-def _scaling(rope: Settings, name: str, top: Settings) -> RopeScaling | None:
+def _scaling(rope: ConfigValues, name: str, top: ConfigValues) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in KINDS:
         raise UnsupportedModelError(
@@ -257,7 +257,7 @@ def _scaling(rope: Settings, name: str, top: Settings) -> RopeScaling | None:
     )  # fmt: skip
 
 
-def _yarn_magnitude(rope: Settings, factor: float) -> float:
+def _yarn_magnitude(rope: ConfigValues, factor: float) -> float:
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

@@ -20,8 +20,8 @@ from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.checkpoint_formats.encoding import FLOATS, WEIGHT, Encoding, Part, StackEncoding, WeightFormat
 from adaserve_jax.models.checkpoint_formats.packed import Packed
 from adaserve_jax.models.checkpoint_formats.scaled import Scaled
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.quantize import Int4Groups, Int8Rows
-from adaserve_jax.models.settings import read_json
 from adaserve_jax.models.text_model import text_name
 
 BLOCK_BYTES = 8 << 20

@@ -17,7 +17,7 @@ from typing import Any
 
 from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt, TemplateProcesses
-from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.config_values import read_json
 
 _FILES = ("tokenizer.json", "tokenizer.model")
 _TEKKEN_FILE = "tekken.json"

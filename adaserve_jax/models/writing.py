@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.checkpoint_formats.api import FORMAT_KEY, MODELOPT_FILE
-from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.text_model import text_settings
 from adaserve_jax.types import Progress
 

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from adaserve_jax.config import WEIGHT_KINDS, EngineConfig, Quantize
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Shape, Sizes, Workspace, check_fits, process_memory
+from adaserve_jax.memory.ledger import (
+    MIB,
+    EngineSize,
+    Ledger,
+    MemoryLimit,
+    Sizes,
+    Workspace,
+    check_fits,
+    process_memory,
+)
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import adapter_specs, param_specs
 from adaserve_jax.models.loading import weight_dtype
@@ -78,7 +87,7 @@ class Resolved:
     def check_memory(self, workspace: Workspace | None = None) -> None:
         """Raise ConfigError, with what to change, unless the ledger fits the memory limit."""
         limits = self.limits
-        check_fits(self.ledger(workspace), Shape(limits.page_size, limits.max_context, limits.max_requests))
+        check_fits(self.ledger(workspace), EngineSize(limits.page_size, limits.max_context, limits.max_requests))
 
 
 def resolve(

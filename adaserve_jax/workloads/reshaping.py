@@ -16,7 +16,7 @@ from adaserve_jax.workloads.workload import with_relative
 
 
 @dataclass(frozen=True)
-class Shape:
+class Reshaping:
     """Changes to a trace; None and 0 change nothing. rate_rps: mean requests per second. mix: class -> share.
     slo_scale: the relative TPOT target, in baseline latencies, of requests that have one."""
 
@@ -26,7 +26,7 @@ class Shape:
     requests: int = 0
 
 
-def reshape(trace: Trace, shape: Shape, seed: int) -> Trace:
+def reshape(trace: Trace, shape: Reshaping, seed: int) -> Trace:
     """`trace` with everything that `shape` asks for: number of requests, then mix, rate and target."""
     if shape.requests:
         trace = with_requests(trace, shape.requests, seed)

@@ -34,7 +34,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.bench.simulate import TUNED, Grid, Setting, as_run, result_rows, tune_fixed
+from adaserve_jax.bench.simulate import TUNED, ChainSetting, Grid, as_run, result_rows, tune_fixed
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
@@ -71,7 +71,7 @@ class Job:
     contender: Contender
     seed: int
     grid: Grid
-    setting: Setting | None = None
+    setting: ChainSetting | None = None
     """Of the tuned contender, if it is known."""
 
     @property
@@ -142,18 +142,18 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
 _SETTING = re.compile(r"(ar|spec:([0-9]+)), chunk ([0-9]+), ([0-9]+) running")
 
 
-def known_settings(files: Sequence[str]) -> dict[tuple[str, str, str, float], Setting]:
+def known_settings(files: Sequence[str]) -> dict[tuple[str, str, str, float], ChainSetting]:
     """Return the tuned settings that earlier runs found, by machine, targets, sweep and value.
 
     files: their verdict.json or contenders.json. Raises ConfigError: one cannot be read.
     """
-    found: dict[tuple[str, str, str, float], Setting] = {}
+    found: dict[tuple[str, str, str, float], ChainSetting] = {}
     for file in files:
         try:
             for point in json.loads(Path(file).read_text())["points"]:
                 text = point.get("tuned_setting") or point.get("contenders", {}).get(TUNED, {}).get("setting") or ""
                 if match := _SETTING.fullmatch(text):
-                    setting = Setting(int(match[2] or 0), int(match[3]), int(match[4]))
+                    setting = ChainSetting(int(match[2] or 0), int(match[3]), int(match[4]))
                     found[point["machine"], point["targets"], point["sweep"], point["value"]] = setting
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"--known: {file} is no verdict.json or contenders.json of a run: {error}") from error

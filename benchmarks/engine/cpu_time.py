@@ -9,7 +9,7 @@ from pathlib import Path
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Watch:
+class CpuTimer:
     """Wall time, and the share of all cores' time that others took meanwhile (None where /proc/stat is missing).
 
     servers: processes that belong to what is measured, beside this one.

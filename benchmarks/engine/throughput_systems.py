@@ -18,7 +18,7 @@ from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import DraftTrees, Progress, StepOutcome, StepPlan
-from benchmarks.engine.cpu_time import Watch
+from benchmarks.engine.cpu_time import CpuTimer
 
 TOTALS = ("steps", "plan_s", "draft_s", "select_s", "verify_s", "commit_s", "wait_s")
 
@@ -150,7 +150,7 @@ class Engine:
             self._generate(batch.shortened(settle_tokens), cache_salt="settling")
         self.noted_steps.clear()
         before = self.llm.stats().scheduler
-        watch = Watch()
+        watch = CpuTimer()
         outputs = self._generate(batch)
         wall_s, others_share = watch.read()
         after = self.llm.stats().scheduler
@@ -196,7 +196,7 @@ class _Loop:
         self._token_ids: list[list[int]] = [[] for _ in load.prompts]
         self._begun = self._ended = self._tokens = 0
         self._first: _Mark | None = None
-        self._watch: Watch | None = None
+        self._watch: CpuTimer | None = None
         self._found: Looped | None = None
         self._over = threading.Event()
         self._idle = threading.Event()
@@ -223,7 +223,7 @@ class _Loop:
             return
         self._ended += 1
         if self._ended == self._load.at_once:
-            self._first, self._watch = self._mark(), Watch()
+            self._first, self._watch = self._mark(), CpuTimer()
         if self._begun < len(self._token_ids):
             self._submit()
             return

@@ -35,7 +35,7 @@ from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.workload import WorkloadItem
-from benchmarks.engine.cpu_time import Watch
+from benchmarks.engine.cpu_time import CpuTimer
 from benchmarks.server.http_load import HOST, command_line, quantile, served
 from benchmarks.server.paced_engine import PacedEngine
 
@@ -113,7 +113,7 @@ def url_engine(pace_ms: float) -> Iterator[tuple[UrlEngine, int]]:
 def by_url(times: Sequence[float], tokens: int, pace_ms: float) -> dict[str, Any]:
     with url_engine(pace_ms) as (engine, server_pid):
         driven(engine, [at for at in times if at < WARM_UP_S], tokens, "warm-up")
-        watch = Watch(server_pid)
+        watch = CpuTimer(server_pid)
         loop = driven(engine, times, tokens, "timed")
         others = watch.read()[1]
     server = f"a token every {pace_ms:g} ms" if pace_ms else "at once"
@@ -127,7 +127,7 @@ def in_process(times: Sequence[float], tokens: int, pace_ms: float) -> dict[str,
     try:
         driven(engine, [at for at in times if at < WARM_UP_S], tokens, "warm-up")
         client.stamps.clear()
-        watch = Watch()
+        watch = CpuTimer()
         loop = driven(engine, times, tokens, "timed")
         others = watch.read()[1]
     finally:

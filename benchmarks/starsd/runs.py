@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.cpu_time import Watch
+from benchmarks.engine.cpu_time import CpuTimer
 from benchmarks.starsd.colocated import run_alone
 from benchmarks.starsd.service import Counts, Service
 from benchmarks.starsd.sim import StarRow
@@ -73,7 +73,7 @@ class Targets:
         for port in ports:
             port.send("run")
         time.sleep(SETTLE_S)
-        watch = Watch(at.pid, *(child.pid or 0 for child in multiprocessing.active_children()))
+        watch = CpuTimer(at.pid, *(child.pid or 0 for child in multiprocessing.active_children()))
         counts, before = at.counts(), self.tallies(ports)
         time.sleep(seconds)
         gone, after = at.counts() - counts, self.tallies(ports)

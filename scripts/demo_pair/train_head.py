@@ -22,10 +22,10 @@ from safetensors.numpy import load_file
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.distill.heads import eagle3_settings
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.decoder import init_params
 from adaserve_jax.models.export import export_head, new_head_folder
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.settings import read_json
 
 DEMO = Path(__file__).parents[2] / "adaserve_jax/models/demo"
 INTERMEDIATE = 512

@@ -28,7 +28,7 @@ from adaserve_jax.bench.multi_slo import (
     next_rate,
     without_place,
 )
-from adaserve_jax.bench.runner import Watch
+from adaserve_jax.bench.runner import RunObserver
 from adaserve_jax.errors import ConfigError, QueueFullError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
@@ -154,7 +154,7 @@ SETTINGS = SuiteSettings(duration_s=0.03, drain_s=1.0, max_late_s=60.0, warmup_r
 def run_suite(engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS):
     definition, targeted = define(settings, workload, engine.about.baseline_s * 1e3)
     begin(out, definition, held_definition(out, resume=True))
-    suite = Suite(definition, settings, targeted, lambda _: engine, lambda plan: nullcontext(Watch()), about={},
+    suite = Suite(definition, settings, targeted, lambda _: engine, lambda plan: nullcontext(RunObserver()), about={},
                   policy_files={})  # fmt: skip
     return list(suite.run("ar", out / "ar"))
 
@@ -197,7 +197,9 @@ def test_a_doubted_rate_is_measured_again_and_both_measurements_count(
     settings = replace(SETTINGS, preset="workload", duration_s=0.1, class_requests=20)
     loose = replace(workload, items=tuple(replace(item, slo=SLO(tpot_ms=5e3, ttft_ms=5e3)) for item in workload.items))
     definition, targeted = define(settings, loose, 1.0)  # and so a high rate to begin with
-    suite = Suite(definition, settings, targeted, opened, lambda plan: nullcontext(Watch()), about={}, policy_files={})
+    suite = Suite(
+        definition, settings, targeted, opened, lambda plan: nullcontext(RunObserver()), about={}, policy_files={}
+    )
     first, second, again, *_, submission = suite.run("ar", tmp_path)
     assert LEVELS[0] < first.worst.attainment < LEVELS[1] <= second.worst.attainment
     assert (again.rate_rps, second.rate_rps) == (first.rate_rps, 2 * first.rate_rps)

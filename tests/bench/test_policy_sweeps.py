@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.simulate import Grid, Setting
+from adaserve_jax.bench.simulate import ChainSetting, Grid
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.sim.machines import load_machine
@@ -237,7 +237,8 @@ def test_tuned_settings_of_earlier_runs_are_run_again(modules, tmp_path: Path) -
     (tmp_path / "contenders.json").write_text(json.dumps({"points": [of]}))
     found = main.known_settings([str(tmp_path / "verdict.json"), str(tmp_path / "contenders.json")])
     assert found == {
-        ("llama-70b", "joint", "rate", 4.0): Setting(2, 512, 42), ("m", "joint", "mix", 0.5): Setting(0, 64, 8)
+        ("llama-70b", "joint", "rate", 4.0): ChainSetting(2, 512, 42),
+        ("m", "joint", "mix", 0.5): ChainSetting(0, 64, 8),
     }  # fmt: skip
     for text in ("{", "[]", '{"points": [{"tuned_setting": "ar, chunk 64, 8 running"}]}'):
         (tmp_path / "wrong.json").write_text(text)
@@ -245,7 +246,7 @@ def test_tuned_settings_of_earlier_runs_are_run_again(modules, tmp_path: Path) -
             main.known_settings([str(tmp_path / "wrong.json")])
     (point, *_) = modules["points"].points(None, requests=4, seed=1)
     (contender,) = (each for each in modules["points"].contenders(quick=True) if each.name == "tuned")
-    job = main.Job("c", load_machine("llama-70b"), point, contender, 0, Grid(), Setting(2, 512, 42))
+    job = main.Job("c", load_machine("llama-70b"), point, contender, 0, Grid(), ChainSetting(2, 512, 42))
     row = main.run(job).overall
     assert (row["label"], row["policy"]) == ("tuned, as found before", "spec:2")
     assert (row["max_prefill_tokens"], row["max_requests"]) == (512, 42)

@@ -9,7 +9,7 @@ import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.resume import begin_folder, check_folder, drop_unfinished
-from adaserve_jax.bench.runner import Watch, run_bench
+from adaserve_jax.bench.runner import RunObserver, run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunResults, key_of
@@ -30,7 +30,7 @@ def workload(tmp_path: Path) -> Workload:
     return load_workload(path)
 
 
-class Noting(Watch):
+class Noting(RunObserver):
     """Notes which points were measured."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from adaserve_jax.bench.simulate import Grid, Setting, as_run, simulate_all, tune, tune_fixed
+from adaserve_jax.bench.simulate import ChainSetting, Grid, as_run, simulate_all, tune, tune_fixed
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import SimulationPlan
@@ -20,13 +20,13 @@ MACHINE = load_machine("llama-70b")
 def test_search_finds_the_peak_that_a_whole_grid_has(peak: tuple[int, int, int]) -> None:
     """Attainment falls with the distance from `peak` in every part, and is saturated near it, where goodput decides."""
 
-    def evaluate(setting: Setting) -> tuple[float, float]:
+    def evaluate(setting: ChainSetting) -> tuple[float, float]:
         far = abs(setting.draft_tokens - peak[0]) / 8 + abs(setting.max_requests - peak[2]) / 64
         far += abs(setting.prefill_tokens - peak[1]) / 512
         return min(1.0, 1.1 - far), 100 - far
 
     found, whole = tune(evaluate, Grid()), tune(evaluate, Grid(), exhaustive=True)
-    assert whole.setting == Setting(*peak)
+    assert whole.setting == ChainSetting(*peak)
     assert (found.setting, found.score) == (whole.setting, whole.score)
     assert whole.tried == 9 * 4 * 7
     assert found.tried <= 52
@@ -35,7 +35,7 @@ def test_search_finds_the_peak_that_a_whole_grid_has(peak: tuple[int, int, int])
 def test_a_hill_of_short_chunks_does_not_hide_a_higher_one_of_long_chunks() -> None:
     """Between them every step along one part goes down."""
 
-    def height(setting: Setting, peak: tuple[int, int, int]) -> float:
+    def height(setting: ChainSetting, peak: tuple[int, int, int]) -> float:
         parts = (
             setting.draft_tokens - peak[0],
             (setting.prefill_tokens - peak[1]) / 64,
@@ -43,14 +43,14 @@ def test_a_hill_of_short_chunks_does_not_hide_a_higher_one_of_long_chunks() -> N
         )
         return sum(abs(part) for part in parts) / 50
 
-    def evaluate(setting: Setting) -> tuple[float, float]:
+    def evaluate(setting: ChainSetting) -> tuple[float, float]:
         return max(0.98 - height(setting, (1, 64, 48)), 0.99 - height(setting, (2, 512, 42))), 0.0
 
-    assert tune(evaluate, Grid()).setting == Setting(2, 512, 42)
+    assert tune(evaluate, Grid()).setting == ChainSetting(2, 512, 42)
 
 
 def test_of_equal_settings_the_smallest_is_taken() -> None:
-    assert tune(lambda setting: (1.0, 5.0), Grid()).setting == Setting(0, 64, 28)
+    assert tune(lambda setting: (1.0, 5.0), Grid()).setting == ChainSetting(0, 64, 28)
 
 
 def test_search_equals_the_whole_grid_in_simulation() -> None:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import (
     MIB,
+    EngineSize,
     Ledger,
     MemoryLimit,
-    Shape,
     Sizes,
     Workspace,
     check_fits,
     refusal,
 )
 
-SHAPE = Shape(page_size=16, max_context=128, max_requests=8)
+SHAPE = EngineSize(page_size=16, max_context=128, max_requests=8)
 SIZES = Sizes(
     target_weights=400 * MIB, target_page=2 * MIB, draft_weights=50 * MIB, draft_page=MIB, reserve=30 * MIB,
     quantized={
@@ -169,6 +169,6 @@ def test_a_refusal_offers_to_do_without_texts_where_that_is_enough() -> None:
     sizes, limit = Sizes(target_weights=20 * MIB, target_page=MIB), MemoryLimit(32 * MIB, "asked for", 64 * MIB, True)
     ledger = Ledger(sizes, limit, num_pages=8, texts=10 * MIB)
     assert not ledger.fits and ledger.taken() == 38 * MIB
-    said = refusal(ledger, Shape(page_size=64, max_context=64, max_requests=1))
+    said = refusal(ledger, EngineSize(page_size=64, max_context=64, max_requests=1))
     assert "texts to draft from 10.0 MiB" in said and "draft_sources none" in said
     assert Ledger(sizes, limit, num_pages=8).fits

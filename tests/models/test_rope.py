@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adaserve_jax.models.config_values import ConfigValues
 from adaserve_jax.models.rope import plain_frequencies, read_rope
-from adaserve_jax.models.settings import Settings
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -37,7 +37,7 @@ def test_frequencies_equal_transformers(case: str) -> None:
     values = {"max_position_embeddings": 131072, "rope_parameters": rope | {"rope_theta": theta}}
     config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, **values)
     theirs = LlamaRotaryEmbedding(config)
-    found_theta, scaling = read_rope(Settings(values, Path("config.json")))
+    found_theta, scaling = read_rope(ConfigValues(values, Path("config.json")))
     frequencies = (scaling.frequencies if scaling else plain_frequencies)(found_theta, head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=3e-7)
@@ -52,7 +52,7 @@ def test_frequencies_by_alpha_equal_transformers(alpha: float) -> None:
 
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": alpha}
     theirs = HunYuanDenseV1RotaryEmbedding(HunYuanDenseV1Config(head_dim=128, rope_parameters=rope))
-    theta, scaling = read_rope(Settings({"rope_parameters": rope}, Path("config.json")), alpha_dim=128)
+    theta, scaling = read_rope(ConfigValues({"rope_parameters": rope}, Path("config.json")), alpha_dim=128)
     assert scaling is None and theirs.attention_scaling == 1
     frequencies = plain_frequencies(theta, 128)
     assert frequencies.dtype == np.float32

@@ -12,7 +12,7 @@ from adaserve_jax.models.checkpoint_formats.encoding import Encoding, Rule, Weig
 from adaserve_jax.models.checkpoint_formats.fp4 import COMPRESSED_FP4, MODELOPT_FP4, NV_BLOCK, Mxfp4
 from adaserve_jax.models.checkpoint_formats.packed import AWQ_ORDER, WORD_BITS, InputsFirst, OutputsFirst
 from adaserve_jax.models.checkpoint_formats.scaled import FLOAT8, INT8, Scaled
-from adaserve_jax.models.settings import Settings, read_json
+from adaserve_jax.models.config_values import ConfigValues, read_json
 
 FORMAT_KEY = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
@@ -23,7 +23,7 @@ _ACTIVATION_SCALES = (
 )  # fmt: skip
 
 
-def read_format(config: Settings) -> WeightFormat | None:
+def read_format(config: ConfigValues) -> WeightFormat | None:
     """Return the format of the weights; None: full precision.
 
     Activations are never quantised: of a format that does so, the weights alone are read.
@@ -32,7 +32,7 @@ def read_format(config: Settings) -> WeightFormat | None:
     given = config.get(FORMAT_KEY)
     if not given:
         beside = config.path.parent / MODELOPT_FILE
-        return _modelopt(Settings(read_json(beside), beside)) if beside.exists() else None
+        return _modelopt(ConfigValues(read_json(beside), beside)) if beside.exists() else None
     if not isinstance(given, dict):
         raise config.wrong(FORMAT_KEY, given, "an object")
     values = config.inside(FORMAT_KEY, given)
@@ -42,7 +42,7 @@ def read_format(config: Settings) -> WeightFormat | None:
     return reader(values)
 
 
-def _fp8(values: Settings) -> WeightFormat:
+def _fp8(values: ConfigValues) -> WeightFormat:
     _one_of(values, "fmt", None, "e4m3", "float8_e4m3fn")
     _one_of(values, "expert_dtype", None, "fp8")
     block = None if values.get("weight_block_size") is None else _block(values, "weight_block_size")
@@ -52,7 +52,7 @@ def _fp8(values: Settings) -> WeightFormat:
     return WeightFormat(f"fp8 with {of}", (Rule(Scaled(FLOAT8, block, scales)),), kept, _ACTIVATION_SCALES)
 
 
-def _gptq(values: Settings) -> WeightFormat:
+def _gptq(values: ConfigValues) -> WeightFormat:
     _one_of(values, "pack_dtype", None, "int32")
     version = _one_of(values, "checkpoint_format", None, "gptq", "gptq_v2")
     if values.get("dynamic"):
@@ -66,7 +66,7 @@ def _gptq(values: Settings) -> WeightFormat:
     return WeightFormat(title, (Rule(encoding),), zeros=("bias",))  # AutoGPTQ added biases to every module
 
 
-def _awq(values: Settings) -> WeightFormat:
+def _awq(values: ConfigValues) -> WeightFormat:
     _one_of(values, "version", None, "gemm")
     _one_of(values, "zero_point", None, True)
     bits, size = _one_of(values, "bits", 4), _group_size(values)
@@ -75,11 +75,11 @@ def _awq(values: Settings) -> WeightFormat:
     return WeightFormat(f"AWQ of {bits} bits with {_scales_of(size)}", (Rule(encoding),), kept)
 
 
-def _mxfp4(values: Settings) -> WeightFormat:
+def _mxfp4(values: ConfigValues) -> WeightFormat:
     return WeightFormat("mxfp4 in its experts", (), stacks=Mxfp4())
 
 
-def _modelopt(values: Settings) -> WeightFormat:
+def _modelopt(values: ConfigValues) -> WeightFormat:
     """Return a format of ModelOpt. values: of its own file, whose settings lie in `quantization`, or of config.json."""
     own = values.get("quantization")
     values = values.inside("quantization", own) if isinstance(own, dict) else values
@@ -95,13 +95,13 @@ def _modelopt(values: Settings) -> WeightFormat:
     return WeightFormat(f"nvfp4 in groups of {NV_BLOCK}", (Rule(MODELOPT_FP4),), kept, _ACTIVATION_SCALES)
 
 
-def _producer(values: Settings) -> str | None:
+def _producer(values: ConfigValues) -> str | None:
     """Return the name of the tool that wrote a checkpoint; early files of ModelOpt have it, and no quant_method."""
     found = values.get("producer")
     return found.get("name") if isinstance(found, dict) else None
 
 
-def _compressed_tensors(values: Settings) -> WeightFormat:
+def _compressed_tensors(values: ConfigValues) -> WeightFormat:
     for key in ("transform_config", "sparsity_config"):
         given = values.get(key)
         if given and not (isinstance(given, dict) and given.get("format") == "dense"):
@@ -118,7 +118,7 @@ def _compressed_tensors(values: Settings) -> WeightFormat:
     return WeightFormat("compressed-tensors", tuple(rules), _names(values, "ignore"), _ACTIVATION_SCALES)
 
 
-def _of_group(group: Settings) -> Encoding:
+def _of_group(group: ConfigValues) -> Encoding:
     """Return how the modules of one group of compressed-tensors are stored."""
     layout = _one_of(group, "format", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _NVFP4)
     given = group.get("weights")
@@ -150,7 +150,7 @@ _READERS = {
 }  # fmt: skip
 
 
-def _one_of(values: Settings, key: str, *allowed: Any) -> Any:
+def _one_of(values: ConfigValues, key: str, *allowed: Any) -> Any:
     """Return a setting. Raises UnsupportedModelError: it is none of those that are read; None: it need not be set."""
     found = values.get(key)
     if found not in allowed:
@@ -159,7 +159,7 @@ def _one_of(values: Settings, key: str, *allowed: Any) -> Any:
     return found
 
 
-def _block(values: Settings, key: str) -> tuple[int, int]:
+def _block(values: ConfigValues, key: str) -> tuple[int, int]:
     """Return outputs and inputs of a block. Raises CheckpointError."""
     found = _integers(values.get(key))
     if len(found) != 2 or min(found) < 1:
@@ -167,7 +167,7 @@ def _block(values: Settings, key: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _group_size(values: Settings) -> int:
+def _group_size(values: ConfigValues) -> int:
     """Return the inputs that share a scale; 0 for all, which files write as -1."""
     size = values.get("group_size")
     if not isinstance(size, int) or size == 0 or size < -1:
@@ -185,7 +185,7 @@ def _integers(value: Any) -> tuple[int, ...]:
     return found if all(isinstance(each, int) for each in found) else ()
 
 
-def _names(values: Settings, *keys: str) -> tuple[str, ...]:
+def _names(values: ConfigValues, *keys: str) -> tuple[str, ...]:
     """Return the names that lists of modules hold together. Raises CheckpointError: another value stands there."""
     found: list[str] = []
     for key in keys:

@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Settings:
+class ConfigValues:
     """Values of one file. within: name of the nested object that they come from, for messages."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, within: str = ""):
@@ -36,9 +36,9 @@ class Settings:
     def get(self, name: str, default: Any = None) -> Any:
         return self.values.get(name, default)
 
-    def inside(self, name: str, values: Mapping[str, Any]) -> Settings:
+    def inside(self, name: str, values: Mapping[str, Any]) -> ConfigValues:
         """Return the values of a nested object."""
-        return Settings(values, self.path, f"{self._within}{name}")
+        return ConfigValues(values, self.path, f"{self._within}{name}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer >= 1; absent and null mean the default. Raises CheckpointError."""
