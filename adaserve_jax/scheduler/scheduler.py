@@ -214,7 +214,7 @@ class Scheduler:
             feasible=verdict.feasible,
             patience_s=patience_s,
             prompt_s=verdict.prompt_s,
-            least_tpot_s=self._feasibility.least_tpot_of(scheduled),
+            least_tpot_s=verdict.token_s,
             flow=0 if self.batch.shares is None else self.batch.shares.open(sequence),
         )
         self._added += 1

@@ -101,7 +101,8 @@ class FeasibilityVerdict:
     judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
     infeasible target is below, in seconds; None if that target is feasible or absent. least_e2e_s: likewise, of a
     deadline that not even the first token can keep. prompt_s: seconds that its prompt takes alone; 0 where no target
-    bounds the wait for the first token.
+    bounds the wait for the first token. token_s: seconds per token that it would get alone; 0 without a target per
+    token.
     """
 
     judged: bool
@@ -110,6 +111,7 @@ class FeasibilityVerdict:
     least_thinking_tpot_s: float | None = None
     least_e2e_s: float | None = None
     prompt_s: float = 0.0
+    token_s: float = 0.0
 
     @property
     def feasible(self) -> bool | None:
@@ -192,12 +194,8 @@ class Feasibility:
             _if_below(thinking_s, least_tpot_s),
             _if_below(e2e_s, least_ttft_s),
             prompt_s=least_ttft_s,
+            token_s=least_tpot_s or 0.0,
         )
-
-    def least_tpot_of(self, sequence: Sequence) -> float:
-        """Return `least_tpot_s`, or 0 for a sequence without a target per token."""
-        is_paced = sequence.tpot_slo_s is not None or sequence.thinking_tpot_slo_s is not None
-        return self.least_tpot_s() if is_paced else 0.0
 
     def least_tpot_s(self) -> float:
         """Return the seconds per token of one sequence alone."""
