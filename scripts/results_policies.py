@@ -7,10 +7,12 @@ from typing import Any
 from scripts.pages import head, line
 
 REAL = (
-    "| requests per second | policy | TPOT met, real | simulated | TPOT and TTFT met, real | simulated "
-    "| goodput, tokens/s, real | simulated |\n|---|---|---|---|---|---|---|---|"
+    "| requests per second | policy | TPOT and TTFT met, engine | simulated | simulated as served "
+    "| goodput, tokens/s, engine | simulated | simulated as served | verification over the profile's |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
-MEASURES = (("attainment_tpot", "{:.1%}"), ("attainment", "{:.1%}"), ("goodput_tps", "{:.0f}"))
+MEASURES = (("attainment", "{:.1%}"), ("goodput_tps", "{:.0f}"))
+SIDES = ("real", "simulated", "as_served")
 STATED = (
     "| start | learns | temperature | outcomes | draft's own | table at the start | learned | honest chances "
     "| accepted per step |\n|---|---|---|---|---|---|---|---|---|"
@@ -32,11 +34,9 @@ def validation_tables(result: dict[str, Any]) -> str:
     """Return the tables of a run of benchmarks/adaserve/validation.py."""
     rows = []
     for point in result["points"]:
-        pairs = [
-            form.format(point[side][measure]) for measure, form in MEASURES for side in ("real", "simulated")
-        ]  # fmt: skip
-        rows.append(line(f"{point['rate_rps']:g}", f"`{point['policy']}`", *pairs))
-    orders = [f"{rate}/s: {'the same' if each['same'] else 'not the same'}" for rate, each in result["orders"].items()]
+        measured = [form.format(point[side][measure]) for measure, form in MEASURES for side in SIDES]
+        factor = f"{point['factors']['verify']:.2f}"
+        rows.append(line(f"{point['rate_rps']:g}", f"`{point['policy']}`", *measured, factor))
     errors = result["prediction_errors"]
     predicted = ", ".join(f"{kind} {each['median']:.1%} and {each['p90']:.1%}" for kind, each in errors.items())
     return "\n\n".join(
@@ -45,12 +45,23 @@ def validation_tables(result: dict[str, Any]) -> str:
             f"{result['new_tokens']} output tokens, temperature {result['temperature']:g}, {result['repeats']} rounds, "
             f"{result['simulated_seeds']} simulated seeds:",
             "\n".join([REAL, *rows]),
-            f"Largest differences: attainment {100 * result['largest_attainment_off']:.1f} points, goodput "
-            f"{result['largest_goodput_off']:.1%}. Order of the policies: {'; '.join(orders)}.",
+            f"{_largest(result, 'simulated', 'Simulated on the profile')} {_largest(result, 'as_served', 'As served')}",
             _rounds(result["points"]),
             f"Error of predicted times in the profile's own mixed load (median and 90th percentile): {predicted}. "
             f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
         ]
+    )
+
+
+def _largest(result: dict[str, Any], side: str, name: str) -> str:
+    """Return one side's largest differences to the engine, and whether it orders the policies as the engine does."""
+    off = result["largest_off"][side]
+    orders = [
+        f"{rate}/s: {'the same' if each[side]['same'] else 'not the same'}" for rate, each in result["orders"].items()
+    ]
+    return (
+        f"{name}, the largest differences to the engine are {100 * off['attainment']:.1f} points of attainment and "
+        f"{off['goodput_tps']:.1%} of goodput. Order of the policies: {'; '.join(orders)}."
     )
 
 
@@ -82,12 +93,12 @@ def _rounds(points: list[dict[str, Any]]) -> str:
             share = point["real"][name] if name == "goodput_tps" else 1.0
             apart[name] = max(apart[name], (max(each) - min(each)) / share)
             if name == "attainment":
-                among += min(each) - CLOSE <= point["simulated"][name] <= max(each) + CLOSE
+                among += min(each) - CLOSE <= point["as_served"][name] <= max(each) + CLOSE
     return (
         "The engine's own rounds, of the same requests under one policy, differ by up to "
         f"{100 * apart['attainment']:.1f} points of attainment and {apart['goodput_tps']:.1%} of goodput. The "
-        f"simulated attainment lies between the rounds, or within {100 * CLOSE:.0f} points of one, at {among} of "
-        f"{len(points)} points."
+        f"attainment simulated as served lies between the rounds, or within {100 * CLOSE:.0f} points of one, at "
+        f"{among} of {len(points)} points."
     )
 
 

@@ -30,6 +30,7 @@ from adaserve_jax.engine.client import (
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.scheduler.cost_model import ServedTimes
 from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Progress
 
@@ -83,6 +84,11 @@ class LocalEngine:
     def executor(self) -> ModelExecutor:
         """Executor of `assembly`; the same rule holds."""
         return self.assembly.executor
+
+    @property
+    def served(self) -> ServedTimes:
+        """Times of the steps since the policy was set; the same rule holds."""
+        return self._core.scheduler.costs.served
 
     @property
     def config(self) -> EngineConfig:

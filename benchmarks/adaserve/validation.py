@@ -8,11 +8,13 @@ several rates at a real engine with a grown target: plain decoding, the chain th
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
 Acceptance is recorded from the chain's runs. The latency that targets are scaled by, and the chain, are kept in
 chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
-again. Then the same prompts, output lengths, arrivals and targets are simulated
-on the profile with the recorded acceptance.
+again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded acceptance, twice: on
+the profile as it is, and with the times that steps took in the point's own rounds beside the profile's samples. The
+first is a prediction; the second leaves out that the machine's speed drifts.
 
-Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of both, their differences,
-and whether both put the policies in the same order. Rows and records of the real runs are beside it.
+Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
+the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are
+beside it.
 """
 
 from __future__ import annotations
@@ -35,17 +37,19 @@ from adaserve_jax.bench.profile import measure_profile
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import make_folder, read_rows
-from adaserve_jax.results.profile import write_profile
+from adaserve_jax.results.profile import read_profile, write_profile
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
 from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_acceptance
-from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.machines import Machine, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import TraceRequest
@@ -55,6 +59,8 @@ from benchmarks import program
 from benchmarks.grown import grown_target
 
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
+SIMULATED = ("simulated", "as_served")
+"""Sides of a comparison that the simulator computed."""
 SIMULATIONS = 5
 """Seeds that a simulated point is the mean of; the real one is the mean of its repeats."""
 CHECK_S = 45.0
@@ -132,18 +138,32 @@ def _texts(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Compared:
-    """One policy at one rate: means over repeats and over seeds, by measure."""
+    """One policy at one rate, by measure: means over the engine's rounds, and over the simulator's seeds.
+
+    simulated: on the profile as it is. as_served: with the times of the rounds. factors: of those times over the
+    profile's samples.
+    """
 
     policy: str
     rate_rps: float
     real: dict[str, float]
     simulated: dict[str, float]
+    as_served: dict[str, float]
+    factors: ServingFactors
     real_repeats: list[dict[str, float]]
 
-    def difference(self, measure: str) -> float:
-        """Simulated minus real; of goodput as a share of the real one."""
-        difference = self.simulated[measure] - self.real[measure]
+    def difference(self, measure: str, side: str = "simulated") -> float:
+        """Return simulated minus real; of goodput as a share of the real one."""
+        difference = getattr(self, side)[measure] - self.real[measure]
         return difference / self.real[measure] if measure == "goodput_tps" and self.real[measure] else difference
+
+
+@dataclass(frozen=True)
+class Round:
+    """One policy at one rate on the engine: its measures, and the times of its steps."""
+
+    measures: dict[str, float]
+    served: ServedTimes
 
 
 def best_chain(machine: Machine, trace: Trace, rates: Sequence[float]) -> int:
@@ -180,39 +200,55 @@ def _mean(measures: list[dict[str, float]]) -> dict[str, float]:
 def measure_real(
     engine: LocalBenchEngine, asked: Sequence[Asked], policies: Sequence[str], rates: Sequence[float], repeats: int,
     out: Path,
-) -> dict[tuple[str, float], list[dict[str, float]]]:  # fmt: skip
-    """Rounds over all rates and policies: measures of each point, one per round. What `out` has whole is not run again.
-    Raises ConfigError: a row is not valid."""
-    found: dict[tuple[str, float], list[dict[str, float]]] = {}
+) -> dict[tuple[str, float], list[Round]]:  # fmt: skip
+    """Run rounds over all rates and policies; return those of each point. What `out` has whole is not run again.
+
+    Raises ConfigError: a row is not valid.
+    """
+    found: dict[tuple[str, float], list[Round]] = {}
+    assert isinstance(engine.client, LocalEngine)
     for repeat in range(repeats):
         for index, rate in enumerate(rates):
             shift = (index + repeat) % len(policies)
             workload = as_workload(asked, rate)
             duration_s = workload.items[-1].arrival_s or 0.0
-            rotated = (*policies[shift:], *policies[:shift])
-            plan = BenchPlan(rotated, (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
-            folder = out / f"real-{repeat}-{rate:g}"
-            written = folder / "results.jsonl"
-            ran = [row for row in read_rows(written, ResultRow) if row.valid] if written.exists() else []
-            if {row.policy for row in ran} != set(policies):
-                shutil.rmtree(folder, ignore_errors=True)
-                ran = []
-            for row in ran or run_bench(plan, workload, lambda _: engine, folder, close=False):
-                if row.slo_class != ALL_CLASSES:
-                    continue
+            for policy in (*policies[shift:], *policies[:shift]):
+                folder = run_folder(out, repeat, rate, policy)
+                times = folder / "served.json"
+                if not times.exists():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    plan = BenchPlan((policy,), (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
+                    run_bench(plan, workload, lambda _: engine, folder, close=False)
+                rows = read_rows(folder / "results.jsonl", ResultRow)
+                row = next(row for row in rows if row.slo_class == ALL_CLASSES)
                 if not row.valid:
-                    raise ConfigError(f"{row.policy} at {rate:g}/s is not valid: {row.invalid_reason}; run it again")
+                    raise ConfigError(f"{policy} at {rate:g}/s is not valid: {row.invalid_reason}; run it again")
+                if not times.exists():
+                    times.write_text(json.dumps(asdict(engine.client.served)) + "\n")
                 measures = {name: float(getattr(row, name) or 0.0) for name in COMPARED}
-                found.setdefault((row.policy, rate), []).append(measures)
-                notes().print(f"round {repeat + 1} {row.policy} at {rate:g}/s: {measures}", highlight=False)
+                found.setdefault((policy, rate), []).append(
+                    Round(measures, ServedTimes(**json.loads(times.read_text())))
+                )
+                notes().print(f"round {repeat + 1} {policy} at {rate:g}/s: {measures}", highlight=False)
     return found
 
 
+def run_folder(out: Path, repeat: int, rate: float, policy: str) -> Path:
+    """Return the folder of one round of one policy at one rate."""
+    return out / f"real-{repeat}-{rate:g}-{policy.replace(':', '')}"
+
+
+def factors_of(rounds: Sequence[Round]) -> ServingFactors:
+    """Return the times of the steps of all rounds over the profile's samples."""
+    factors = sum((each.served for each in rounds), ServedTimes()).factors()
+    assert factors is not None, "every round has steps"
+    return factors
+
+
 def read_records(out: Path, rates: Sequence[float], repeats: int, policy: str) -> list[AcceptanceRecord]:
-    """What the real runs of one policy recorded."""
-    folders = [out / f"real-{repeat}-{rate:g}" for repeat in range(repeats) for rate in rates]
-    records = [each for folder in folders for each in read_rows(folder / "acceptance.jsonl", AcceptanceRecord)]
-    return [each for each in records if each.policy == policy]
+    """Return what the real runs of one policy recorded."""
+    folders = [run_folder(out, repeat, rate, policy) for repeat in range(repeats) for rate in rates]
+    return [each for folder in folders for each in read_rows(folder / "acceptance.jsonl", AcceptanceRecord)]
 
 
 def order(points: Sequence[Compared], side: str) -> list[str]:
@@ -220,28 +256,30 @@ def order(points: Sequence[Compared], side: str) -> list[str]:
     return [p.policy for p in sorted(points, key=lambda p: -getattr(p, side)["attainment"])]
 
 
-def same_order(points: Sequence[Compared], tolerance: float = 0.02) -> bool:
-    """Whether no two policies are the other way round, by more than `tolerance` of attainment on both sides."""
+def same_order(points: Sequence[Compared], side: str = "simulated", tolerance: float = 0.02) -> bool:
+    """Return whether no two policies are the other way round, by more than `tolerance` of attainment on both sides."""
     for one in points:
         for two in points:
             real = one.real["attainment"] - two.real["attainment"]
-            simulated = one.simulated["attainment"] - two.simulated["attainment"]
+            simulated = getattr(one, side)["attainment"] - getattr(two, side)["attainment"]
             if real > tolerance and simulated < -tolerance:
                 return False
     return True
 
 
 def show(points: Sequence[Compared]) -> None:
-    """The table, to stdout."""
-    table = Table(title="real / simulated", title_justify="left")
+    """Print the table to stdout."""
+    table = Table(title="engine / simulated on the profile / with the rounds' times", title_justify="left")
     for header in ("rate", "policy", "TPOT met", "both met", "goodput, tokens/s", "points off", "goodput off"):
         table.add_column(header, justify="right")
     for point in points:
-        pairs = [(point.real[name], point.simulated[name]) for name in COMPARED]
+        sides = (point.real, point.simulated, point.as_served)
+        off = [[point.difference(name, side) for side in SIMULATED] for name in ("attainment", "goodput_tps")]
         table.add_row(
-            f"{point.rate_rps:g}", point.policy, *(f"{a:.1%} / {b:.1%}" for a, b in pairs[:2]),
-            "{:.0f} / {:.0f}".format(*pairs[2]), f"{100 * point.difference('attainment'):+.1f}",
-            f"{point.difference('goodput_tps'):+.1%}",
+            f"{point.rate_rps:g}", point.policy,
+            *(" / ".join(f"{side[name]:.1%}" for side in sides) for name in COMPARED[:2]),
+            " / ".join(f"{side['goodput_tps']:.0f}" for side in sides),
+            " / ".join(f"{100 * each:+.1f}" for each in off[0]), " / ".join(f"{each:+.1%}" for each in off[1]),
         )  # fmt: skip
     table_console(table).print(table)
 
@@ -264,7 +302,7 @@ def policy_validation(
     path = out / "profile.json"
     if not path.exists():
         write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))
-    machine = load_machine(str(path))
+    machine = ProfiledMachine.of(read_profile(path), str(path))
     chosen_rates = [float(rate) for rate in rates.split(",")]
     chosen = out / "chosen.json"
     known = json.loads(chosen.read_text()) if chosen.exists() else {"baseline_s": machine.baseline_s, "chain": None}
@@ -286,16 +324,20 @@ def policy_validation(
         real = measure_real(engine, asked, policies, chosen_rates, repeats, out)
     finally:
         engine.client.close()
-    emitted = _output_tokens(out / f"real-0-{chosen_rates[0]:g}" / "requests.jsonl", "ar", len(asked))
-    asked = [replace(each, output_tokens=tokens) for each, tokens in zip(asked, emitted, strict=True)]
+    emitted = _output_tokens(run_folder(out, 0, chosen_rates[0], "ar") / "requests.jsonl", len(asked))
+    trace_asked = as_trace([replace(each, output_tokens=n) for each, n in zip(asked, emitted, strict=True)])
     acceptance = fit_acceptance(read_records(out, chosen_rates, repeats, chain))
-    points = [
-        Compared(
-            policy, rate, _mean(real[policy, rate]),
-            _simulated(policy, machine, as_trace(asked), rate, acceptance, seeds=SIMULATIONS), real[policy, rate],
+
+    def compared(policy: str, rate: float) -> Compared:
+        rounds = real[policy, rate]
+        factors, measures = factors_of(rounds), [each.measures for each in rounds]
+        simulated, as_served = (
+            _simulated(policy, each, trace_asked, rate, acceptance, seeds=SIMULATIONS)
+            for each in (machine, replace(machine, serving=factors))
         )
-        for rate in chosen_rates for policy in policies
-    ]  # fmt: skip
+        return Compared(policy, rate, _mean(measures), simulated, as_served, factors, measures)
+
+    points = [compared(policy, rate) for rate in chosen_rates for policy in policies]
     show(points)
     by_rate = {rate: [point for point in points if point.rate_rps == rate] for rate in chosen_rates}
     result = {
@@ -314,25 +356,27 @@ def policy_validation(
         "acceptance": asdict(acceptance),
         "prediction_errors": json.loads(path.read_text())["errors"],
         "serving": json.loads(path.read_text())["serving"],
-        "points": [
-            {**asdict(point), **{f"{name}_off": point.difference(name) for name in COMPARED}} for point in points
-        ],
+        "points": [asdict(point) for point in points],
         "orders": {
-            f"{rate:g}": {"real": order(at, "real"), "simulated": order(at, "simulated"), "same": same_order(at)}
+            f"{rate:g}": {
+                side: {"order": order(at, side), "same": side == "real" or same_order(at, side)}
+                for side in ("real", *SIMULATED)
+            }
             for rate, at in by_rate.items()
         },
-        "largest_attainment_off": max(abs(point.difference("attainment")) for point in points),
-        "largest_goodput_off": max(abs(point.difference("goodput_tps")) for point in points),
+        "largest_off": {
+            side: {name: max(abs(point.difference(name, side)) for point in points) for name in COMPARED}
+            for side in SIMULATED
+        },
     }
     (out / "validation.json").write_text(json.dumps(result, indent=1) + "\n")
-    for name in ("orders", "largest_attainment_off", "largest_goodput_off"):
+    for name in ("orders", "largest_off"):
         print(name, json.dumps(result[name], indent=1))
 
 
-def _output_tokens(path: Path, policy: str, count: int) -> list[int]:
-    """Of every request in order; texts, and so their lengths, are the same under every policy."""
-    records = [each for each in read_rows(path, RequestRecord) if each.policy == policy]
-    by_number = {int(each.request_id.rpartition("-")[2]): each.output_tokens for each in records}
+def _output_tokens(path: Path, count: int) -> list[int]:
+    """Return those of every request in order; texts, and so their lengths, are the same under every policy."""
+    by_number = {int(each.request_id.rpartition("-")[2]): each.output_tokens for each in read_rows(path, RequestRecord)}
     return [max(by_number[number], 1) for number in range(count)]
 
 

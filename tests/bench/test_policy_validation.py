@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
 from tests.bench.scripts import imported
 
 
@@ -54,15 +55,26 @@ def test_requests_are_scaled_to_the_machine(validation, asked):
 
 
 def point(validation, policy: str, real: float, simulated: float):
-    both = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated)]
-    return validation.Compared(policy, 1.0, *both, [both[0]])
+    sides = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated, real)]
+    return validation.Compared(policy, 1.0, *sides, ServingFactors(), [sides[0]])
 
 
 def test_differences_and_orders(validation):
     one, two = point(validation, "one", 0.8, 0.84), point(validation, "two", 0.5, 0.83)
     assert one.difference("attainment") == pytest.approx(0.04)
     assert one.difference("goodput_tps") == pytest.approx(0.05)
+    assert one.difference("goodput_tps", "as_served") == 0.0
     assert validation.order([two, one], "real") == ["one", "two"]
     assert validation.same_order([one, two])
-    assert not validation.same_order([one, point(validation, "three", 0.5, 0.9)])
+    three = point(validation, "three", 0.5, 0.9)
+    assert not validation.same_order([one, three])
+    assert validation.same_order([one, three], "as_served")
     assert validation.same_order([one, point(validation, "four", 0.79, 0.9)]), "hardly apart in one of them"
+
+
+def test_factors_are_of_the_steps_of_all_rounds(validation):
+    """30 s of verification where the samples have 20, and no draft."""
+    served = [ServedTimes(10, 18.0, 10.0, overhead_s=0.01), ServedTimes(30, 12.0, 10.0, overhead_s=0.05)]
+    rounds = [validation.Round({}, each) for each in served]
+    found = validation.factors_of(rounds)
+    assert (found.verify, found.draft, found.overhead_s) == pytest.approx((1.5, 1.0, 0.0015))
