@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.scheduler.selection import nodes_needed
+from adaserve_jax.scheduler.shapes import kernels
 from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_capped
 
 
@@ -52,8 +52,8 @@ class BudgetQuestion:
     baseline_s: float
 
 
-def capped_need(need_rate: np.ndarray, step_time_s: float | np.ndarray, depth: int) -> np.ndarray:
-    """Return A_cap in its horizon form, f64[..., R]; hopeless sequences need nothing, they are served best-effort."""
+def capped_need(need_rate: np.ndarray, step_time_s: float, depth: int) -> np.ndarray:
+    """Return A_cap in its horizon form, f64[R]; hopeless sequences need nothing, they are served best-effort."""
     return need_capped(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth)
 
 
@@ -71,18 +71,13 @@ def choose_budget(objective: Objective, f: np.ndarray, question: BudgetQuestion)
     chosen = slice(int(low), int(high) + 1)
     budget = np.minimum(q.edges[chosen] - q.prefill_tokens, q.tree_token_cap)
     step_s = q.spent_s + q.verify_s[chosen]
-    need = capped_need(q.need_rate, step_s[:, None], q.depth)
-    if len(budget) == 1:
-        return int(budget[0]), need[0]
-
-    wanted, met = nodes_needed(f, need)
-    cost = np.where(met & np.isfinite(q.need_rate), wanted, q.tree_token_cap + 1)
-    cost.sort(axis=1)
-    on_pace = (np.cumsum(cost, axis=1) <= (budget - rows)[:, None]).sum(axis=1)
-
-    best_first = np.zeros(f.size + 1)
-    np.cumsum(np.sort(f, axis=None)[::-1], out=best_first[1:])
-    emitted = rows + best_first[np.minimum(budget - rows, f.size)]
-    rate = (objective.emit * emitted + q.prefill_weight * q.prefill_tokens) * q.baseline_s / step_s
-    best = int(np.argmax(on_pace + rate))
-    return int(budget[best]), need[best]
+    best = 0
+    if len(budget) > 1:
+        best_first, value = np.zeros(f.size + 1), np.empty(len(budget))
+        np.cumsum(np.sort(f, axis=None)[::-1], out=best_first[1:])
+        kernels().value_budgets(
+            f, q.need_rate, step_s, budget, q.depth, best_first, objective.emit, q.prefill_weight * q.prefill_tokens,
+            q.baseline_s, value,
+        )  # fmt: skip
+        best = int(value.argmax())
+    return int(budget[best]), capped_need(q.need_rate, float(step_s[best]), q.depth)

@@ -132,14 +132,13 @@ def slo_phase(
 def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Count the candidates until the expected tokens, 1 for the root included, reach `need`.
 
-    f: f64[R, C], as in slo_phase; need: f64[..., R]. Returns the counts, i64[..., R], and whether the need is reached,
-    bool[..., R].
+    f: f64[R, C], as in slo_phase; need: f64[R]. Returns the counts, i64[R], and whether the need is reached, bool[R].
     """
     rows, columns = f.shape
     reached = np.ones((rows, columns + 1))
     np.cumsum(f, axis=1, out=reached[:, 1:])
     reached[:, 1:] += 1.0
-    wanted = np.count_nonzero((reached[:, :-1] < need[..., None]) & (f > 0), axis=-1)
+    wanted = np.count_nonzero((reached[:, :-1] < need[:, None]) & (f > 0), axis=1)
     return wanted, reached[:, -1] >= need
 
 

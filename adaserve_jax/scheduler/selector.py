@@ -11,6 +11,7 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
 from adaserve_jax.scheduler.planner import PlannedStep
 from adaserve_jax.scheduler.policies import Policy
+from adaserve_jax.scheduler.shapes import kernels
 from adaserve_jax.scheduler.slo import need, need_capped, need_of_the_code
 from adaserve_jax.types import CandidateTrees, DraftTrees, Limits
 
@@ -45,6 +46,8 @@ class Selector:
         self._takes_all = policy.selector in ("equal", "best") or (
             policy.selector in ("slo", "slo-equal") and policy.need != "horizon"
         )
+        if policy.need == "horizon":
+            kernels()
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
         """Return the trees to verify. candidates: of every source. now: read after drafting, so that the time that

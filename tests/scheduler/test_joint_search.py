@@ -11,11 +11,11 @@ from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, JointController
-from adaserve_jax.scheduler.controllers.shapes import kernels
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits
 from tests.scheduler.harness import Run, limits_of, request_of
+from tests.scheduler.test_shapes import compiled_once
 
 OBJECTIVE = Objective()
 
@@ -140,7 +140,7 @@ def test_no_decision_compiles_a_loop_again():
             joint.decide(replace(load, suffix_f=suffix_f))
     for can_draft in (True, False):
         joint.sustains(np.array([1.0, 5.0]), 1, 3.5, 0.6, can_draft=can_draft)
-    assert [len(each.signatures) for each in (kernels().gain, kernels().count_on_pace)] == [1, 1]
+    assert compiled_once()
 
 
 def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:

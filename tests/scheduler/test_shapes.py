@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.controllers.joint import GRID, _spread
-from adaserve_jax.scheduler.controllers.shapes import Shapes, cumulated, gain, kernels, rows_on_pace
+from adaserve_jax.scheduler.shapes import (
+    Shapes,
+    all_on_pace,
+    cumulated,
+    gain,
+    kernels,
+    value_options,
+)
 from tests.scheduler.harness import limits_of
 
 CHANCE = np.array([[0.8, 0.15], [0.6, 0.1], [0.5, 0.05]])
@@ -43,19 +50,54 @@ def test_rows_on_pace_are_as_many_as_the_nodes_can_serve(with_text, num_plain):
     step_s = np.linspace(0.02, 0.09, 4) + np.zeros((len(shapes.depth), 1))
     extra = np.array([[-1, 0], [1, 2], [3, 5], [8, 20]])
     f = -np.sort(-rng.uniform(0.2, 0.9, (5, 4)), axis=1)
-    text = (cumulated(f[num_plain:]), cumulated(f[:num_plain])) if with_text else ()
+    text = {"drafted_text": cumulated(f[num_plain:]), "plain_text": cumulated(f[:num_plain])} if with_text else {}
+    tokens = shapes.tokens(CHANCE)
+    gained, chunk = rng.uniform(0, 9, (*step_s.shape, 2)), np.array([[0, 4]] * 4)
+    prompts = np.array([40.0, 150.0, np.inf])
 
-    found = rows_on_pace(drafted, plain, step_s, extra, shapes.tokens(CHANCE), GRID, *text)
+    value, found = value_options(
+        drafted, plain, step_s, extra, tokens, GRID,
+        gained=gained, chunk=chunk, root_tokens=5, emit=0.7, prefill=0.3, baseline_s=0.03, prompt_rates=prompts,
+        **text,
+    )  # fmt: skip
 
     for option, edge, share in np.ndindex(found.shape):
-        seconds = step_s[option, edge]
+        seconds = float(step_s[option, edge])
         costs = []
         for row, rate in enumerate([*plain, *drafted]):
             cost = fewest(best_first(shapes, option) if row >= num_plain else [], rate, seconds)
             costs.append(min(cost, fewest(list(f[row]), rate, seconds) if with_text else np.inf))
         served = np.cumsum(sorted(costs)) <= extra[edge, share]
         assert found[option, edge, share] == served.sum(), (option, edge, share)
-    assert [len(each.signatures) for each in (kernels().gain, kernels().count_on_pace)] == [1, 1], "compiled in a step"
+        rate = 0.7 * (5 + gained[option, edge, share]) + 0.3 * chunk[edge, share]
+        expected = served.sum() + rate * 0.03 / seconds + np.count_nonzero(prompts <= chunk[edge, share] / seconds)
+        assert value[option, edge, share] == (pytest.approx(expected) if extra[edge, share] >= 0 else -np.inf)
+    if not (with_text or num_plain):
+        for edge, share in np.ndindex(extra.shape):
+            alone = all_on_pace(
+                drafted, step_s[:, edge : edge + 1].copy(), extra[edge, share : share + 1], tokens, GRID
+            )
+            assert alone == (found[:, edge, share] == 5).any()
+    assert compiled_once()
+
+
+def test_all_rows_are_on_pace_only_where_one_shape_and_edge_keeps_them_all():
+    """Two rows that each gain half a token: a node that brings it for each, in steps that are short enough."""
+    tokens, rates = np.array([[0.0, 0.0], [0.0, 0.5]]), np.full(2, 15.0)
+    one, two, none = (np.array([n]) for n in (1, 2, -1))
+    assert all_on_pace(rates, np.full((2, 1), 0.1), two, tokens, GRID)
+    assert not all_on_pace(rates, np.full((2, 1), 0.1), one, tokens, GRID)
+    assert not all_on_pace(rates, np.full((2, 1), 0.11), two, tokens, GRID)
+    assert all_on_pace(rates, np.array([[0.1], [0.06]]), np.array([0]), tokens, GRID)
+    assert not all_on_pace(rates, np.full((2, 1), 0.01), none, tokens, GRID)
+    assert not all_on_pace(np.full(1, 1e300), np.full((2, 1), 0.1), two, tokens, GRID)
+
+
+def compiled_once() -> bool:
+    """Return whether no call had arguments of other types than those that the loops were compiled for."""
+    loops = kernels()
+    compiled = (loops.gain, loops.all_on_pace, loops.value_options, loops.value_budgets)
+    return all(len(each.signatures) == 1 for each in compiled)
 
 
 def test_gain_is_linear_between_whole_nodes_and_ends_at_the_largest_tree():

@@ -17,9 +17,9 @@ import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, SoloSpeed
-from adaserve_jax.scheduler.controllers.shapes import Shapes, cumulated, gain, kernels, rows_on_pace
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.shapes import Shapes, all_on_pace, cumulated, gain, kernels, value_options
 from adaserve_jax.types import Limits
 
 GRID = 16
@@ -36,7 +36,6 @@ TEXT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the nodes of text already seen that are weighed beside a draft's."""
 REACH_STEPS = 4
 """Updates of the acceptance averages for which the expected tokens of shapes are reused."""
-_NO_RATES = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +159,20 @@ class JointController(Controller):
         draft_s = self._draft_s(all_rows, catchup_s, context)
         verify_s = self._cost.verify_s(all_rows, context)
         edges = _spread(low, high, COARSE_EDGES)
+        with_target = (load.need_rate > 0) & np.isfinite(load.need_rate)
+        drafted, plain = with_target & load.can_speculate, with_target & ~load.can_speculate
         text = None if load.suffix_f is None else cumulated(load.suffix_f)
-
-        def look(shapes: np.ndarray, edges: np.ndarray) -> Choices:
-            return self._look(load, shapes, edges, draft_s, verify_s, correction, text)
-
+        value = partial(
+            value_options, load.need_rate[drafted], load.need_rate[plain],
+            root_tokens=load.num_decode,
+            emit=self._objective.emit,
+            prefill=self._objective.prefill_weight(load.wait_ratio),
+            baseline_s=self._cost.baseline_s,
+            # a prompt in time is worth a row on pace
+            **({} if load.prompt_rates is None else {"prompt_rates": load.prompt_rates}),
+            **({} if text is None else {"drafted_text": text[drafted], "plain_text": text[plain]}),
+        )  # fmt: skip
+        look = partial(self._look, load, value, draft_s, verify_s, correction)
         choices = look(shapes, edges)
         return Weighed(
             shapes, edges, choices, look if high - low >= len(edges) else None, partial(self._decision, load)
@@ -193,43 +201,31 @@ class JointController(Controller):
             return True
         rows = len(need_rate) + others
         budget = share * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
-        extra = np.floor(budget).astype(np.int64)[:, None] - rows
-        on_pace = rows_on_pace(feasible, _NO_RATES, self._step_s(rows)[shapes], extra, self._tokens_now()[shapes], GRID)
-        return bool((on_pace == len(feasible)).any())
+        extra = np.floor(budget).astype(np.int64) - rows
+        return all_on_pace(feasible, self._step_s(rows)[shapes], extra, self._tokens_now()[shapes], GRID)
 
     def _look(
-        self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray,
-        correction: Correction | None, text: np.ndarray | None,
+        self, load: Load, value: Callable[..., tuple[np.ndarray, np.ndarray]], draft_s: np.ndarray,
+        verify_s: np.ndarray, correction: Correction | None, shapes: np.ndarray, at: np.ndarray,
     ) -> Choices:  # fmt: skip
         """Value `shapes` at the edges `at` (indices) for every share of prefill.
 
-        draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges. text: f64[R, 1 + C], expected
-        tokens of each row's best 0, 1, ... nodes of text.
+        value: `value_options` of the load. draft_s: f64[O], of all shapes; verify_s: f64[E], of all edges.
         """
-        rows, tokens = load.num_decode, self._tokens_now()[shapes]
+        tokens, edges = self._tokens_now()[shapes], self._edges[at]
         step_s = draft_s[shapes, None] + verify_s[at]
+        chunk = self._chunks(load, edges)
+        extra = np.minimum(edges[:, None] - chunk, self._limits.max_tree_tokens) - load.num_decode
+        factor = 1.0
         if correction is not None:
             step_s *= correction.seconds[shapes, None]
-        chunk = self._chunks(load, self._edges[at])
-        extra = np.minimum(self._edges[at][:, None] - chunk, self._limits.max_tree_tokens) - rows
-
-        with_target = (load.need_rate > 0) & np.isfinite(load.need_rate)
-        drafted, plain = with_target & load.can_speculate, with_target & ~load.can_speculate
-        texts = () if text is None else (text[drafted], text[plain])
-        on_pace = rows_on_pace(load.need_rate[drafted], load.need_rate[plain], step_s, extra, tokens, GRID, *texts)
-
-        speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
-        factor = np.ones((len(shapes), 1, 1)) if correction is None else correction.tokens[shapes, None, None]
+            factor = correction.tokens[shapes, None, None]
         if load.suffix_f is None:
+            speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
             gained = speculating * gain(tokens, extra / speculating) * factor
         else:
             gained = _gain_of_both(load, load.suffix_f, tokens, extra, factor)
-        emitted = rows + gained
-        weight = self._objective.prefill_weight(load.wait_ratio)
-        rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
-        if load.prompt_rates is not None:  # a prompt in time is worth a row on pace
-            rate += np.searchsorted(load.prompt_rates, chunk / step_s[:, :, None], "right")
-        return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
+        return Choices(*value(step_s, extra, tokens, GRID, gained=gained, chunk=chunk), chunk)
 
     def _tokens_now(self) -> np.ndarray:
         """Return the expected tokens of shapes, f64[O, 1 + K], computed anew after some updates of the averages."""
@@ -296,11 +292,11 @@ def _spread(low: int, high: int, most: int) -> np.ndarray:
 
 
 def _gain_of_both(
-    load: Load, suffix_f: np.ndarray, tokens: np.ndarray, extra: np.ndarray, factor: np.ndarray
+    load: Load, suffix_f: np.ndarray, tokens: np.ndarray, extra: np.ndarray, factor: np.ndarray | float
 ) -> np.ndarray:
     """Return f64[O, E, F], expected tokens beyond the roots of `extra` nodes (i64[E, F]) of text and of the draft.
 
-    factor: f64[O, 1, 1], correction of the draft's tokens. A draft adds to a row where text does not know the next
+    factor: f64[O, 1, 1] or 1, correction of the draft's tokens. A draft adds to a row where text does not know the next
     token. The nodes are divided between the two as it brings the most, among some shares.
     """
     rows = load.can_speculate
@@ -309,7 +305,7 @@ def _gain_of_both(
     extra = np.maximum(extra, 0)
     most = np.minimum(extra, len(best) - 1)
     if not drafting:
-        return np.broadcast_to(best[most], (len(tokens), *extra.shape))
+        return np.tile(best[most], (len(tokens), 1, 1))
     unknown = float(1.0 - np.minimum(suffix_f[rows, 0], 1.0).mean())
     found = np.zeros((len(tokens), *extra.shape))
     for share in TEXT_SHARES:

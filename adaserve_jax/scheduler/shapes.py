@@ -13,7 +13,7 @@ import numpy as np
 
 from adaserve_jax.types import Limits
 
-_NO_TEXT = np.zeros((0, 0))
+_NO_TEXT, _NONE = np.zeros((0, 0)), np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,29 +65,51 @@ def gain(tokens: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     return found.reshape(len(tokens), *nodes.shape)
 
 
-def rows_on_pace(
-    drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int,
-    drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
-) -> np.ndarray:  # fmt: skip
-    """Count the rows that `extra` nodes can keep on pace, i64[O, E, F]: those that need the fewest nodes first.
+def all_on_pace(rates: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int) -> bool:
+    """Return whether some shape and edge keeps every row on pace.
+
+    rates: f64, tokens per second that rows with a draft need. step_s, tokens, grid: as of `value_options`. extra:
+    i64[E], nodes beside the roots.
+    """
+    return bool(kernels().all_on_pace(rates, step_s, extra, tokens, grid))
+
+
+def value_options(
+    drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int, *,
+    gained: np.ndarray, chunk: np.ndarray, root_tokens: int, emit: float, prefill: float, baseline_s: float,
+    prompt_rates: np.ndarray = _NONE, drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Return the value of each shape, token edge and share of prefill, f64[O, E, F], and the rows on pace within it.
+
+    Those, i64[O, E, F], are as many as `extra` nodes can keep on pace, the ones that need the fewest nodes first. The
+    value adds prompts in time, and tokens and prompt tokens per baseline latency by their weights.
 
     drafted, plain: f64, tokens per second that rows with and without a draft need. step_s: f64[O, E], seconds of a step
-    by shape and token edge. extra: i64[E, F], nodes beside the roots by edge and share of prefill; below 0 no row is
-    kept. tokens: f64[O, 1 + K], of the same shapes. grid: steps per token to which what a row must gain is rounded up.
-    drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row.
+    by shape and token edge. extra: i64[E, F], nodes beside the roots by edge and share of prefill; below 0 the value is
+    -inf. tokens: f64[O, 1 + K], of the same shapes. grid: steps per token to which what a row must gain is rounded up.
+    gained: f64[O, E, F], expected tokens beside those of the roots. chunk: i64[E, F], prefill tokens. prompt_rates: as
+    in `Load`. drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row.
     """
-    found = np.zeros((*step_s.shape, extra.shape[1]), np.int64)
-    kernels().count_on_pace(drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, found)
-    return found
+    value, on_pace = np.zeros(gained.shape), np.zeros(gained.shape, np.int64)
+    kernels().value_options(
+        drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, gained, chunk, prompt_rates, root_tokens,
+        emit, prefill, baseline_s, value, on_pace,
+    )  # fmt: skip
+    return value, on_pace
 
 
 @cache
 def kernels() -> ModuleType:
     """Import the loops, and with them numba, and compile them or load them from its cache, so that no step waits."""
-    from adaserve_jax.scheduler.controllers import shape_kernels
+    from adaserve_jax.scheduler import shape_kernels
 
     rates, empty = np.ones(1), np.ones((1, 1))
     shape_kernels.gain(empty, rates, empty.copy())
-    counts = np.zeros((1, 1, 1), np.int64)
-    shape_kernels.count_on_pace(rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, counts)
+    shape_kernels.all_on_pace(rates, empty, np.zeros(1, np.int64), empty, 1)
+    value, counts = np.zeros((1, 1, 1)), np.zeros((1, 1, 1), np.int64)
+    shape_kernels.value_options(
+        rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, value, counts[0], _NONE, 1, 1.0, 1.0, 1.0,
+        value.copy(), counts,
+    )  # fmt: skip
+    shape_kernels.value_budgets(empty, rates, rates, counts[0, 0], 1, np.ones(2), 1.0, 1.0, 1.0, rates.copy())
     return shape_kernels
