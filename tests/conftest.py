@@ -39,9 +39,8 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     )
 
 OPTIMISED = (
-    "models", "tree", "runtime/test_adapters.py", "runtime/test_compile.py", "runtime/test_families.py",
-    "runtime/test_quantized_families.py", "runtime/test_sizing.py", "runtime/test_programs.py",
-    "runtime/test_resample.py",
+    "models/test_decoder.py", "models/test_quantize.py",
+    "runtime/test_adapters.py", "runtime/test_compile.py", "runtime/test_sizing.py", "runtime/test_programs.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
@@ -61,9 +60,9 @@ def _has_gpu() -> bool:
 
 
 LONGEST = (
-    "bench/test_http_own_server.py", "engine/test_drafting.py", "runtime/test_mesh.py", "server/test_tools.py",
-    "engine/test_elastic_device.py", "engine/test_learning.py", "models/test_checkpoint_formats.py",
-    "pallas_kernels/test_paged_tree_attention.py", "server/test_serve.py", "cluster/test_local.py",
+    "bench/test_http_own_server.py", "engine/test_drafting.py", "server/test_tools.py", "runtime/test_mesh.py",
+    "engine/test_learning.py", "models/test_checkpoint_formats.py", "pallas_kernels/test_paged_tree_attention.py",
+    "server/test_serve.py", "cluster/test_local.py",
 )  # fmt: skip
 """Files that take long, the longest first, as `--durations` of a run without a compile cache has them. They go first,
 so that no worker is left alone with one at the end."""
@@ -119,14 +118,22 @@ def compiling(programs: str) -> Iterator[None]:
         yield
 
 
+def times_folder(factory: pytest.TempPathFactory, engine: str) -> str:
+    """Return the folder that keeps the times which the first worker of this run measures of a shared engine."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"times-{engine}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return str(folder)
+
+
 @pytest.fixture(scope="session")
-def demo_engine() -> Iterator[LocalEngine]:
+def demo_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     """The embedded pair in the thread mode; shared by all tests, so leave it idle and on `adaserve`."""
     from adaserve_jax.config import EngineConfig
     from adaserve_jax.engine.thread_engine import LocalEngine
     from tests.engines import DEMO
 
-    engine = LocalEngine(EngineConfig(**DEMO))
+    engine = LocalEngine(EngineConfig(**DEMO), warm_folder=times_folder(tmp_path_factory, "demo"))
     with compiling("demo"):
         engine.start()
     yield engine
@@ -135,13 +142,17 @@ def demo_engine() -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="session")
-def deterministic() -> Iterator[LLM]:
+def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     """The embedded pair in deterministic mode; leave it idle, on any policy."""
     from adaserve_jax import LLM
+    from adaserve_jax.config import EngineConfig
+    from adaserve_jax.engine.thread_engine import LocalEngine
     from tests.engines import EXACT
 
+    folder = times_folder(tmp_path_factory, "deterministic")
+    engine = LocalEngine(EngineConfig(eq8_eq9=True, **EXACT), warm_folder=folder)
     with compiling("deterministic"):
-        made = LLM(eq8_eq9=True, **EXACT)
-    with made as llm:
+        engine.start()
+    with LLM.over(engine) as llm:
         yield llm
         assert llm.stats().compiles_after_ready == 0

@@ -14,6 +14,7 @@ from adaserve_jax.errors import RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import GrammarKind, GrammarSource
 from tests.constraints.grammar_texts import EOS, ids_of
+from tests.slow import slow_after
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
 WORDS = ["yes", "no", "not yet", "", "über €😀", 'a "q" \\ {x}\n\x00', "(a|b)*"]
@@ -134,7 +135,13 @@ HOSTILE: dict[str, tuple[GrammarKind, GrammarSource]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = ("counts of counts", "doubling terminals")
+"""Those that are followed for a second and more before they end."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in HOSTILE]
+)
 def test_hostile_grammars_end_in_time(grammars: Grammars, name: str):
     """Refused, or followed: then each mask is bounded as well, and a text at its limit is left with nothing."""
     began = time.process_time()  # of all threads, whatever else the machine does
@@ -160,7 +167,7 @@ PIECES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_after(2, range(4)))
 def test_random_sources_are_followed_or_refused(grammars: Grammars, seed: int):
     rng = np.random.default_rng(seed)
     outcomes = set()

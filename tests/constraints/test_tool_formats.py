@@ -134,7 +134,7 @@ def calls_in(text: str, form: str) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("form", slow_after(6, FORMATS))
 def test_required_calls_are_whatever_the_tokens_calls_that_fit(vocabulary: Vocabulary, form: str):
     rng, names, most = np.random.default_rng(5), set(), 0
-    for parallel in (False, True) * 12:
+    for parallel in (False, True) * 6:
         writer = vocabulary.writer(ToolCalls(form, TOOLS, required=True, parallel=parallel))
         text = written(vocabulary, writer, rng)
         if "}{" in text and form not in ONE_BY_ONE:  # the expression of one call is not made for it
@@ -229,7 +229,7 @@ def test_what_speculation_corrupted_elsewhere_cannot_be_written(vocabulary: Voca
     assert EOS not in ids_of(masks[0]) or case == "text behind the call"
 
 
-@pytest.mark.parametrize("form", slow_after(4, FORMATS))
+@pytest.mark.parametrize("form", slow_after(2, FORMATS))
 def test_trees_around_the_beginning_of_a_call_get_the_masks_of_texts(vocabulary: Vocabulary, form: str):
     calls = ToolCalls(form, TOOLS)
     chain = vocabulary.tokenizer.encode("hé " + FORMATS[form].write([("shell", '{"command": "ls"}')]))

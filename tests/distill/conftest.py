@@ -7,7 +7,7 @@ import pytest
 
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.learn_config import LearnConfig
-from tests.distill.made import CONFIG, TOP
+from tests.distill.made import SMALL, TOP
 
 SIZE = 32
 LEARN = LearnConfig(learn_rate=3e-3, learn_top_k=TOP)
@@ -15,7 +15,7 @@ LEARN = LearnConfig(learn_rate=3e-3, learn_top_k=TOP)
 
 @pytest.fixture(scope="session")
 def programs() -> TrainPrograms:
-    programs = TrainPrograms(CONFIG, LEARN, SIZE, jnp.float32)
+    programs = TrainPrograms(SMALL, LEARN, SIZE, jnp.float32)
     programs.compile()
     return programs
 
@@ -24,7 +24,7 @@ def programs() -> TrainPrograms:
 def low_rank_programs() -> TrainPrograms:
     """In bf16, with low-rank updates."""
     programs = TrainPrograms(
-        CONFIG, LearnConfig(learn_rate=1e-5, learn_top_k=TOP, learn_lora_rank=2), SIZE, jnp.bfloat16
+        SMALL, LearnConfig(learn_rate=1e-5, learn_top_k=TOP, learn_lora_rank=2), SIZE, jnp.bfloat16
     )
     programs.compile()
     return programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ CONFIG = ModelConfig(
     vocab_size=VOCAB, hidden_size=12, intermediate_size=20, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
     rope_theta=100.0, rms_norm_eps=1e-5, tie_embeddings=False, max_position=512, windows=(None, 4),
 )  # fmt: skip
+SMALL = replace(CONFIG, num_layers=1, windows=(4,))
+"""Of the programs that all tests of training share."""
 
 
 def made_params(config: ModelConfig = CONFIG, dtype: Any = jnp.float32) -> Params:

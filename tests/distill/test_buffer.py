@@ -95,6 +95,7 @@ def test_the_held_out_slice_obeys_the_share():
     assert len(filled({"ann": 60}, capacity=128, held_out=True).held_out()) == 60
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 60), max_size=6), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_fair_most_is_the_largest_that_keeps_the_share(counts: list[int], share: float):
     most = fair_limit(counts, share)
@@ -162,4 +163,4 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 class TestBuffer(BufferMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=20, stateful_step_count=30, deadline=None)

@@ -17,9 +17,9 @@ from adaserve_jax.distill.records import pack
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.errors import CheckpointError
 from tests.distill.conftest import SIZE
-from tests.distill.made import assert_same, made_params, made_record
+from tests.distill.made import SMALL, assert_same, made_params, made_record
 
-PARAMS = made_params()
+PARAMS = made_params(SMALL)
 
 
 def some_batch(seed: int = 0):

@@ -15,10 +15,10 @@ from adaserve_jax.distill.records import PADDING, PackedBatch, pack
 from adaserve_jax.learn_config import LearnConfig, Loss
 from tests.distill.made import CONFIG, VOCAB, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle
+from tests.slow import slow_after
 
 SIZE = 32
 PARAMS = made_params()
-SLOWER = pytest.param("reverse_kl", marks=pytest.mark.slow)
 
 
 @partial(jax.jit, static_argnums=1)
@@ -43,14 +43,20 @@ def two_texts() -> list[Any]:
     return [made_record(rng, 13, 6), made_record(rng, 11, 5)]
 
 
-@pytest.mark.parametrize("kind", [each if each != "reverse_kl" else SLOWER for each in get_args(Loss)])
-def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(kind: str):
-    learn = LearnConfig(learn_loss=kind, learn_beta=0.3, learn_temperature=0.8)
+LEARN = LearnConfig()
+"""As all tests of the usual loss have it, so that it compiles once."""
+
+
+@pytest.mark.parametrize("learn", slow_after(1, [
+    LEARN, *(LearnConfig(learn_loss=kind, learn_beta=0.3, learn_temperature=0.8) for kind in get_args(Loss)),
+]), ids=lambda learn: f"{learn.learn_loss}-{learn.learn_temperature}")  # fmt: skip
+def test_the_gradient_of_packed_texts_is_that_of_each_text_by_hand(learn: LearnConfig):
+    how = learn.learn_loss, learn.learn_beta, learn.learn_temperature
     records = two_texts()
     (loss, overlap), gradient = sums_and_gradient(PARAMS, learn, packed(*records))
     draft = oracle.Draft(CONFIG, float64(PARAMS))
-    np.testing.assert_allclose((loss, overlap), draft.loss(as_texts(records), kind, 0.3, 0.8), rtol=1e-4)
-    assert_close(gradient, draft.gradient(as_texts(records), kind, 0.3, 0.8))
+    np.testing.assert_allclose((loss, overlap), draft.loss(as_texts(records), *how), rtol=1e-4)
+    assert_close(gradient, draft.gradient(as_texts(records), *how))
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("kl", True), ("jsd", False), ("reverse_kl", False)])
@@ -90,7 +96,7 @@ def test_one_row_learns_from_the_token_that_predicted_and_from_none_after_it(at:
     batch = packed(record)
     batch.tokens[at + 1 : 12] = record.tokens[at + 1 :]  # what packing leaves out, as if more of the text were here
     batch.segment[at + 1 : 12], batch.position[at + 1 : 12] = 0, np.arange(at + 1, 12)
-    _, gradient = sums_and_gradient(PARAMS, LearnConfig(), batch)
+    _, gradient = sums_and_gradient(PARAMS, LEARN, batch)
     by_token = np.abs(np.asarray(gradient["embed"])).max(1)
     assert (by_token[: at + 1] > 0).all()
     assert (by_token[at + 1 :] == 0).all()
@@ -107,14 +113,14 @@ def test_the_scores_that_a_row_is_compared_with_are_those_of_its_own_token():
         record = made_record(np.random.default_rng(5), 12, [at])
         record.tokens, record.ids = tokens, top[5:6]
         record.log_p = log_q[5:6, top[5]].astype(np.float32)
-        (loss, _), _ = sums_and_gradient(PARAMS, LearnConfig(), packed(record))
+        (loss, _), _ = sums_and_gradient(PARAMS, LEARN, packed(record))
         losses.append(float(loss))
     assert abs(losses[1]) < 1e-5 < 1e-2 < min(losses[0], losses[2])
 
 
 def test_padding_has_no_effect_whatever_it_holds():
     batch = packed(*two_texts())
-    expected = sums_and_gradient(PARAMS, LearnConfig(), batch)
+    expected = sums_and_gradient(PARAMS, LEARN, batch)
     rng = np.random.default_rng(6)
     free, empty = batch.segment == PADDING, batch.weight == 0
     assert free.any() and empty.any()
@@ -123,8 +129,8 @@ def test_padding_has_no_effect_whatever_it_holds():
     batch.at[empty] = rng.integers(0, SIZE, empty.sum())
     batch.ids[empty] = rng.integers(-9, 99, batch.ids[empty].shape)
     batch.log_p[empty] = np.nan
-    assert_same(sums_and_gradient(PARAMS, LearnConfig(), batch), expected)
+    assert_same(sums_and_gradient(PARAMS, LEARN, batch), expected)
     batch.weight[:] = 0
-    (loss, overlap), gradient = sums_and_gradient(PARAMS, LearnConfig(), batch)
+    (loss, overlap), gradient = sums_and_gradient(PARAMS, LEARN, batch)
     assert loss == overlap == 0
     assert all((np.asarray(each) == 0).all() for each in gradient.values())

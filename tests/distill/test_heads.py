@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,13 +88,16 @@ def _expected(pair: Pair, tokens: np.ndarray, position: int, step: int) -> np.nd
     return head.logits(feature)
 
 
-def _steps(source: HeadTarget, config: ModelConfig, params: Params, batch: PackedBatch) -> list[Any]:
-    """Return what `head_steps` computes of every token of a batch."""
+def _steps(
+    source: HeadTarget, config: ModelConfig, params: Params, batch: PackedBatch, count: int = HEAD_STEPS
+) -> list[Any]:
+    """Return what the first `count` of `head_steps` compute of every token of a batch."""
 
     @jax.jit
     def run(params: Params, batch: PackedBatch) -> list[Any]:
         every = batch._replace(at=jnp.arange(batch.tokens.shape[0]))
-        return list(head_steps(params, config, every, source.features(source.params, config, batch)))
+        steps = head_steps(params, config, every, source.features(source.params, config, batch))
+        return list(steps if count == HEAD_STEPS else islice(steps, count))
 
     return run(params, jax.tree.map(jnp.asarray, batch))
 
@@ -189,7 +193,7 @@ def test_a_new_head_says_what_the_target_said_one_position_before(tmp_path: Path
     batch = PackedBatch(
         tokens.astype(np.int32), np.arange(9, dtype=np.int32), np.zeros(9, np.int32), np.arange(9), *[np.zeros(9)] * 3
     )  # fmt: skip
-    found, _ = _steps(source, config, params, batch)[0]
+    ((found, _),) = _steps(source, config, params, batch, count=1)
     np.testing.assert_allclose(found[1:], oracle_logits(target, tokens)[:-1], atol=1e-4)
 
 

@@ -43,7 +43,7 @@ def test_equal_to_float64_by_hand(kind: str, top: int, temperature: float):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", get_args(Loss))
+@pytest.mark.parametrize("kind", slow_after(1, get_args(Loss)))
 def test_fewer_tokens_give_a_distance_and_an_acceptance_from_below(kind: str):
     rng = np.random.default_rng(1)
     whole = made_record(rng, 12, ROWS, top=VOCAB, vocab=VOCAB)

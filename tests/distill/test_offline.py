@@ -22,7 +22,7 @@ from adaserve_jax.distill.offline import (
 )
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.decoder import init_params, param_specs
+from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.rope import LongRopeScaling
 from tests.models.checkpoints import write_checkpoint
@@ -144,7 +144,7 @@ def test_what_is_trained_on_is_not_measured_on(models: Models, prompts: list[lis
 def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prompts: list[list[int]]) -> None:
     specs = param_specs(replace(models.target, num_layers=2))
     params, fresh = (
-        {name: jnp.full(shape, value if len(shape) > 1 else 1, dtype) for name, (shape, _) in specs.items()}
+        {name: np.full(shape, value if len(shape) > 1 else 1, dtype) for name, (shape, _) in specs.items()}
         for value, dtype in ((1, jnp.float32), (2, jnp.bfloat16))
     )
     found = reset_top_layer(params, fresh)
@@ -161,7 +161,7 @@ def test_weights_that_are_no_numbers_end_the_run(models: Models, prompts: list[l
 
 
 def test_a_written_draft_is_whole_or_not_there(models: Models, tmp_path: Path) -> None:
-    params = init_params(models.draft, 5)
+    params = load_params(models.draft_folder, models.draft)
     write_draft(params, models.draft_folder, tmp_path / "new" / "draft", "f32", lambda *_: None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["draft"]
     assert len({path.stat().st_mode for path in (tmp_path / "new" / "draft").iterdir()}) == 1

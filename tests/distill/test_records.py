@@ -254,4 +254,4 @@ class RecorderMachine(RuleBasedStateMachine):
 
 
 class TestRecorder(RecorderMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=20, stateful_step_count=30, deadline=None)

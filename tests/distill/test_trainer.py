@@ -12,15 +12,15 @@ from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.compile import CompileCounter
 from tests.distill.conftest import LEARN, SIZE
-from tests.distill.made import CONFIG, as_texts, assert_close, assert_same, float64, made_params, made_record
+from tests.distill.made import SMALL, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle
 
-PARAMS = made_params()
+PARAMS = made_params(SMALL)
 
 
-def made_batches(seed: int = 0, count: int = 2) -> tuple[list, list[PackedBatch]]:
+def made_batches(seed: int = 0, count: int = 2, rows: int = 9) -> tuple[list, list[PackedBatch]]:
     rng = np.random.default_rng(seed)
-    records = [made_record(rng, SIZE - 2, 9 + index) for index in range(count)]
+    records = [made_record(rng, SIZE - 2, rows + index) for index in range(count)]
     return records, pack(records, SIZE, rng)
 
 
@@ -34,11 +34,11 @@ def test_steps_are_those_of_adam_on_the_mean_over_all_rows_of_all_micro_steps(pr
     trainer, weights = Trainer(programs, PARAMS), float64(PARAMS)
     moments = tuple({name: np.zeros_like(each) for name, each in weights.items()} for _ in range(2))
     norms = []
-    for step in (1, 2, 3):
-        records, batches = made_batches(step)
+    for step, (seed, few) in enumerate(((1, 9), (2, 9), (4, 1)), 1):  # the mean over few rows is long
+        records, batches = made_batches(seed, rows=few)
         assert len(batches) == 2
         applied = train(trainer, batches)
-        draft, texts = oracle.Draft(CONFIG, weights), as_texts(records)
+        draft, texts = oracle.Draft(SMALL, weights), as_texts(records)
         rows = sum(len(each.position) for each in records)
         mean = {name: each / rows for name, each in draft.gradient(texts, "kl", 0, 1).items()}
         np.testing.assert_allclose(applied.loss, draft.loss(texts, "kl", 0, 1)[0] / rows, rtol=1e-4)
@@ -66,7 +66,7 @@ def test_scores_are_sums_over_rows_of_the_weights_asked_for(programs: TrainProgr
     trainer = Trainer(programs, PARAMS)
     records, batches = made_batches(7)
     before = sum((trainer.evaluate(batch) for batch in batches), Scores(0, 0, 0))
-    loss, overlap = oracle.Draft(CONFIG, float64(PARAMS)).loss(as_texts(records), "kl", 0, 1)
+    loss, overlap = oracle.Draft(SMALL, float64(PARAMS)).loss(as_texts(records), "kl", 0, 1)
     np.testing.assert_allclose((before.overlap_sum, before.loss_sum, before.weight), (overlap, loss, 9 + 10), rtol=1e-4)
     for _ in range(20):
         train(trainer, batches)
@@ -171,7 +171,7 @@ def test_low_rank_updates_have_the_gradients_of_the_weights_they_change(low_rank
     records, (batch, _) = made_batches(1)
     sums = programs.run("accumulate", trained, base, sums, batch)
     records = [each for each in records if len(each.position) == batch.num_rows]
-    by_weight = oracle.Draft(CONFIG, merged).gradient(as_texts(records), "kl", 0, 1)
+    by_weight = oracle.Draft(SMALL, merged).gradient(as_texts(records), "kl", 0, 1)
     for name, update in trained.items():
         a, b = float64(update._asdict()).values()
         np.testing.assert_allclose(merged[name], float64(params)[name] + a @ b, rtol=2**-8, atol=1e-3)

@@ -10,7 +10,7 @@ from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, StepPlan
 from tests.plans import i32, packed_trees, step_plan
 
-PROMPTS = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48, 3, 2, 1, 8, 9, 10], [7, 7, 250], [1000, 12, 13, 14, 15]]
+PROMPTS = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48, 3, 2, 1, 8, 9, 10], [7, 7, 250], [310, 12, 13, 14, 15]]
 PAGE, BASE_PAGES, ROW_PAGES, TOKENS = 8, 20, 8, 24
 
 

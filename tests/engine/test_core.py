@@ -133,6 +133,11 @@ class Clients(RuleBasedStateMachine):
 
 
 def test_random_clients() -> None:
+    run_state_machine_as_test(Clients, settings=settings(max_examples=20, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.slow
+def test_many_random_clients() -> None:
     run_state_machine_as_test(Clients, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
 

@@ -16,8 +16,8 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.warmup import measure
 from adaserve_jax.scheduler.scheduler import Scheduler
+from tests.scheduler.harness import costs_of
 
 
 def models_of(executor: ModelExecutor) -> list[DeviceModel]:
@@ -45,7 +45,7 @@ def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(
     demo_engine: LocalEngine, num_steps: int
 ) -> None:
     executor = demo_engine.executor
-    scheduler = Scheduler(executor.resolved.config, executor.limits, measure(executor).samples())
+    scheduler = Scheduler(executor.resolved.config, executor.limits, costs_of(executor.limits))
     core = EngineCore(executor, scheduler, Tokenizer.from_folder(executor.target_folder), eos_ids=(), baseline_s=0.001)
     rng = np.random.default_rng(7)
     places = [pointers(model) for model in models_of(executor)]

@@ -124,22 +124,27 @@ def served() -> Iterator[tuple[LLM, Service]]:
     assert service.closed
 
 
+@pytest.fixture(scope="module")
+def expected(deterministic: LLM) -> list[list[int]]:
+    """The texts of plain decoding."""
+    deterministic.set_policy("ar")
+    return [output.token_ids for output in deterministic.generate(PROMPTS, SAMPLING)]
+
+
 @pytest.mark.parametrize(
     ("answers", "policy"),
     [
         ("all", "spec:4"),
         ("some", "adaserve"),
-        ("none", "nightjar"),
+        pytest.param("none", "nightjar", marks=pytest.mark.slow),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in product(("some", "none"), ("spec:4", "specinfer"))),
         *(pytest.param("all", policy, marks=pytest.mark.slow) for policy in ("adaserve", "nightjar", "ucbspec")),
     ],
 )
 def test_the_text_is_that_of_plain_decoding(
-    served: tuple[LLM, Service], deterministic: LLM, answers: str, policy: str
+    served: tuple[LLM, Service], expected: list[list[int]], answers: str, policy: str
 ) -> None:
     llm, service = served
-    deterministic.set_policy("ar")
-    expected = [output.token_ids for output in deterministic.generate(PROMPTS, SAMPLING)]
     llm.set_policy(policy)
     service.answers = {"all": lambda row: True, "some": lambda row: row % 2 == 0, "none": lambda row: False}[answers]
     outputs = llm.generate(PROMPTS, SAMPLING)

@@ -35,6 +35,7 @@ from tests.engine.driven_texts import (
     moved,
     plain,
 )
+from tests.models.checkpoints import write_checkpoint
 from tests.plans import packed_trees
 from tests.slow import slow_after
 from tests.waiting import wait_until
@@ -47,8 +48,15 @@ EXACT = {**SMALL, "deterministic": True, "row_edges": (), "token_edges": (), "ma
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[ModelExecutor]:
-    executor = load_executor(EngineConfig(**SMALL))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    draft = write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
+    return {"target": str(write_checkpoint(folder / "target")), "draft": str(draft)}
+
+
+@pytest.fixture(scope="module")
+def executor(pair: dict[str, str]) -> Iterator[ModelExecutor]:
+    executor = load_executor(EngineConfig(**pair, **SMALL))
     executor.warm_up()
     yield executor
     assert executor.compiles_after_ready == 0
@@ -56,9 +64,9 @@ def executor() -> Iterator[ModelExecutor]:
 
 
 @pytest.fixture
-def exact() -> Iterator[ModelExecutor]:
+def exact(pair: dict[str, str]) -> Iterator[ModelExecutor]:
     """In deterministic mode. Closed in the middle of a swap."""
-    executor = load_executor(EngineConfig(**EXACT))
+    executor = load_executor(EngineConfig(**pair, **EXACT))
     executor.compile()
     yield executor
     assert executor.compiles_after_ready == 0
@@ -281,7 +289,7 @@ def test_no_program_of_a_swap_copies_a_pool(executor: ModelExecutor) -> None:
             assert program.memory_analysis().alias_size_in_bytes == 2 * base.nbytes
 
 
-def test_the_ledger_knows_both_layouts(executor: ModelExecutor) -> None:
+def test_the_ledger_knows_both_layouts(executor: ModelExecutor, pair: dict[str, str]) -> None:
     """To the byte: what is resident, what takes its place, and the copy on the host; planned without weights too."""
 
     def held(*trees: Any) -> int:
@@ -302,7 +310,7 @@ def test_the_ledger_knows_both_layouts(executor: ModelExecutor) -> None:
     while not executor.draft_ready():
         time.sleep(0.001)
 
-    resolved, workspace = plan_memory(EngineConfig(**SMALL))
+    resolved, workspace = plan_memory(EngineConfig(**pair, **SMALL))
     assert resolved.ledger(workspace) == ledger
 
 

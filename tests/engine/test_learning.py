@@ -40,6 +40,7 @@ from tests.engines import TINY
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 from tests.scheduler.harness import costs_of
+from tests.slow import slow_after
 from tests.waiting import wait_until
 
 VOCAB, TOKENS, STEP_S = 320, 24, 0.01
@@ -62,7 +63,7 @@ class Loaded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    """Of a target and two drafts that know nothing of it."""
+    """Of a target and two drafts that know nothing of it. The length of micro-steps is not measured: it is 64."""
     folder = tmp_path_factory.mktemp("models")
     target = write_checkpoint(folder / "target")
     draft, other = (write_checkpoint(folder / str(seed), seed=seed, num_hidden_layers=1) for seed in (1, 2))
@@ -72,12 +73,18 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
             target=str(target), draft=str(draft), drafts=(f"other={other}",), learning=learning, policy="spec:2", **TINY
         )
     )
-    engine.start()
+
+    def of_64(config, learn, dtype, counter=None, progress=None, target=None) -> TrainPrograms:
+        programs = TrainPrograms(config, learn, 64, dtype, counter, target)
+        programs.compile(progress)
+        return programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adaserve_jax.distill.learner.choose_length", of_64)
+        engine.start()
     learner, executor = engine.assembly.learner, engine.executor
     assert learner is not None
-    programs = learner.programs.with_length(64)
-    programs.compile()
-    yield Loaded(engine, [executor.draft_params(index) for index in range(2)], programs)
+    yield Loaded(engine, [executor.draft_params(index) for index in range(2)], learner.programs)
     assert executor.compiles_after_ready == 0
     engine.close()
 
@@ -378,7 +385,7 @@ def is_drafted(node: int, trees: Any, candidates: Any) -> bool:
 def test_what_is_served_again_is_guessed_better_and_no_text_changes(serving: Serving) -> None:
     before = sum(text.accepted for text in serving.serve_again())
     versions = [serving.version]
-    for _ in range(17):
+    for _ in range(11):
         last = serving.serve_again()
         versions.append(serving.version)
     stats = serving.stats
@@ -388,8 +395,8 @@ def test_what_is_served_again_is_guessed_better_and_no_text_changes(serving: Ser
     assert stats.version["other"] == stats.drafted_tokens["other"] == stats.records["other"] == 0
     assert 0 < stats.accepted_tokens["default"] < stats.drafted_tokens["default"]
     assert stats.micro_steps > 0
-    assert stats.records["default"] == 4 * 18 > stats.held_out["default"] > 0
-    assert stats.target_tokens == 4 * sum(TOKENS - number % 6 for number in range(18)) and not stats.left_out
+    assert stats.records["default"] == 4 * 12 > stats.held_out["default"] > 0
+    assert stats.target_tokens == 4 * sum(TOKENS - number % 6 for number in range(12)) and not stats.left_out
 
 
 @pytest.mark.slow
@@ -479,7 +486,7 @@ def test_a_loaded_machine_neither_asks_nor_trains(serving: Serving) -> None:
 
 def test_nothing_is_trained_while_the_draft_is_away(serving: Serving) -> None:
     serving.device.draft_resident = False
-    for _ in range(6):
+    for _ in range(3):
         serving.serve_again()
     assert not serving.learner.work(None) and not serving.learner.is_idle
     assert serving.stats.micro_steps == 0
@@ -542,17 +549,16 @@ def test_training_stops_where_there_is_no_time_for_a_piece(loaded: Loaded, caplo
     assert serving.stats.delay_max_s == pytest.approx(0.04)
 
 
-@pytest.mark.parametrize("where", [
-    "collect", "apply", "set_draft",
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("capture", "accumulate", "evaluate", "export")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "where", slow_after(2, ["collect", "apply", "set_draft", "capture", "accumulate", "evaluate", "export"])
+)
 def test_what_fails_ends_learning_and_nothing_else(
     serving: Serving, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     serving.serve_again()
     version = serving.version
     serving.device.failing = serving.programs.failing = where
-    for _ in range(6):
+    for _ in range(4):
         serving.serve_again()
     stats = serving.stats
     assert serving.learner.failed and "learning has stopped" in caplog.text
@@ -606,12 +612,12 @@ def test_what_is_new_is_written_while_requests_leave_no_time_and_nothing_is_trai
 
 def test_rows_that_are_no_distribution_teach_nothing(serving: Serving) -> None:
     serving.device.failing = "rows"
-    for _ in range(4):
+    for _ in range(2):
         serving.serve()
     stats = serving.stats
     assert not serving.learner.failed
-    assert stats.left_out == {"no_positions": 16}
-    assert stats.lost == {"no_room": 0, "not_finite": 16 * TOKENS}
+    assert stats.left_out == {"no_positions": 8}
+    assert stats.lost == {"no_room": 0, "not_finite": 8 * TOKENS}
     assert stats.version["default"] == stats.target_tokens == stats.micro_steps == 0
 
 

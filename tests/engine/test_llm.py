@@ -13,12 +13,13 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from tests.engine.simulated import Machine, expected
+from tests.slow import slow_after
 from tests.waiting import wait_until
 
 SHORT = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 
 
-@pytest.mark.parametrize("choices", [1, 3, 8])
+@pytest.mark.parametrize("choices", slow_after(2, [1, 3, 8]))
 def test_a_batch_larger_than_the_queue(engine: LocalEngine, choices: int) -> None:
     """The engine of these tests lets 8 wait."""
     prompts = [[2 + index % 30] * (1 + index % 5) for index in range(40)]

@@ -24,9 +24,8 @@ def _texts(llm: LLM, policy: str) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
 
 
-@pytest.mark.parametrize(
-    "write", [write_mimo, pytest.param(write_glm_mtp, marks=[pytest.mark.torch, pytest.mark.slow])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_mimo, pytest.param(write_glm_mtp, marks=pytest.mark.torch)])
 def test_the_text_is_the_targets(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     with LLM(target=str(write(tmp_path)), draft="mtp", **NARROW | {"max_context": 64}) as llm:
         expected = _texts(llm, "ar")

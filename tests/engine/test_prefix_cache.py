@@ -30,7 +30,7 @@ def computed(demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[
 
 def serve(llm: LLM, temperature: float, salts: list[str]) -> tuple[list[list[int]], list[int]]:
     """Texts of all prompts, and how much of each was cached. A target that is hard to meet makes trees grow."""
-    params = [SamplingParams(max_tokens=20, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(max_tokens=16, temperature=temperature, seed=i, ignore_eos=True) for i in range(4)]
     outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5), cache_salt=salts)
     return [output.token_ids for output in outputs], [output.metrics.cached_tokens for output in outputs]
 
@@ -42,14 +42,14 @@ def test_deterministic_texts_are_bitwise_those_of_cold_prompts(deterministic: LL
         deterministic.set_policy(policy)  # the cache begins empty
         cold, cached = serve(deterministic, temperature, ["a", "b", "c", "d"])
         assert cached == [0, 0, 0, 0]
-        texts += [cold, *(serve(deterministic, temperature, ["a"] * 4)[0] for _ in range(2))]
+        texts += [cold, serve(deterministic, temperature, ["a"] * 4)[0]]
         last, cached = serve(deterministic, temperature, ["a"] * 4)
         assert min(cached) > 0
         texts.append(last)
     assert all(text == texts[0] for text in texts)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["ar", pytest.param("spec:4", marks=pytest.mark.slow), "adaserve"])
 def test_a_warm_prompt_computes_its_last_page_only(demo_engine: LocalEngine, computed: list[int], policy: str) -> None:
     llm = LLM.over(demo_engine)
     llm.set_policy(policy)

@@ -29,6 +29,7 @@ from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, Q
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import SLO, SamplingParams
+from tests.slow import slow_after
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -224,7 +225,10 @@ def test_more_choices_than_may_wait_are_refused():
             engine.submit(request("never", "abc", n=4), Collected(4))
 
 
-def test_progress_is_told_and_close_leaves_nothing_behind():
+def test_progress_is_told_and_close_leaves_nothing_behind(monkeypatch):
+    """An engine with open requests ends by itself: it may have much to save after it told what it ended, for longer
+    than a dying engine is waited for."""
+    monkeypatch.setattr(process, "DYING_LIMIT_S", -1.0)
     parts = []
     engine = new_engine(lambda *part: parts.append(part))
     with pytest.raises(EngineDeadError, match="not ready"):
@@ -244,17 +248,6 @@ def test_progress_is_told_and_close_leaves_nothing_behind():
     with pytest.raises(EngineDeadError, match="closed"):
         engine.submit(request("never", "x"), Collected())
     engine.close()
-
-
-def test_close_lets_an_engine_with_open_requests_end_by_itself(monkeypatch):
-    """It may have much to save after it told what it ended, for longer than a dying engine is waited for."""
-    monkeypatch.setattr(process, "DYING_LIMIT_S", -1.0)
-    engine = new_engine()
-    engine.start()
-    sink = Collected()
-    engine.submit(request("open", "slow " * 3, max_tokens=400), sink)
-    engine.close()
-    assert sink.ended.is_set() and engine._child.returncode == 0
 
 
 def test_a_failure_of_the_receiving_thread_ends_start():
@@ -442,7 +435,9 @@ def test_the_wire_is_typed():
 
 @pytest.mark.parametrize(
     ("learning", "seconds"),
-    [(None, 0), (LearnConfig(), 0), (LearnConfig(learn_folder="learned"), ipc.SAVE_LIMIT_S)],
+    slow_after(
+        2, [(LearnConfig(), 0), (LearnConfig(learn_folder="learned"), ipc.SAVE_LIMIT_S), (None, 0)], several=True
+    ),
 )
 def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatch, learning, seconds):
     waits = []

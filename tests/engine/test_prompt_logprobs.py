@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from adaserve_jax.errors import RequestError
 from adaserve_jax.models.config import resolve_folder
 from tests.oracles.llama import oracle_logits
 
-POLICIES = ("ar", "adaserve")
 ASKED = SamplingParams(max_tokens=6, temperature=0.8, seed=5, ignore_eos=True, prompt_logprobs=3)
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(20, 500, length).tolist()
+
+
+@cache
+def expected_of(prompt: tuple[int, ...]) -> np.ndarray:
+    """Return the oracle's log probabilities after each token of a prompt, f64[T, V]."""
+    return log_softmax(oracle_logits(resolve_folder("demo", "target"), list(prompt)), axis=1)
 
 
 def check(prompt: list[int], choice: Completion, top: int, within: float = 1e-4) -> None:
@@ -29,8 +35,7 @@ def check(prompt: list[int], choice: Completion, top: int, within: float = 1e-4)
     assert [each.token_id for each in told] == prompt[1:]
     if not told:
         return
-    expected = log_softmax(oracle_logits(resolve_folder("demo", "target"), prompt), axis=1)
-    for each, row in zip(told, expected, strict=False):
+    for each, row in zip(told, expected_of(tuple(prompt)), strict=False):
         assert abs(each.logprob - row[each.token_id]) < within
         better, not_worse = (int((row > row[each.token_id] + by).sum()) for by in (within, -within))
         assert better < each.rank <= max(not_worse, better + 1)
@@ -39,21 +44,21 @@ def check(prompt: list[int], choice: Completion, top: int, within: float = 1e-4)
         np.testing.assert_allclose([row[token] for token, _ in each.top], np.sort(row)[::-1][:top], atol=2 * within)
 
 
-def test_every_position_has_the_log_softmax_of_a_whole_forward(deterministic: LLM) -> None:
+@pytest.mark.parametrize("policy", ["adaserve", pytest.param("ar", marks=pytest.mark.slow)])
+def test_every_position_has_the_log_softmax_of_a_whole_forward(deterministic: LLM, policy: str) -> None:
     """Prompts shorter and longer than a step, of one token too, beside one whose text is the same without."""
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 2, 17, 33, 97, 120))]
     asked = [replace(ASKED, prompt_logprobs=top, n=1 + top % 2, top_k=top) for top in (0, 1, 2, 3, 20, 5)]
     without = [replace(each, prompt_logprobs=None) for each in asked]
-    for policy in POLICIES:
-        deterministic.set_policy(policy)
-        plain = deterministic.generate([*prompts, prompts[3]], [*without, asked[3]])
-        outputs = deterministic.generate([*prompts, prompts[3]], [*asked, without[3]])
-        for output, other in zip(outputs, plain, strict=True):
-            assert [choice.token_ids for choice in output.choices] == [choice.token_ids for choice in other.choices]
-        assert outputs[-1].choices[0].prompt_logprobs == plain[0].choices[0].prompt_logprobs == []
-        for prompt, output, each in zip(prompts, outputs, asked, strict=False):
-            for choice in output.choices:
-                check(prompt, choice, each.prompt_logprobs or 0)
+    deterministic.set_policy(policy)
+    plain = deterministic.generate([*prompts, prompts[3]], [*without, asked[3]])
+    outputs = deterministic.generate([*prompts, prompts[3]], [*asked, without[3]])
+    for output, other in zip(outputs, plain, strict=True):
+        assert [choice.token_ids for choice in output.choices] == [choice.token_ids for choice in other.choices]
+    assert outputs[-1].choices[0].prompt_logprobs == plain[0].choices[0].prompt_logprobs == []
+    for prompt, output, each in zip(prompts, outputs, asked, strict=False):
+        for choice in output.choices:
+            check(prompt, choice, each.prompt_logprobs or 0)
     deterministic.set_policy("adaserve")
 
 

@@ -9,10 +9,13 @@ import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
+from tests.conftest import compiling
 from tests.engines import PLAIN
+from tests.slow import slow_after
 
 REPEATS = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n" * 2
 PROMPTS = [REPEATS + "class Queue:\n    def", "x = [1, 2, 1, 2, 1,", "for i in range(10):\n    for i in", "a b a b a b"]
+FEW_SOURCES = ("ar", "adaserve@suffix", "adaserve@suffix+model", "spec:3@suffix")
 SOURCES = (
     "ar", "adaserve@suffix", "adaserve@model", "adaserve@suffix+model", "spec:3@suffix", "nightjar@suffix",
     "nightjar@suffix+model",
@@ -28,10 +31,14 @@ def texts(llm: LLM, temperature: float, **changes) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.choices]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
-def test_deterministic_texts_are_the_same_whatever_drafts(deterministic: LLM, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "sources"), slow_after(1, [(0.9, FEW_SOURCES), (0.9, SOURCES), (0.0, SOURCES)], several=True)
+)
+def test_deterministic_texts_are_the_same_whatever_drafts(
+    deterministic: LLM, temperature: float, sources: tuple[str, ...]
+) -> None:
     found = {}
-    for policy in SOURCES:
+    for policy in sources:
         deterministic.set_policy(policy)
         found[policy] = [texts(deterministic, temperature) for _ in range(2)]  # again, with the texts that were kept
         stats = deterministic.stats().scheduler
@@ -82,7 +89,9 @@ def test_another_salts_texts_change_neither_text_nor_what_is_drafted(demo_engine
 
 
 def test_an_engine_without_a_draft_speculates() -> None:
-    with LLM(**PLAIN, policy="adaserve") as llm:
+    with compiling("demo"):
+        made = LLM(**PLAIN, policy="adaserve")
+    with made as llm:
         (output,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
         metrics, stats = output.metrics, llm.stats()
         assert metrics.accepted_tokens > 0 and metrics.verify_steps < 30

@@ -10,6 +10,7 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.build import StartTimes, WarmFolder
 from adaserve_jax.engine.thread_engine import LocalEngine
+from tests.conftest import compiling
 from tests.engine.simulated import costs_of, limits_of
 from tests.engines import PLAIN
 
@@ -45,7 +46,8 @@ def test_a_restart_runs_each_program_but_measures_nothing(tmp_path: Path) -> Non
             EngineConfig(**PLAIN), lambda stage, done, total, seen=seen: seen.add(stage), warm_folder=str(tmp_path)
         )
         try:
-            engine.start()
+            with compiling("demo"):
+                engine.start()
             baselines.append(engine.info.baseline_s)
         finally:
             engine.close()

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
@@ -120,6 +120,7 @@ def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
 sizes = st.integers(1, 300)
 
 
+@settings(max_examples=25)
 @given(
     weights=sizes, page=st.integers(1, 9), draft=st.integers(0, 100), draft_page=st.integers(1, 4), int8=sizes,
     int4=sizes, workspace=st.none() | st.integers(0, 90), pages=st.integers(1, 60), limit=st.integers(1, 700),

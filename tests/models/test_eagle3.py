@@ -20,7 +20,6 @@ from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint, write_eagle3, write_tensors
 from tests.models.head_logits import head_logits
 from tests.oracles.eagle3 import Head
-from tests.slow import slow_after
 
 TARGET_FEATURES = 40
 FED, DRAFTED = 9, 4
@@ -42,7 +41,8 @@ def _inputs(seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 320, FED + DRAFTED), rng.standard_normal((FED, 3 * TARGET_FEATURES)).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", slow_after(1, ["own_vocabulary", "whole_vocabulary", "embedding_of_the_target"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["own_vocabulary", "whole_vocabulary", "embedding_of_the_target"])
 def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path, case: str) -> None:
     shared = case == "embedding_of_the_target"
     rows = 320 if case == "whole_vocabulary" else 200
@@ -63,6 +63,7 @@ def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path, case: str) -> No
     assert np.abs(ours[possible] - np.array(expected)[possible]).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_logits_equal_torch(tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path, features=TARGET_FEATURES)

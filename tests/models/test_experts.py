@@ -34,9 +34,8 @@ def run(folder: Path, params: dict[str, jax.Array], used: np.ndarray | None = No
     return np.asarray(scores(params))
 
 
-@pytest.mark.parametrize(
-    "per_token", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("per_token", [1, 2, 6])
 def test_logits_equal_the_oracle(tmp_path: Path, per_token: int) -> None:
     folder = write_checkpoint(tmp_path, **MIXTRAL | {"num_experts_per_tok": per_token})
     expected = oracle_logits(folder, TOKENS)

@@ -36,6 +36,7 @@ def _inputs(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 320, FED + DRAFTED), rng.standard_normal((FED, 32)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path) -> None:
     folder = write_mimo(tmp_path)
     tokens, features = _inputs(1)
@@ -68,6 +69,7 @@ def test_the_layer_of_glm_computes_what_transformers_does(tmp_path: Path) -> Non
     np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_model_beside_the_layer_of_glm_is_as_without_it(tmp_path: Path) -> None:
     folder, plain = write_glm_mtp(tmp_path / "glm"), tmp_path / "plain"

@@ -148,7 +148,7 @@ def test_a_cpu_never_widens_a_whole_weight() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("overrides", slow_after(1, [
-    MIXTRAL, {}, {"tie_word_embeddings": True},
+    MIXTRAL | {"num_hidden_layers": 1}, {}, {"tie_word_embeddings": True},
 ]), ids=["experts", "untied", "tied"])  # fmt: skip
 def test_a_model_equals_float64_over_its_rounded_weights(tmp_path: Path, overrides: dict[str, Any], kind: str) -> None:
     folder = write_checkpoint(tmp_path / "given", **overrides)

@@ -131,6 +131,7 @@ def test_layers_share_one_lowering_of_the_kernel() -> None:
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.slow
 def test_a_beam_lowers_for_cuda() -> None:
     pool, keys = half(2, 40, 8, 64, 128), half(4, 8, 24, 128)
     visible = jax.ShapeDtypeStruct((4, 6, 24), bool)

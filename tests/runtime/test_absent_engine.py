@@ -25,6 +25,7 @@ from adaserve_jax.runtime.absent_engine import (
     read_thunks,
 )
 from adaserve_jax.sim.machines import load_machine
+from tests.program import run_program
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 512,
@@ -174,10 +175,9 @@ ENTRY %main (packed: s32[4384], q: bf16[248,48,64]) -> f32[496,64] {
     assert kernels_of_slices(text) == 1
 
 
-def test_options_that_measure_do_not_go_with_a_device() -> None:
-    command = [sys.executable, "-m", "adaserve_jax.cli", "profile", "--device", "h100", "--memory"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "--device measures nothing; leave out --memory" in done.stderr.replace("\n", " ")
+def test_options_that_measure_do_not_go_with_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program("profile", "--device", "h100", "--memory") == 2
+    assert "--device measures nothing; leave out --memory" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_what_ptxas_says_of_kernels_is_added_up() -> None:

@@ -1,5 +1,5 @@
-"""A model with LoRA adapters gives PEFT's logits through the packed programs, in chunks of a prompt and in trees, and
-the model's own bits where a row has none."""
+"""A model with LoRA adapters gives PEFT's logits, and those of the merged checkpoint, through the packed programs, in
+chunks of a prompt and in trees, and the model's own bits where a row has none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from adaserve_jax.models.families import FAMILIES as SERVED
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.model import DeviceModel
 from tests.documents import rows, section
+from tests.models.adapters import write_adapter, write_merged
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import FAMILIES, VOCABULARY, torch_logits, torch_model, write_family
 from tests.runtime.against_transformers import tree_logits
@@ -41,9 +42,6 @@ CASES = {
     "minimax_m2-blocks": ATTENTION, "hunyuan_dense-blocks": DENSE,
 }  # fmt: skip
 """Family and order of attention's sums, and modules that the adapter changes: all that can be."""
-QUICK = {"phi4_mini-blocks"}
-assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
-PARAMS = [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 
 
 def with_adapter(folder: Path, base: Path, modules: list[str], *, seed: int, rank: int = 4) -> Any:
@@ -113,8 +111,29 @@ def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
     assert any(text != plain[key] for key, text in with_room.items())
 
 
+def test_prompts_and_trees_equal_the_merged_checkpoint(tmp_path: Path) -> None:
+    """In each of two slots; without an adapter they have the bits of a model that has no room for any."""
+    base = write_checkpoint(tmp_path / "base")
+    adapters = tuple(write_adapter(tmp_path / str(seed), base, seed=seed) for seed in (1, 2))
+    sequence = np.random.default_rng(1).integers(2, VOCABULARY, PROMPT).tolist()
+    model, alone = build(base, False, adapters=adapters), build(base, False)
+    plain = logits_of(alone, sequence, 0)
+    for ours, without in zip(logits_of(model, sequence, 0), plain, strict=True):
+        np.testing.assert_array_equal(ours, without)
+    for slot, adapter in enumerate(adapters, 1):
+        merged = build(write_merged(tmp_path / f"merged{slot}", base, adapter), False)
+        found = zip(logits_of(model, sequence, slot), logits_of(merged, sequence, 0), plain, strict=True)
+        for ours, expected, without in found:
+            assert np.abs(expected - without).max() > 0.5, "the adapter changes what the model says"
+            assert np.abs(ours - expected).max() < TOLERANCE
+        merged.close()
+    model.close()
+    alone.close()
+
+
+@pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize("case", CASES)
 def test_prompts_and_trees_equal_peft(case: str, tmp_path: Path) -> None:
     name, attention = case.split("-")
     base = write_family(tmp_path / "base", name)

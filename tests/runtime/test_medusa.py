@@ -29,12 +29,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
+def loaded(config: EngineConfig) -> Iterator[ModelExecutor]:
+    """Without its programs, unless `executor` has compiled them."""
     executor = load_executor(config)
-    executor.compile()
     yield executor
-    assert executor.compiles_after_ready == 0
     executor.close()
+
+
+@pytest.fixture(scope="module")
+def executor(loaded: ModelExecutor) -> Iterator[ModelExecutor]:
+    loaded.compile()
+    yield loaded
+    assert loaded.compiles_after_ready == 0
 
 
 def _expected(config: EngineConfig, text: np.ndarray) -> np.ndarray:
@@ -72,8 +78,8 @@ def test_trees_are_those_of_the_oracle(
         _check_tree(found[row], row, _expected(config, text))
 
 
-def test_heads_have_no_kv_and_memory_is_planned_to_the_byte(executor: ModelExecutor) -> None:
-    target, drafter, sizes = executor.target, executor.local_drafter, executor.resolved.sizes
+def test_heads_have_no_kv_and_memory_is_planned_to_the_byte(loaded: ModelExecutor) -> None:
+    target, drafter, sizes = loaded.target, loaded.local_drafter, loaded.resolved.sizes
     assert drafter is not None and target.pools.features is not None
     assert target.pools.features.shape == (1, 32, 1, 8, 32)
     pools = (target.pools.k, target.pools.v, target.pools.features)

@@ -66,6 +66,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     [
         ("biases", 4),
         ("biases_exact", 2),
+        ("norms", 2),
         ("norms_exact", 4),
         ("norms_int8", 4),
         ("norms_int4", 4),
@@ -113,7 +114,7 @@ def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str
     check_logits(whole, case, ways)
 
 
-@pytest.mark.parametrize(("case", "ways"), [("norms", 2), ("norms", 4), ("experts", 4)])
+@pytest.mark.parametrize(("case", "ways"), [("norms", 4), ("experts", 4)])
 def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
     check_logits(mesh, case, ways)
 
@@ -200,7 +201,7 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
         ("experts_exact", 4, 0.25, 0.35),
     ):
         if (key := f"{case}-{ways}") not in held:
-            assert case not in ("norms", "experts")
+            assert ways == 2 or case not in ("norms", "experts")
             continue
         one, several = held[f"{case.removesuffix('_exact')}-1"], held[key]
         assert several["pools"] == [one["pools"][0] // 2] * ways
@@ -218,7 +219,9 @@ def test_the_ledger_knows_the_share_of_every_device(mesh: Mesh) -> None:
 def test_no_program_on_a_mesh_copies_a_pool(mesh: Mesh) -> None:
     held = mesh.report["held"]
     for ways, heads in ((1, 2), (2, 1), (4, 1)):
-        for program in mesh.report["hlo"][f"norms-{ways}"]:
+        programs = mesh.report["hlo"].get(f"norms-{ways}", [])
+        assert programs or ways == 2
+        for program in programs:
             shape = next(s for s in _shapes(program) if len(s) == 5 and s[2] == heads)
             assert 2 * 4 * np.prod(shape) == held[f"norms-{ways}"]["pools"][0]
             assert copies_of(program, shape) == []

@@ -14,6 +14,7 @@ import pytest
 from adaserve_jax.config import EngineConfig, LearnConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from tests.engines import compile_only
 from tests.models.checkpoints import write_mimo
 from tests.oracles.eagle3 import norm
 from tests.oracles.llama import oracle_logits
@@ -29,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 @pytest.fixture(scope="module")
 def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
     executor = load_executor(config)
-    executor.compile()
+    compile_only(executor, lambda key: "resample" not in key and key[1:] != ("search", 4, 1))  # neither is run here
     yield executor
     assert executor.compiles_after_ready == 0
     executor.close()
@@ -47,10 +48,11 @@ def _check_tree(found: Any, row: int, config: EngineConfig, text: np.ndarray) ->
 
 @pytest.mark.parametrize(
     ("ends", "fed"),
-    [([[20, 9]], [[21, 10]]), ([[7, 1], [8, 8], [20, 9]], [[1, 1], [6, 10], [21, 10]])],
-    ids=["at_once", "in_chunks"],
+    [
+        pytest.param([[20, 9]], [[21, 10]], id="at_once", marks=pytest.mark.slow),
+        pytest.param([[7, 1], [8, 8], [20, 9]], [[1, 1], [6, 10], [21, 10]], id="in_chunks"),
+    ],
 )
-@pytest.mark.slow
 def test_trees_are_those_of_the_oracle(
     executor: ModelExecutor, config: EngineConfig, ends: list[list[int]], fed: list[list[int]]
 ) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.pallas_kernels.compat import compiling_for
@@ -50,12 +50,15 @@ def bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint8)
 
 
-@pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize("dtype", slow_after(1, [jnp.bfloat16, jnp.float32]))
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    ("platform", "extended"),
+    slow_after(3, [("cpu", False), ("cpu", True), ("tpu", True), ("tpu", False)], several=True),
+)
 def test_a_commit_writes_the_kept_tokens_and_nothing_else(platform: str, dtype: Any, extended: bool) -> None:
     run = jax.jit(lambda pools, in_flight: commit(pools, in_flight))  # a function of its own: each platform is traced
 
+    @settings(max_examples=20)
     @given(
         places=st.lists(st.integers(0, (PAGES + EXTENSION) * SLOTS - 1), max_size=TOKENS, unique=True),
         seed=st.integers(0, 999),

@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, SessionSampling, Tree, WireError
@@ -20,6 +21,7 @@ from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.wire import read_service_frame, service_frame
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan
+from tests.slow import slow_after
 from tests.star import toys
 from tests.star.scripted import HELLO, VOCABULARY, Frame, Row, Scene, ScriptedStream, Service
 
@@ -295,17 +297,26 @@ def turns(drawn: np.random.Generator, count: int) -> Iterator[Turn]:
         )
 
 
-@settings(max_examples=25)
-@given(st.integers(1, 3), st.integers(0, 2**32))
-def test_whatever_happens_every_tree_is_of_its_rows_text(services: int, seed: int) -> None:
-    live(Requests(services, seed), seed)
+@pytest.mark.parametrize("examples", slow_after(1, [12, 25]))
+def test_whatever_happens_every_tree_is_of_its_rows_text(examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(st.integers(1, 3), st.integers(0, 2**32))
+    def check(services: int, seed: int) -> None:
+        live(Requests(services, seed), seed)
+
+    check()
 
 
-@settings(max_examples=12)
-@given(st.integers(1, 3), st.integers(0, 2**32))
-def test_nor_with_the_draft_services_own_sessions_order_and_batches(services: int, seed: int) -> None:
+@pytest.mark.parametrize("examples", slow_after(1, [6, 12]))
+def test_nor_with_the_draft_services_own_sessions_order_and_batches(examples: int) -> None:
     chances = ChanceTable(np.full((2, 1, 1, 11), 0.5, np.float32), np.zeros((2, 10), np.float32))
-    live(Requests(services, seed, toys.VOCABULARY, make=CoreService, chances=chances, oracle=foretold), seed)
+
+    @settings(max_examples=examples)
+    @given(st.integers(1, 3), st.integers(0, 2**32))
+    def check(services: int, seed: int) -> None:
+        live(Requests(services, seed, toys.VOCABULARY, make=CoreService, chances=chances, oracle=foretold), seed)
+
+    check()
 
 
 def live(requests: Requests, seed: int) -> None:

@@ -75,12 +75,20 @@ def forest(rng: np.random.Generator, tokens: int, chain: bool) -> np.ndarray:
     return parent
 
 
+@partial(jax.jit, static_argnums=1)
+def masks(parent: jax.Array, tokens: int) -> jax.Array:
+    return expand_bits(ancestor_bits(parent), tokens)
+
+
+PATHS, DRAWS = jax.jit(ancestor_paths), jax.jit(synthetic_draws, static_argnums=5)
+
+
 @pytest.mark.parametrize("chain", [True, False])
 @pytest.mark.parametrize("tokens", [1, 33, 64])
 def test_bits_and_paths_equal_the_walk(tokens: int, chain: bool) -> None:
     parent = forest(np.random.default_rng(tokens), tokens, chain)
-    mask = np.asarray(jax.jit(lambda p: expand_bits(ancestor_bits(p), tokens))(parent))
-    paths = np.asarray(jax.jit(ancestor_paths)(mask))
+    mask = np.asarray(masks(parent, tokens))
+    paths = np.asarray(PATHS(mask))
     for token in range(tokens):
         walk = [token]
         while parent[walk[-1]] >= 0:
@@ -98,9 +106,10 @@ def test_synthetic_draws_accept_the_first_child_whose_coin_lands() -> None:
     depth = np.array([0, 1, 1, 1, 2, 2], np.int32)
     coin = np.array([0.0, 0.8, 0.1, 0.2, 0.9, 0.3], np.float32)
     target = np.full(6, 7, np.int32)
-    drawn, agrees = synthetic_draws(token, parent, depth, coin, target, (0.5, 0.4))
+    drawn, agrees = DRAWS(token, parent, depth, coin, target, (0.5, 0.4))
     assert np.flatnonzero(agrees).tolist() == [2, 5]  # 5 under 3, which is not reached
-    walk = accept_walk(token, parent, depth, np.zeros(6, np.int32), drawn, num_rows=1, max_depth=2, agrees=agrees)
+    walk_one_row = jax.jit(partial(accept_walk, num_rows=1, max_depth=2))
+    walk = walk_one_row(token, parent, depth, np.zeros(6, np.int32), drawn, agrees=agrees)
     assert walk.tokens[0, : int(walk.counts[0])].tolist() == [2, 7]  # the bonus token is the target's
-    _, none = synthetic_draws(token, parent, depth, coin, target, ())
+    _, none = DRAWS(token, parent, depth, coin, target, ())
     assert not none.any()
