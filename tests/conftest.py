@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -33,10 +34,9 @@ for _library in ("OMP", "OPENBLAS"):  # threads of several workers would wait fo
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     # XLA's older code for fusions and LLVM's first level compile much sooner, and the programs run about as fast.
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-        " --xla_backend_optimization_level=1"
-    )
+    _flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_backend_optimization_level=1"
+    if _flags not in os.environ.get("XLA_FLAGS", ""):  # a worker has them of the process that started it
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}"
 
 OPTIMISED = (
     "models/test_decoder.py", "models/test_quantize.py",
@@ -82,6 +82,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, absent in missing.items():
             if absent and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that is loaded now from garbage collection, each pass of which would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_optimised(file: Path) -> bool:
