@@ -48,7 +48,7 @@ class Up:
             [sys.executable, UP, folder, str(targets), str(drafts), *options], cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        wait_until(lambda: self.process.poll() is not None or self.state().get("phase") == "ready")
+        wait_until(lambda: self.process.poll() is not None or self.state().get("phase") == "ready", every_s=0.02)
         assert self.process.poll() is None, self.process.stderr.read().decode()
 
     def state(self) -> dict:
