@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -523,6 +523,7 @@ def test_a_body_above_the_limit_is_refused_before_it_is_passed_on():
         assert not [asked for asked in server.asked if asked.route == GENERATION]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([b"data: a\n\n", b"data: [DONE]\n\n", b"data: ", b"\n", b"x", b"\n\n"])), st.data())
 def test_only_whole_events_pass_however_they_come(pieces, data):
     text = b"".join(pieces)
