@@ -145,7 +145,7 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
 def test_the_embedded_pair_has_the_same_tokens_by_http_and_in_process(demo_engine):
     tokenizer = load_tokenizer("demo")
     items = [replace(each, temperature=0.9, seed=i, max_tokens=96)
-             for i, each in enumerate(load_workload().items[:4]) if each.prompt is not None]  # fmt: skip
+             for i, each in enumerate(load_workload().items[:6]) if each.prompt is not None]  # fmt: skip
     local = ClientEngine(demo_engine, lambda each, _: tokenizer.encode(each.prompt), lambda _: None)
     with serving(demo_engine, tokenizer, ServerSettings()) as server:
         engine = UrlEngine(UrlSettings(server.url))
