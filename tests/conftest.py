@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Every HTTP client reads the certificates that it trusts; no test asks the internet, and one is read the soonest.
+os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "no_authority.pem"))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))

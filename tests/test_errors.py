@@ -121,8 +121,8 @@ def messages() -> list[tuple[str, str, list[str]]]:
     return [
         (f"{path.relative_to(PACKAGE)}:{node.lineno}", getattr(node.exc.func, "id", ""), list(pieces(node.exc.args[0])))
         for path in sorted(PACKAGE.rglob("*.py"))
-        if "raise " in path.read_text()
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "raise " in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
     ]
 
@@ -132,8 +132,15 @@ def unread() -> list[str]:
     kinds = set(TREE) - {"IntegrityError"} | OWN
     held = [(where, tuple(texts), runs_of(texts)) for where, kind, texts in messages() if kind in kinds]
     said = Counter(run for runs in {texts: runs for _, texts, runs in held}.values() for run in runs)
-    sizes = {len(run) for run in said}
-    read = {each[at : at + size] for each in set(asserted()) for size in sizes for at in range(len(each))}
+    sizes, firsts = {len(run) for run in said}, {run[0] for run in said}
+    read = {
+        run
+        for each in set(asserted())
+        for at, word in enumerate(each)
+        if word in firsts
+        for size in sizes
+        if (run := each[at : at + size]) in said
+    }
     return [
         f"{where}: {' ... '.join(texts)}"
         for where, texts, runs in held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,17 @@ from tests.conftest import ROOT
 MUTATIONS = read_mutations()
 
 
+@functools.cache
+def code_of(file: str) -> tuple[str, str]:
+    """The text of a file of the package, and what it is parsed as."""
+    text = (ROOT / "adaserve_jax" / file).read_text()
+    return text, ast.dump(ast.parse(text))
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_it_changes_the_code_as_it_is_now_and_its_tests_exist(mutation: Mutation) -> None:
-    text = (ROOT / "adaserve_jax" / mutation.file).read_text()
-    broken = mutation.applied(text)
-    assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text))
+    text, parsed = code_of(mutation.file)
+    assert ast.dump(ast.parse(mutation.applied(text))) != parsed
     assert [test for test in mutation.tests if not (ROOT / test.partition("::")[0]).is_file()] == []
 
 

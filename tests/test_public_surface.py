@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -57,6 +58,7 @@ def routes(each: Iterable[Any]) -> Iterator[str]:
             yield from (f"{method} {route.path}" for method in route.methods or ())
 
 
+@functools.cache
 def public_surface() -> dict[str, list[str]]:
     """Return the sorted names of today by kind."""
     server = create_app(ScriptedEngine(EngineConfig()), None, ServerSettings(dashboard=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -21,13 +22,22 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 
 
 def source_commit(folder: Path | None = None) -> str:
-    """Return the commit of this package's checkout, with "-dirty" if tracked files differ, or "unknown"."""
-    where = Path(__file__).resolve().parent if folder is None else folder
-    tracked = folder is not None or _git(where, "ls-files", "--error-unmatch", Path(__file__).name)
-    commit = _git(where, "rev-parse", "HEAD") if tracked else ""
+    """Return the commit of a checkout, with "-dirty" if tracked files differ, or "unknown". Without a folder it is this
+    package's own, as it was at the first call: the code that runs was loaded once."""
+    return _own_commit() if folder is None else _commit_of(folder)
+
+
+@functools.cache
+def _own_commit() -> str:
+    own = Path(__file__).resolve()
+    return _commit_of(own.parent) if _git(own.parent, "ls-files", "--error-unmatch", own.name) else UNKNOWN
+
+
+def _commit_of(folder: Path) -> str:
+    commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return UNKNOWN
-    dirty = _git(where, "status", "--porcelain", "--untracked-files=no")
+    dirty = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}-dirty" if dirty else commit
 
 

@@ -64,16 +64,23 @@ class SimKV:
         self._draft.clear(0)
 
     def _extend(self, record: _Record, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
-        ends = counts.cumsum()
-        names = []
-        for row, end in enumerate(ends.tolist()):
-            read = record.read(plan.page_table[row], int(ctx[row]), row)
-            names.append(_continued(read, tokens[end - int(counts[row]) : end]))
-            record.write(plan.page_table[row], int(ctx[row]), names[row])
-            self._check_text(int(plan.sampling.seed[row]), int(plan.sampling.choice[row]), names[row], len(read), row)
-        for row, row_names in enumerate(names):
-            if not np.array_equal(record.read(plan.page_table[row], len(row_names), row), row_names):
-                raise IntegrityError(f"row {row} finds KV of another row among its own")
+        """Feed `tokens` behind the first ctx[r] ones of each row: one entry for each position of a row, row by row."""
+        ends = ctx + counts
+        row = np.repeat(np.arange(len(ends)), ends)
+        begins = ends.cumsum() - ends
+        position = np.arange(len(row)) - begins[row]
+        fed = position >= ctx[row]
+        slots = record.slots(plan.page_table, row, position)
+        names = record.read(slots, row, position, ~fed)
+        nothing = np.zeros(1, np.uint64)
+        before_fed = np.where(ctx > 0, np.concatenate([nothing, names])[begins + ctx], nothing)
+        totals = np.concatenate([nothing, kv_terms(tokens, position[fed]).cumsum(dtype=np.uint64)])
+        names[fed] = totals[1:] + np.repeat(before_fed - totals[counts.cumsum() - counts], counts)
+        record.write(slots, names, position, fed)
+        for at, (begin, end) in enumerate(zip(begins.tolist(), (begins + ends).tolist(), strict=True)):
+            seed, choice = int(plan.sampling.seed[at]), int(plan.sampling.choice[at])
+            self._check_text(seed, choice, names[begin:end], int(ctx[at]), at)
+        record.require_names(slots, names, row)
 
     def _check_text(self, seed: int, choice: int, names: np.ndarray, read: int, row: int) -> None:
         texts = self._texts.get((seed, choice), [])
@@ -109,19 +116,33 @@ class _Record:
         self._name = np.zeros((num_pages + extension_pages, page_size), np.uint64)
         self._before = np.zeros_like(self._name)
 
-    def read(self, pages: np.ndarray, count: int, row: int) -> np.ndarray:
-        """u64[count], the names of the first tokens of a row. Raises IntegrityError unless they are one text."""
-        page, slot = self._places(pages, 0, count)
-        name, before = self._name[page, slot], self._before[page, slot]
-        if not name.all() or before[:1].any() or (before[1:] != name[:-1]).any():
-            raise IntegrityError(f"row {row} reads KV that it did not write")
-        return name
+    def slots(self, page_table: np.ndarray, row: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Return the slots, counted over all pages, of positions of rows. Raises IntegrityError where a page is not in
+        force."""
+        page = page_table[row, position // self._page_size]
+        if len(page) and page.max() >= self.in_force:
+            raise IntegrityError(f"page {page.max()} is none of the {self.in_force} that hold this model's KV")
+        return page * self._page_size + position % self._page_size
 
-    def write(self, pages: np.ndarray, first: int, names: np.ndarray) -> None:
-        """Put the names of a row from position `first` on in their places."""
-        page, slot = self._places(pages, first, len(names))
-        self._name[page, slot] = names[first:]
-        self._before[page, slot] = np.concatenate([np.zeros(1, np.uint64), names])[first:-1]
+    def read(self, slots: np.ndarray, row: np.ndarray, position: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """u64[slots], the names in the slots. Raises IntegrityError unless those that are held, a row's first ones, are
+        one text."""
+        names = self._name.reshape(-1)[slots]
+        wrong = held & ((names == 0) | (self._before.reshape(-1)[slots] != _shifted(names, position)))
+        if wrong.any():
+            raise IntegrityError(f"row {row[wrong.argmax()]} reads KV that it did not write")
+        return names
+
+    def write(self, slots: np.ndarray, names: np.ndarray, position: np.ndarray, fed: np.ndarray) -> None:
+        """Put the names that are fed in their slots."""
+        self._name.reshape(-1)[slots[fed]] = names[fed]
+        self._before.reshape(-1)[slots[fed]] = _shifted(names, position)[fed]
+
+    def require_names(self, slots: np.ndarray, names: np.ndarray, row: np.ndarray) -> None:
+        """Raise IntegrityError unless the slots hold these names."""
+        wrong = self._name.reshape(-1)[slots] != names
+        if wrong.any():
+            raise IntegrityError(f"row {row[wrong.argmax()]} finds KV of another row among its own")
 
     def require_own(self, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray) -> None:
         """Raise IntegrityError when a page that a row writes is read or written by another row of the step."""
@@ -139,12 +160,10 @@ class _Record:
     def clear(self, first_page: int) -> None:
         self._name[first_page:] = 0
 
-    def _places(self, pages: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        position = np.arange(first, end)
-        page = pages[position // self._page_size]
-        if len(page) and page.max() >= self.in_force:
-            raise IntegrityError(f"page {page.max()} is none of the {self.in_force} that hold this model's KV")
-        return page, position % self._page_size
+
+def _shifted(names: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Return for each name that of the position before it in its row, 0 at position 0."""
+    return np.where(position == 0, np.uint64(0), np.roll(names, 1))
 
 
 def _continued(names: np.ndarray, tokens: np.ndarray) -> np.ndarray:

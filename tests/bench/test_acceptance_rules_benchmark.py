@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 RESULT = ROOT / "benchmarks" / "results" / "acceptance-rules-demo-cpu.json"
 P = np.array([[0.5, 0.3, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25], [0.9, 0.05, 0.03, 0.02]])
 Q = np.array([[0.2, 0.5, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1], [0.88, 0.06, 0.03, 0.03]])
-DRAWS = 40_000
+DRAWS = 20_000
 
 
 def drawn(children: int) -> np.ndarray:

@@ -138,6 +138,7 @@ def read_all(data: bytes, name: str) -> None:
             str(error).encode()
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=200), st.sampled_from(FORMATS))
 @example(b"[", "adaserve")
 @example(b'{"a', "jsonl")
@@ -159,7 +160,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from([name for name in FORMATS if SAMPLES[name].lstrip()[0] in "[{"]))
 def test_any_field_of_a_request_may_be_anything(data: st.DataObject, name: str) -> None:
     """The sample's first request with fields replaced, left out or added."""

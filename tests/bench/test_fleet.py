@@ -87,7 +87,7 @@ def test_least_loaded_chooses_as_one_that_looks_at_every_request(seed: int) -> N
 def test_slo_aware_chooses_as_one_that_looks_at_every_step_and_request(seed: int) -> None:
     traffic, fast, slow = Traffic(4, seed), SloAware(COSTS, LIMITS), oracles.SloAware(COSTS, LIMITS)
     everyone = np.arange(4)
-    for _ in range(80):
+    for _ in range(50):
         traffic.passes()
         request, replicas = arrival(traffic.rng, traffic.now), list(traffic.fleet)
         off, fullness = fast.off_pace(traffic.fleet, everyone, traffic.now)
@@ -127,14 +127,14 @@ def test_a_deadline_that_no_step_can_keep_puts_its_request_off_pace(e2e_slo_s: f
 @pytest.mark.parametrize(("name", "oracle"), [("least-loaded", oracles.LeastLoaded), ("slo-aware", oracles.SloAware)])
 def test_a_simulation_routes_as_with_the_oracle(name: str, oracle) -> None:  # type: ignore[no-untyped-def]
     trace = fluctuating_trace(seed=7, rate_rps=12.0, ttft_slo_s=4.0)
-    short = tuple(replace(each, output_tokens=5 + number % 20) for number, each in enumerate(trace.requests[:80]))
+    short = tuple(replace(each, output_tokens=5 + number % 20) for number, each in enumerate(trace.requests[:40]))
     trace = Trace("short", "", short)
     plan = SimulationPlan((), router=name, max_requests=4, keep_token_times=False)
     simulation = _Simulation("spec:3", plan, MACHINE, trace, ("", ""), 3, None, False)
     limits = plan.limits(MACHINE)
     simulation._router = both = Both(simulation._router, oracle(CostTable(MACHINE.samples(limits), limits), limits))
     found = simulation.run()
-    assert both.asked == len(found.records) == 80
+    assert both.asked == len(found.records) == 40
     simulation._fleet.check_integrity()
     assert not simulation._fleet.open_counts.any()
 

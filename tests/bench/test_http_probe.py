@@ -260,11 +260,11 @@ def test_without_counts_each_text_is_a_token():
 
 
 @pytest.mark.parametrize("events", [seen((1.0, 3, None), (2.0, 7, None), (5.0, 1, None)), seen((1.0, 0, None))])
-@pytest.mark.parametrize("total", range(40))
-def test_any_total_is_kept_in_order(events, total):
-    times, _ = token_times(events, total)
-    assert len(times) == total and times == sorted(times)
-    assert set(times) <= {each.at_s for each in events}
+def test_any_total_is_kept_in_order(events):
+    for total in range(40):
+        times, _ = token_times(events, total)
+        assert len(times) == total and times == sorted(times), total
+        assert set(times) <= {each.at_s for each in events}, total
 
 
 def test_events_of_the_servers_that_there_are():

@@ -1,11 +1,10 @@
-"""The bench's own modules import without jax and without the server's packages."""
+"""The bench's local engine imports without the server's packages."""
 
 import subprocess
 import sys
 
 import pytest
 
-BLOCKED = ("jax", "flax", "fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "transformers")
 PROGRAM = """
 import sys
 class Block:
@@ -20,15 +19,6 @@ sys.meta_path.insert(0, Block())
 def run(blocked: tuple[str, ...], imports: str) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(blocked=blocked, imports=imports)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-
-
-def test_bench_and_results_need_neither_jax_nor_the_servers_packages():
-    imports = "\n".join(
-        f"import adaserve_jax.{name}"
-        for name in ("bench.runner", "bench.console", "workloads.workload", "results.aggregate", "results.jsonl")
-    )
-    done = run(BLOCKED, imports)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,7 +155,9 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert table.endswith("Simulated at commit c0ffee.")
 
 
-def test_contenders_of_an_earlier_run_stand_beside_a_new_one(modules, tmp_path: Path) -> None:
+def test_contenders_of_an_earlier_run_stand_beside_a_new_one(
+    modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own lines give the same file again; those that ran anew, and only those, are replaced."""
     main, tables = modules["main"], modules["tables"]
     lines = [
@@ -162,6 +165,7 @@ def test_contenders_of_an_earlier_run_stand_beside_a_new_one(modules, tmp_path: 
         line(modules, "ar", "baseline", 0.70, 750.0),
         replace(line(modules, "ar", "baseline", 0.9, 650.0, sweep="overload"), recovery_s=3.0),
     ]  # fmt: skip
+    monkeypatch.setitem(sys.modules, FIGURES, None)  # nobody looks at them here
     (tmp_path / "first").mkdir()
     first = main.write_report(lines, tmp_path / "first")
     file = tmp_path / "first" / "contenders.json"

@@ -236,7 +236,9 @@ def test_made_questions_are_what_learning_asks_and_their_answers_are_right(modul
     assert modules["data"].find_data("gsm8k", again).read_bytes() == path.read_bytes()
 
 
-def test_prompts_are_written_as_distill_reads_them(modules, tmp_path: Path) -> None:
+def test_prompts_are_written_as_distill_reads_them(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = list(modules["prompts"].library_files())  # the standard library is read once
+    monkeypatch.setattr(modules["prompts"], "library_files", lambda: iter(files))
     path = tmp_path / "new" / "code.jsonl"
     modules["prompts"].write("code", 3, path)
     prompts = [json.loads(each)["prompt"] for each in path.read_text().splitlines()]

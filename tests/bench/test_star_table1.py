@@ -56,7 +56,7 @@ def paths(trees: CandidateTrees, row: int) -> set[tuple[int, ...]]:
 
 def test_a_tree_is_accepted_as_far_as_it_has_the_text(scripts) -> None:
     rng, counts = np.random.default_rng(0), []
-    for _ in range(300):
+    for _ in range(150):
         trees = random_trees(rng, 2, 4, 3)
         for row in range(2):
             text = rng.integers(0, VOCABULARY, 4)

@@ -43,7 +43,10 @@ class Tried(Machine):
         return [p.draft is not None and (p.draft.depth, p.draft.width) == longest for _, p in self.plans]
 
 
-def tried(machine: Tried, monkeypatch: pytest.MonkeyPatch, progress: Progress | None = None, seed: int = 0) -> Trial:
+def tried(
+    machine: Tried, monkeypatch: pytest.MonkeyPatch, progress: Progress | None = None, seed: int = 0,
+    seconds: float = SECONDS,
+) -> Trial:  # fmt: skip
     """By the machine's clock, so that every run is the same."""
 
     def core(*arguments: Any, **named: Any) -> EngineCore:
@@ -52,7 +55,7 @@ def tried(machine: Tried, monkeypatch: pytest.MonkeyPatch, progress: Progress | 
 
     monkeypatch.setattr(trial, "EngineCore", core)
     samples = costs_of(machine.limits)
-    return run_trial(cast(ModelExecutor, machine), samples, BASELINE_S, SECONDS, seed=seed, progress=progress)
+    return run_trial(cast(ModelExecutor, machine), samples, BASELINE_S, seconds, seed=seed, progress=progress)
 
 
 def test_a_machine_that_keeps_its_times_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +103,7 @@ def test_policies_share_the_time_and_each_serves_few_and_many(monkeypatch: pytes
 @pytest.mark.parametrize(("policy", "parts"), [("spec:3", 2), ("ar", 2), ("spec:2", 3)])
 def test_a_policy_is_not_tried_twice(monkeypatch: pytest.MonkeyPatch, policy: str, parts: int) -> None:
     told: list[tuple[str, int, int]] = []
-    tried(Tried(policy), monkeypatch, lambda *said: told.append(said))
+    tried(Tried(policy), monkeypatch, lambda *said: told.append(said), seconds=0.6)
     assert told[-1] == ("serving", parts, parts)
 
 
@@ -115,7 +118,7 @@ def test_acceptance_is_that_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_a_draft_there_is_no_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, told = Tried(max_depth=0, max_width=0), []
-    found = tried(machine, monkeypatch, lambda *said: told.append(said))
+    found = tried(machine, monkeypatch, lambda *said: told.append(said), seconds=0.6)
     assert found.acceptance is None and told[-1] == ("serving", 2, 2)
     assert all(plan.draft is None for _, plan in machine.plans)
     assert found.errors is not None and found.errors["draft"].steps == 0

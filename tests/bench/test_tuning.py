@@ -55,7 +55,7 @@ def test_of_equal_settings_the_smallest_is_taken() -> None:
 
 def test_search_equals_the_whole_grid_in_simulation() -> None:
     grid = Grid((1, 2, 3), (128,), (4, 12))
-    trace, plan = short_trace(16, rate=8.0, output=10), SimulationPlan(())
+    trace, plan = short_trace(10, rate=8.0, output=10), SimulationPlan(())
     found = tune_fixed(plan, MACHINE, trace, grid=grid)
     assert found == tune_fixed(plan, MACHINE, trace, grid=grid, exhaustive=True)
     assert found.tried == 6  # so small a grid is searched whole

@@ -147,7 +147,7 @@ def document() -> Document:
         (
             Section("headline", "Headline", (Text("At 2 requests/s `adaserve` meets 94.1% of targets."), head)),
             Section("notices", "Notices", (Text(f"1 of 20 points is invalid: {HOSTILE}", warns=True), odd)),
-            Section("curves", "Against rate", (lines(), lines("many", 8), distribution())),
+            Section("curves", "Against rate", (lines(), lines("many", 2), distribution())),
             Section("detail", HOSTILE, (pareto(), bars(), stack(), hostile())),
             Section("time", "Over time", (Text("1. not a list"), steps())),
         ),

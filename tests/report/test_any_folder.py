@@ -42,7 +42,7 @@ def check(document: Document) -> None:
                 assert known == sorted(known) or low is None, (figure.key, series.name, low, value, high)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(points, min_size=1, max_size=9, unique_by=lambda made: made[0][0][0].point), st.lists(points, max_size=3)
 )

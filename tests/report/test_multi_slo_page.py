@@ -100,7 +100,7 @@ def test_the_command_prints_the_headline_or_writes_the_page(tmp_path: Path, caps
     write_suite_page([tmp_path / "ours.json"], None, None)
     printed, told = capsys.readouterr()
     assert "4 (8)" in printed and "adaserve report" in told
-    assert run_program("report", str(tmp_path / "ours.json"), "-o", str(tmp_path / "page.html"), "--title", "Mine") == 0
-    assert "<title>Mine" in (tmp_path / "page.html").read_text()
+    assert run_program("report", str(tmp_path / "ours.json"), "-o", str(tmp_path / "page.md"), "--title", "Mine") == 0
+    assert (tmp_path / "page.md").read_text().startswith("# Mine")
     assert run_program("report", str(tmp_path / "ours.json"), "--against", str(tmp_path)) == 2
     assert "--against belongs to folders, not to the files of a suite; leave it out" in capsys.readouterr().err

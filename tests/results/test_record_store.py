@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import signal
 import sqlite3
@@ -9,7 +11,6 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_only_the_owner_may_read_it(path):
     store.close()
 
 
+@functools.cache
 def many(begin_unix_s: float) -> list[ServedRecord]:
     """12,000 choices, one a second."""
     first = made()[0]
@@ -131,11 +133,12 @@ def test_of_too_many_bytes_the_oldest_go_and_no_more(path, share):
     fits = 12_000 * (most - empty) / (store.used_bytes() - empty)
     while store.prune(before_unix_s=0.0, max_bytes=most):
         pass
-    held = read_records(path)[1]
+    read_none = functools.partial(read_records, path, since_unix_s=math.inf)  # the extent is that of the whole file
+    held = read_none()[1]
     assert held.last_unix_s == 2000.0 + 11_999 and 0.9 * fits < held.choices <= fits
     assert store.used_bytes() <= most
     assert not store.prune(before_unix_s=0.0, max_bytes=most)
-    assert read_records(path)[1] == held
+    assert read_none()[1] == held
     store.close()
 
 
@@ -283,6 +286,6 @@ def test_a_file_system_that_keeps_no_log_beside_the_file_is_refused(path, monkey
         def execute(self, sql: str, *values):
             return super().execute(sql.replace("journal_mode = WAL", "journal_mode = MEMORY"), *values)
 
-    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Mapless))
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Mapless))
     with pytest.raises(ConfigError, match="must be on a file system with shared memory maps, such as a local disk"):
         RecordStore.open(path)

@@ -54,7 +54,7 @@ def test_eq_8_and_9_replace_our_controller_only():
 @pytest.mark.parametrize("name", slow_after(4, ABLATIONS))
 def test_every_ablation_serves_to_the_end(name):
     run = Run.of(limits_of(max_depth=3, num_pages=64), policy=name)
-    load = random_load(5, 24, rate=40.0)
+    load = random_load(5, 14, rate=40.0)
     run.serve(load)
     assert set(run.last) == {request.sequence_id for request in load}
 

@@ -45,7 +45,7 @@ def totals(policy: str, rows: tuple[int, ...] = (0, 1), skip: int = 60) -> dict[
     """
     run = Run.of(limits_of(max_tree_tokens=12), executor=OverconfidentOfAdapters, policy=policy, acceptance=0.6)
     found = dict.fromkeys(rows, (0.0, 0, 0))
-    for number in range(8):
+    for number in range(4):
         for place, adapter in enumerate(rows):
             run.add(adapted(f"{number}-{place}", adapter))
         while run.scheduler.has_work:

@@ -9,7 +9,7 @@ from adaserve_jax.scheduler import selection
 from adaserve_jax.types import CandidateTrees
 from tests.oracles import selection as oracle
 
-QUICK, ALL = 1500, 10_500
+QUICK, ALL = 600, 10_500
 LADDER = np.array([1.0, 0.9, 0.75, 0.5, 0.4, 0.25, 0.1])
 
 

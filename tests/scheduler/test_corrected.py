@@ -124,9 +124,9 @@ def test_it_finds_what_the_tables_misjudge(seconds, accepted, best):
     truth = Truth(4, seconds, accepted)
     controller = controller_of(limits_of(max_width=1))
     first = controller.decide(load_of(4)).depth
-    depths = truth.play(controller, 2000)
+    depths = truth.play(controller, 1400)
     assert first >= 3 and int(truth.rate.argmax()) in best
-    settled = truth.regret(depths[-1000:]).mean()
+    settled = truth.regret(depths[-700:]).mean()
     assert settled < 0.4 * truth.regret(np.array([first]))[0]
 
 
@@ -181,7 +181,7 @@ def test_speculation_that_is_dear_to_bring_back_stays_off_for_a_while():
 def test_a_plan_that_is_forgotten_changes_nothing():
     truth = Truth(4, [0.02, 0.023, 0.025, 0.050, 0.054], [0, 0.7, 1.19, 1.53, 1.77])
     once, twice = controller_of(limits_of()), controller_of(limits_of())
-    for _ in range(300):
+    for _ in range(150):
         for _ in range(2):
             twice.decide(load_of(4))
         assert truth.play(once, 1) == truth.play(twice, 1)

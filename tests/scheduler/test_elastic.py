@@ -76,7 +76,7 @@ class Watched(SimExecutor):
 
 def crowd_and_calm(seed: int, **changes) -> list[Sequence]:
     """More than 40 pages hold for some seconds, then few, then a crowd again."""
-    parts = [("", 32, 12.0, 0.0), ("-calm", 6, 2.0, 10.0), ("-again", 16, 12.0, 20.0)]
+    parts = [("", 24, 12.0, 0.0), ("-calm", 6, 2.0, 10.0), ("-again", 12, 12.0, 20.0)]
     return [
         replace(request, sequence_id=request.sequence_id + name, arrival_s=request.arrival_s + after_s, **changes)
         for number, (name, count, rate, after_s) in enumerate(parts)
@@ -149,7 +149,7 @@ def test_prefixes_that_requests_share_are_found_before_and_after_pages_moved() -
 
 def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     """Plain steps take 16 ms and more."""
-    load = [replace(request, tpot_slo_s=0.02, ttft_slo_s=None) for request in random_load(2, 24, 12.0)]
+    load = [replace(request, tpot_slo_s=0.02, ttft_slo_s=None) for request in random_load(2, 16, 12.0)]
     run = watched("adaserve")
     run.serve(load)
     check_texts(run, load)

@@ -104,7 +104,7 @@ def test_shares_are_kept_inside_a_class_and_a_backlog_does_not_go_before_another
 def test_every_request_ends_with_its_text_under_fair_shares(policy: str) -> None:
     limits = limits_of(num_pages=48)
     run = Run.of(limits, policy=policy, fair_tenants=True)
-    load = random_load(3, 60, 30.0)
+    load = random_load(3, 30, 30.0)
     tagged = [Sequence(**{**vars(each), "tenant": "AB"[index % 5 == 0]}) for index, each in enumerate(load)]
     run.serve(tagged)
     for request in tagged:

@@ -87,7 +87,7 @@ def test_least_ttft_is_the_prompt_alone_in_equal_chunks(config):
 def test_one_request_alone_gets_what_is_estimated_and_hardly_more(policy):
     """So that what is refused could not have been served, and what is promised can be."""
     run = Run.of(limits_of(max_context=1024, max_depth=4 if policy != "specinfer" else 8), policy=policy)
-    run.serve([request_of("alone", prompt=40, tokens=250)])
+    run.serve([request_of("alone", prompt=40, tokens=150)])
     measured = run.last["alone"].metrics
     assert measured.tpot_s > (1 - TOLERANCE) * of(run).least_tpot_s()
     # a static tree is cut where its parents were not drafted, which the estimate does not know
@@ -154,8 +154,9 @@ def test_targets_out_of_reach_change_nothing_for_anybody():
     some = [replace(r, tpot_slo_s=0.05) if i % 3 == 0 else r for i, r in enumerate(load)]
     asked = [replace(r, tpot_slo_s=1e-4, ttft_slo_s=1e-5) if i % 3 == 1 else r for i, r in enumerate(some)]
     tight = [replace(r, tpot_slo_s=0.01, ttft_slo_s=0.5) if i % 3 == 1 else r for i, r in enumerate(some)]
-    assert steps_of(asked, "adaserve") == steps_of(some, "adaserve")
-    assert steps_of(tight, "adaserve") != steps_of(some, "adaserve")
+    plain = steps_of(some, "adaserve")
+    assert steps_of(asked, "adaserve") == plain
+    assert steps_of(tight, "adaserve") != plain
 
 
 def test_the_published_rules_go_on_pursuing_them():

@@ -136,7 +136,7 @@ class TestSchedule:
         controller = nightjar(rule)
         bucket = controller.bucket(4)
         bucket.played[:] = TRIAL_STEPS
-        explored = np.zeros((4, 2000))
+        explored = np.zeros((4, 1000))
         for bin_index, step in np.ndindex(explored.shape):
             bucket.schedule.bin = bin_index + 1
             controller.choose(bucket, load_of(4))

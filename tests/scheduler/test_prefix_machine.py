@@ -163,7 +163,7 @@ class ServingMachine(RuleBasedStateMachine):
 
 class TestServing(ServingMachine.TestCase):
     settings = settings(
-        max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 
 

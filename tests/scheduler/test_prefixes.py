@@ -63,7 +63,7 @@ def test_hits_are_those_of_a_dict_of_token_prefixes(policy):
     """Requests one after another, of few texts that begin alike; so the hits are the same under every policy."""
     run = Run.of(limits_of(num_pages=2000), policy=policy, drafts=("other=folder",))
     rng, known = np.random.default_rng(3), set()
-    for index in range(25):
+    for index in range(15):
         length = int(rng.integers(1, 60))
         prompt = [*tokens_of(int(rng.integers(0, 3)), length)]
         prompt[int(rng.integers(0, length)) :] = tokens_of(9, length)[: int(rng.integers(0, 20))] or [1]

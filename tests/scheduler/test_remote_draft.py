@@ -161,7 +161,7 @@ def test_texts_are_the_target_s_whatever_comes_back(policy: str) -> None:
     run = run_of(policy=policy, limits={"num_pages": 40})
     service = service_of(run)
     rng = np.random.default_rng(3)
-    load = random_load(5, 25, rate=40.0)
+    load = random_load(5, 15, rate=40.0)
 
     def before_step(step: int) -> None:
         mood = rng.integers(0, 3)

@@ -28,7 +28,7 @@ def test_every_position_of_a_prompt_is_scored_once(policy: str, max_tree_tokens:
             prompt_ids=text[: len(each.prompt_ids)],
             sampling=replace(each.sampling, prompt_logprobs=index % 4 if index % 3 else None),
         )
-        for index, each in enumerate(random_load(5, 40, 40.0))
+        for index, each in enumerate(random_load(5, 24, 40.0))
     ]
     known = {each.sequence_id: each for each in load}
     found: dict[str, list[int]] = defaultdict(list)

@@ -65,7 +65,7 @@ def test_a_searched_budget_may_leave_room_for_all_candidates(tmp_path, selector)
     (tmp_path / "searched.py").write_text(SEARCHED.replace("SELECTOR", selector))
     run = Run.of(limits_of(), policy=str(tmp_path / "searched.py"), acceptance=0.125, knee=8)
     for row in range(8):
-        run.add(request_of(f"r{row}", tokens=100))
+        run.add(request_of(f"r{row}", tokens=60))
     verified = []
     while run.scheduler.has_work:
         plan, trees = run.step()

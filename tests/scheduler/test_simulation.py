@@ -32,7 +32,7 @@ def assert_all_served(run, load, max_context=256):
 def test_every_request_gets_its_own_text(policy, rate, num_pages):
     run, load = (
         Run.of(limits_of(num_pages=num_pages), policy=policy),
-        random_load(1, 24 if num_pages == 20 else 16, rate),
+        random_load(1, 16 if num_pages == 20 else 8, rate),
     )
     run.serve(load)
     assert_all_served(run, load)
@@ -46,7 +46,7 @@ def test_every_request_gets_its_own_text(policy, rate, num_pages):
 @pytest.mark.parametrize("policy", BASELINES)
 def test_every_baseline_serves_everyone(policy):
     """On a machine whose pages run out, and with more requests than slots."""
-    run, load = Run.of(limits_of(num_pages=24, max_depth=8), policy=policy), random_load(3, 16, 40.0)
+    run, load = Run.of(limits_of(num_pages=24, max_depth=8), policy=policy), random_load(3, 10, 40.0)
     run.serve(load)
     assert_all_served(run, load)
     plain = ("sarathi", "niyama", "slidingserve", "priority")
@@ -67,7 +67,7 @@ def test_every_baseline_serves_everyone(policy):
     ],
 )
 def test_unusual_machines(limits, config):
-    run, load = Run.of(limits, **config), random_load(2, 12, 30.0)
+    run, load = Run.of(limits, **config), random_load(2, 8, 30.0)
     run.serve(load)
     assert_all_served(run, load)
 
@@ -75,7 +75,7 @@ def test_unusual_machines(limits, config):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_aborts_at_any_moment(policy):
     """Waiting, running, and in flight between speculation and selection."""
-    run, load = Run.of(limits_of(num_pages=24), policy=policy), random_load(3, 24, 100.0)
+    run, load = Run.of(limits_of(num_pages=24), policy=policy), random_load(3, 16, 100.0)
     rng = np.random.default_rng(4)
     for request in load:
         run.scheduler.add(request)

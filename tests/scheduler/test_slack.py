@@ -132,12 +132,12 @@ def test_a_full_machine_has_none_at_all():
 def test_asking_changes_nothing():
     """A run that asks after every step gives the same texts and metrics as one that does not."""
     runs = [Run.of(limits_of(), policy="adaserve") for _ in range(2)]
-    runs[0].serve(random_load(5, 20, rate=10.0))
+    runs[0].serve(random_load(5, 12, rate=10.0))
 
     def ask(_: int) -> None:
         runs[1].scheduler.slack_s(runs[1].clock.now())
 
-    runs[1].serve(random_load(5, 20, rate=10.0), before_step=ask)
+    runs[1].serve(random_load(5, 12, rate=10.0), before_step=ask)
     assert runs[0].last == runs[1].last
     assert runs[0].text == runs[1].text
 

@@ -199,7 +199,7 @@ def test_a_tight_target_of_the_thinking_speeds_up_the_thinking_alone() -> None:
         run.add(replace(request, sampling=sampling, thinking_tpot_slo_s=thinking_s, tpot_slo_s=1.0))
         for number in range(7):
             run.add(request_of(f"other{number}", prompt=8, tokens=200, tpot_slo_s=1.0))
-        while run.scheduler.has_work:
+        while "thinks" not in run.last:
             run.step()
         measured[thinking_s] = run.last["thinks"].metrics
     slow, fast = measured[1.0], measured[0.01]

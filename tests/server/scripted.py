@@ -144,6 +144,7 @@ class ScriptedEngine:
         self.kv_tokens: int | None = None
         self.progress = progress
         self.lock = threading.RLock()
+        self.work = threading.Condition(self.lock)
         self.active: list[Choice] = []
         self.aborted: list[str] = []
         self.submitted: list[GenerateRequest] = []
@@ -189,6 +190,7 @@ class ScriptedEngine:
             self.submitted.append(request)
             now = time.monotonic()
             self.active += [Choice(request, i, sink, now) for i in range(request.sampling.n)]
+            self.work.notify()
 
     def abort(self, request_id: str) -> None:
         with self.lock:
@@ -227,6 +229,7 @@ class ScriptedEngine:
     def close(self) -> None:
         with self.lock:
             self.dead = True
+            self.work.notify()
             for choice in list(self.active):
                 self.end(choice, "", [], "error", "the engine was closed")
 
@@ -248,6 +251,8 @@ class ScriptedEngine:
 
     def run(self) -> None:
         while not self.dead:
+            with self.work:
+                self.work.wait_for(lambda: self.active or self.dead)
             time.sleep(0.001)
             with self.lock:
                 self.steps += bool(self.active)

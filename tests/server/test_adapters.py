@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.serve import run
 from adaserve_jax.server.settings import KeySettings, ServerSettings
@@ -18,9 +19,10 @@ from tests.server.scripted import ByteTokenizer, ScriptedEngine
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of adapters, with one outside it that a link in it leads to."""
+    tmp_path = tmp_path_factory.mktemp("adapters")
     for name in ("root/sql", "root/deep/er", "root/none", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
         if not name.endswith("none"):
@@ -29,14 +31,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-@pytest.fixture
-def adapted(serve_engine, folder: Path) -> Iterator[Running]:
-    """A server with one adapter and room for two."""
+@pytest.fixture(scope="module")
+def with_room(serve_engine, folder: Path) -> Iterator[Running]:
+    """A server with room for two adapters."""
     engine = ScriptedEngine(EngineConfig(target="models/scripted", lora=(f"sql={folder / 'sql'}",), max_loras=2))
     engine.start()
     with serve_engine(engine, ByteTokenizer(), ServerSettings(lora_folder=str(folder))) as server:
         yield server
     engine.close()
+
+
+@pytest.fixture
+def adapted(with_room: Running) -> Running:
+    """A server with one adapter and room for two."""
+    with_room.engine.adapters = AdapterTable(2)
+    with_room.engine.adapters.bind("sql", 1)
+    return with_room
 
 
 def served(server: Running) -> dict[str, str | None]:

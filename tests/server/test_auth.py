@@ -241,6 +241,8 @@ def test_what_all_clients_do_is_for_operators(tenants, path):
 def test_a_tenant_sees_everything_else(tenants):
     for path in ("/v1/models", "/ready", "/version", "/openapi.json", "/docs"):
         assert get(tenants, path, "tenant").status_code == 200
+    schema = get(tenants, "/openapi.json", "tenant").json()
+    assert schema["security"] == [{"key": []}] and schema["paths"]["/health"]["get"]["security"] == []
     for path in ("/metrics/", "/dashboard/nothing"):
         assert get(tenants, path, "tenant").status_code == 403
     for path in ("//metrics", "/Metrics", "/metrics%2f", "/./dashboard", "/dashboards"):

@@ -88,6 +88,13 @@ class Noting(ByteTokenizer):
         return super().spelled(token_id)
 
 
+@pytest.fixture(scope="module")
+def noting(start_server):
+    with start_server() as server:
+        server.state._tokenizer = Noting()
+        yield server
+
+
 @pytest.mark.parametrize(
     ("path", "short", "long"),
     [
@@ -98,14 +105,14 @@ class Noting(ByteTokenizer):
         ("/detokenize", {"tokens": [65]}, {"tokens": [65] * (LONG_TEXT + 1)}),
     ],
 )  # fmt: skip
-def test_long_texts_are_worked_on_apart(start_server, path, short, long):
-    with start_server() as server:
-        tokenizer = server.state._tokenizer = Noting()
-        assert server.post(path, **short).status_code == 200
-        (loop,) = set(tokenizer.threads)
-        tokenizer.threads.clear()
-        assert server.post(path, **long).status_code == 200
-        assert tokenizer.threads and loop not in tokenizer.threads
+def test_long_texts_are_worked_on_apart(noting, path, short, long):
+    tokenizer = noting.state._tokenizer
+    tokenizer.threads.clear()
+    assert noting.post(path, **short).status_code == 200
+    (loop,) = set(tokenizer.threads)
+    tokenizer.threads.clear()
+    assert noting.post(path, **long).status_code == 200
+    assert tokenizer.threads and loop not in tokenizer.threads
 
 
 def test_answers_about_tokens_are_as_before(server):

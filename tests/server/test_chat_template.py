@@ -12,11 +12,13 @@ from tokenizers.processors import TemplateProcessing
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
+from adaserve_jax.models import chat_prompt, template_process
 from adaserve_jax.models.chat_prompt import ChatPrompt, TemplateProcesses
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from tests.models.checkpoints import byte_tokenizer, write_tokenizer
 from tests.server.scripted import ScriptedEngine
+from tests.slow import slow_after
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Tom  has"}, {"role": "assistant", "content": " 3 "}]
@@ -69,24 +71,29 @@ def error_of(served: Any, **fields: Any) -> dict[str, Any]:
 TALK = "[user]Tom  has    [assistant] 3 "
 
 
-@pytest.mark.parametrize("sent", [{}, {"chat_template": TEMPLATE}], ids=["the model's", "the client's"])
-@pytest.mark.parametrize(
-    ("fields", "end"),
-    [
-        ({}, '""0[assistant]'),
-        ({"add_generation_prompt": False}, '""0'),
-        ({"continue_final_message": True}, None),
-        ({"continue_final_message": True, "add_generation_prompt": False}, None),
-        ({"continue_final_message": False, "add_generation_prompt": True}, '""0[assistant]'),
-        ({"chat_template_kwargs": {"kind": "<ü>"}}, '"<ü>"0[assistant]'),
-        ({"chat_template_kwargs": {"kind": [1, None]}}, "[1, null]0[assistant]"),
-        ({"documents": [{"title": "a", "text": "b"}]}, '""1[assistant]'),
-        ({"reasoning_effort": "low"}, '""0low[assistant]'),
-    ],
-)
-def test_a_template_gets_what_the_request_says(served, tokenizer: Tokenizer, fields, end, sent):
+ENDS = [
+    ({}, '""0[assistant]'),
+    ({"continue_final_message": True}, None),
+    ({"chat_template_kwargs": {"kind": "<ü>"}}, '"<ü>"0[assistant]'),
+    ({"documents": [{"title": "a", "text": "b"}]}, '""1[assistant]'),
+    ({"add_generation_prompt": False}, '""0'),
+    ({"continue_final_message": True, "add_generation_prompt": False}, None),
+    ({"continue_final_message": False, "add_generation_prompt": True}, '""0[assistant]'),
+    ({"chat_template_kwargs": {"kind": [1, None]}}, "[1, null]0[assistant]"),
+    ({"reasoning_effort": "low"}, '""0low[assistant]'),
+]
+
+
+@pytest.mark.parametrize(("fields", "end"), ENDS)
+def test_a_template_gets_what_the_request_says(served, tokenizer: Tokenizer, fields, end):
+    prompt = prompt_of(served, tokenizer, **fields)
+    assert prompt.endswith(TALK + end if end is not None else TALK), prompt
+
+
+@pytest.mark.parametrize(("fields", "end"), slow_after(4, ENDS, several=True))
+def test_a_template_of_the_client_gets_the_same(served, tokenizer: Tokenizer, fields, end):
     """Both ways of rendering agree, to the last space."""
-    prompt = prompt_of(served, tokenizer, **fields, **sent)
+    prompt = prompt_of(served, tokenizer, **fields, chat_template=TEMPLATE)
     assert prompt.endswith(TALK + end if end is not None else TALK), prompt
 
 
@@ -215,16 +222,8 @@ def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
         ({"chat_template": "{% if %}"}, "chat_template",
          "chat_template must be a Jinja template that renders these messages: Expected an expression"),
         ({"chat_template": "x" * 65_537}, "chat_template", "at most 65536 characters, got 65537"),
-        ({"chat_template": "{{ raise_exception('no tools') }}"}, "chat_template", "no tools"),
-        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "chat_template", "access to attribute '__class__'"),
-        ({"chat_template": "{{ cycler.__init__.__globals__ }}"}, "chat_template", "unsafe"),
-        ({"chat_template": "{% include '/etc/hostname' %}"}, "chat_template", "no loader"),
         ({"chat_template": "{{ 'x' * 10 ** 10 }}"}, "chat_template", "MemoryError"),
         ({"chat_template": "{{ '%0999999999d' | format(1) }}"}, "chat_template", "MemoryError"),
-        ({"chat_template": "{{ 'x' * 5 * 10 ** 6 }}"}, "chat_template", "its text is longer than 4194304 characters"),
-        ({"chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"},
-         "chat_template", "it takes more than 2 s or 512 MiB"),
-        ({"chat_template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "chat_template", "recursion depth"),
         ({"chat_template": "{{ messages[0].role }}", "continue_final_message": True}, "chat_template",
          "it does not show the final message as it is, which continue_final_message needs"),
     ],
@@ -232,6 +231,31 @@ def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
 def test_what_cannot_be_rendered_is_refused(served, fields, param, text):
     error = error_of(served, **fields)
     assert error["param"] == param and text in error["message"], error
+
+
+def test_a_template_that_takes_too_long_is_refused(served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_prompt, "CPU_LIMIT_S", 1)
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    error = error_of(served, chat_template=template)
+    assert error["param"] == "chat_template" and "it takes more than 1 s or 512 MiB" in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ raise_exception('no tools') }}", "no tools"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{% include '/etc/hostname' %}", "no loader"),
+        ("{{ 'x' * 5 * 10 ** 6 }}", "its text is longer than 4194304 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion depth"),
+    ],
+)
+def test_what_the_sandbox_of_clients_templates_refuses(template: str, text: str):
+    """In this process; what it says is the reason of the refusal, as of a template that cannot be read."""
+    sandbox = template_process.environment()
+    with pytest.raises(Exception, match=text):
+        template_process.render(sandbox, template, {"messages": MESSAGES}, chat_prompt.MAX_RENDERED_CHARS)
 
 
 def test_variables_that_break_the_models_template_are_the_callers_error(engine, serve_engine, tmp_path: Path):

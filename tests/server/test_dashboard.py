@@ -98,11 +98,6 @@ def test_a_wrong_since_is_refused(board):
         assert (response.status_code, response.json()["error"]["param"]) == (400, "since")
 
 
-def test_it_is_in_the_openapi_document(board):
-    paths = board.http.get("/openapi.json").json()["paths"]
-    assert {path for path in paths if "dashboard" in path} == {"/dashboard", "/dashboard/data"}
-
-
 def basic(user: str, password: str) -> dict[str, bytes]:
     return {"authorization": b"Basic " + base64.b64encode(f"{user}:{password}".encode())}
 

@@ -1,31 +1,50 @@
-"""Targets out of reach over HTTP: refused by an engine in a process of its own, served by the embedded pair."""
+"""Targets out of reach over HTTP: refused by one engine, served by the embedded pair."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
-from tests.engine.simulated import Spelling
+from tests.conftest import ROOT
+from tests.engine.simulated import Machine, Spelling
+from tests.server.conftest import Running
 
 WARNING = "a target is below what one request alone would get; served best-effort"
 
 
+CONFIG = EngineConfig(policy="ar", infeasible_slo="refuse")
+"""On the simulated engine, where a step takes 10 ms and 0.1 ms a token."""
+
+
 @pytest.fixture(scope="module")
 def refusing(serve_engine) -> Iterator:
-    """A step takes 10 ms and 0.1 ms a token."""
-    config = EngineConfig(policy="ar", infeasible_slo="refuse")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent.parent))
+        patch.setattr(assembly, "load_executor", lambda config, *_, **__: Machine(config))
+        patch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+        engine = LocalEngine(CONFIG)
+        engine.start()
+        with serve_engine(engine, Spelling(), ServerSettings()) as server:
+            yield server
+        engine.close()
+
+
+@pytest.fixture
+def refusing_process(serve_engine) -> Iterator:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
         with (
-            ProcessEngine(config, factory="tests.engine.simulated:simulated_engine") as engine,
+            ProcessEngine(CONFIG, factory="tests.engine.simulated:simulated_engine") as engine,
             serve_engine(engine, Spelling(), ServerSettings()) as server,
         ):
             yield server
@@ -48,6 +67,15 @@ def serving(demo_engine, serve_engine) -> Iterator:
     ids=["one", "choices", "prompts", "stream"],
 )
 def test_refused_whole_with_the_least_feasible_target(refusing, body):
+    check_refused(refusing, body)
+
+
+@pytest.mark.slow
+def test_a_refusal_crosses_from_the_engines_process(refusing_process):
+    check_refused(refusing_process, {"prompt": "ab", "n": 3})
+
+
+def check_refused(refusing: Running, body: dict[str, Any]) -> None:
     answer = refusing.post(**body, slo_tpot_ms=5, max_tokens=4)
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import logprob_of
+from tests.slow import slow_after
 from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "hi ü"}]
@@ -163,7 +164,7 @@ class Answer(BaseModel):
     sizes: list[int]
 
 
-@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize("beta", slow_after(1, [False, True]))
 def test_parsing_into_a_model(client, server, beta):
     """The scripted engine answers with the object in the prompt; that the schema arrives is what is tested."""
     completions = client.beta.chat.completions if beta else client.chat.completions

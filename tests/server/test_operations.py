@@ -54,8 +54,6 @@ def test_the_key_guards_every_route_but_the_open_ones(start_server):
             assert refused.status_code == 401
         good = {"authorization": "Bearer sesame-ä".encode()}
         assert server.http.post("/v1/completions", json={"prompt": "x"}, headers=good).status_code == 200
-        schema = server.http.get("/openapi.json", headers=good).json()
-        assert schema["security"] == [{"key": []}] and schema["paths"]["/health"]["get"]["security"] == []
 
 
 def test_bodies_over_the_cap_are_refused_declared_or_not(start_server):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from adaserve_jax.sampling import SamplingParams
 from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.server.responses_schema import ResponsesBody
 from adaserve_jax.server.schema import ChatBody, CompletionBody, OtherChatFields, OtherFields
+from tests.server.conftest import Running
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
@@ -69,18 +71,26 @@ def test_what_is_not_served_is_refused_with_the_reason_unless_it_asks_for_nothin
     assert other.status_code == 400
 
 
-@pytest.mark.parametrize(("path", "name", "neutral"), cases(IGNORED))
-def test_what_is_ignored_is_named_and_leaves_the_request_as_it_is(server, path, name, neutral):
-    def sampling(**fields: Any) -> tuple[Any, str]:
-        answer = server.post(path, **BODIES[path], **fields)
-        assert answer.status_code == 200
-        return server.engine.submitted[-1].sampling, answer.headers.get("x-adaserve-warning", "")
+def sampling(server: Running, path: str, **fields: Any) -> tuple[SamplingParams, str]:
+    """What the engine is asked for, and the warning of the answer."""
+    answer = server.post(path, **BODIES[path], **fields)
+    assert answer.status_code == 200
+    return server.engine.submitted[-1].sampling, answer.headers.get("x-adaserve-warning", "")
 
-    plain, nothing = sampling()
-    assert nothing == ""
+
+@pytest.fixture(scope="module")
+def plain(server: Running) -> dict[str, SamplingParams]:
+    """Requests without any of the fields, by path."""
+    found = {path: sampling(server, path) for path in BODIES}
+    assert {warning for _, warning in found.values()} == {""}
+    return {path: asked for path, (asked, _) in found.items()}
+
+
+@pytest.mark.parametrize(("path", "name", "neutral"), cases(IGNORED))
+def test_what_is_ignored_is_named_and_leaves_the_request_as_it_is(server, plain, path, name, neutral):
     for value in (None, *neutral):
-        assert sampling(**{name: value}) == (plain, "")
-    assert sampling(**{name: {"some": "value"}}) == (plain, f"ignored fields: {name}")
+        assert sampling(server, path, **{name: value}) == (plain[path], "")
+    assert sampling(server, path, **{name: {"some": "value"}}) == (plain[path], f"ignored fields: {name}")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_an_earlier_answer_brings_its_thinking_to_the_template(thinks: Running):
     assert "reasoning_content must be left out unless the role is assistant, got user" in error["error"]["message"]
 
 
+def events_of(server: Running, **body: Any) -> list[dict[str, Any]]:
+    """The events of a streamed response; that the official client reads them, test_responses.py says."""
+    with server.http.stream("POST", "/v1/responses", json=body | {"stream": True}) as answer:
+        lines = answer.read().decode().splitlines()
+    named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert named == [each["type"] for each in found]
+    return found
+
+
 def test_the_responses_api_has_reasoning_items(thinks: Running):
     call = '<tool_call>\n{"name": "say", "arguments": {}}\n</tool_call>'
     tools = [{"type": "function", "name": "say"}]
@@ -197,14 +208,13 @@ def test_the_responses_api_has_reasoning_items(thinks: Running):
         if "message" in kinds:
             (part,) = body["output"][-1]["content"]
             assert part["text"] == "".join(each["token"] for each in part["logprobs"]) == "Yes."
-        with thinks.openai_client() as client, client.responses.stream(model="scripted", **one) as stream:
-            events = list(stream)
-        shown = [each.delta for each in events if each.type == "response.reasoning_text.delta"]
+        events = events_of(thinks, **one)
+        shown = [each["delta"] for each in events if each["type"] == "response.reasoning_text.delta"]
         assert "".join(shown) == ("Hm é." if "reasoning" in kinds else "")
-        done = [each.text for each in events if each.type == "response.reasoning_text.done"]
+        done = [each["text"] for each in events if each["type"] == "response.reasoning_text.done"]
         assert done == ["Hm é."] * ("reasoning" in kinds)
-        assert [item.type for item in events[-1].response.output] == kinds
-        assert [each.sequence_number for each in events] == [*range(len(events))]
+        assert [item["type"] for item in events[-1]["response"]["output"]] == kinds
+        assert [each["sequence_number"] for each in events] == [*range(len(events))]
     hidden = thinks.post("/v1/responses", input="<think>Hm.</think>Yes.", include_reasoning=False).json()
     assert [item["type"] for item in hidden["output"]] == ["message"]
 

@@ -116,7 +116,7 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
     with site(max_restarts=1) as place, ThreadPoolExecutor(4) as pool:
         server = place.server
         assert server.post(prompt="before", max_tokens=9).status_code == 200
-        wait_until(lambda: place.metric("adaserve_steps_total") > 0)
+        wait_until(lambda: place.metric("adaserve_steps_total") > 0, every_s=0.02)
         answers = in_flight(server, pool)
         before = place.counters()
         place.may_start.clear()
@@ -134,19 +134,19 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
         assert place.metric("adaserve_engine_up") == 0 and place.metric("adaserve_requests_running") == 0
         during = place.counters()
         place.may_start.set()
-        wait_until(lambda: place.status("/ready") == (200, "ok"))
+        wait_until(lambda: place.status("/ready") == (200, "ok"), every_s=0.02)
         assert server.post(prompt="after", max_tokens=9).json()["choices"][0]["text"] == "afterafte"
         assert place.metric("adaserve_engine_up") == 1 and place.metric("adaserve_engine_restarts_total") == 1
         after = place.counters()
         assert {k for k in before if not before[k] <= during[k] <= after[k]} == set()
         assert server.state.slots.used == 0 and not server.state.in_flight
         place.kill()  # after a finished request: it comes back
-        wait_until(lambda: place.metric("adaserve_engine_restarts_total") == 2)
-        wait_until(lambda: place.status("/ready") == (200, "ok"))
+        wait_until(lambda: place.metric("adaserve_engine_restarts_total") == 2, every_s=0.02)
+        wait_until(lambda: place.status("/ready") == (200, "ok"), every_s=0.02)
         health = server.http.get("/health").json()
         assert (health["restarts"], health["detail"]) == (2, "requests are served") and health["last_crash_unix_s"] > 0
         place.kill()
-        wait_until(lambda: place.status("/health") == (503, "dead"))
+        wait_until(lambda: place.status("/health") == (503, "dead"), every_s=0.02)
         assert place.status("/ready") == (503, "dead") and code_of(server.post(prompt="x")) == "engine_dead"
         dead = place.counters()
         assert {k for k in after if not after[k] <= dead[k]} == set()
@@ -158,7 +158,7 @@ def test_a_request_that_crashes_the_engine_each_time_is_set_aside():
         for _ in range(2):
             told = place.server.post(prompt="die now")
             assert (told.status_code, code_of(told)) == (503, "engine_restarting")
-            wait_until(lambda: place.status("/ready") == (200, "ok"))
+            wait_until(lambda: place.status("/ready") == (200, "ok"), every_s=0.02)
         refused = place.server.post(prompt="die now")
         assert (refused.status_code, code_of(refused)) == (400, "crashes_engine")
         assert "running each of the last 2 times that the engine crashed" in refused.text
@@ -172,13 +172,13 @@ def test_a_hanging_engine_is_reported_and_recovers():
         answers = [pool.submit(server.post, prompt="slow", max_tokens=60, stream=i == 0) for i in range(2)]
         wait_until(lambda: server.state.slots.used == 2)
         place.kill(signal.SIGSTOP)
-        wait_until(lambda: place.status("/health")[1] == "stalled")
+        wait_until(lambda: place.status("/health")[1] == "stalled", every_s=0.02)
         assert place.status("/health")[0] == place.status("/ready")[0] == 503
         refused = server.post(prompt="x")
         assert (refused.status_code, code_of(refused)) == (503, "engine_stalled")
         assert "retry-after" in refused.headers and place.metric("adaserve_step_age_seconds") > 0.4
         place.kill(signal.SIGCONT)
-        wait_until(lambda: place.status("/health") == (200, "ok"))
+        wait_until(lambda: place.status("/health") == (200, "ok"), every_s=0.02)
         assert all(answer.result(PATIENCE_S).status_code == 200 for answer in answers)
         assert '"finish_reason":"length"' in answers[0].result().text
         assert place.status("/ready") == (200, "ok") and place.metric("adaserve_step_age_seconds") == 0
@@ -195,7 +195,7 @@ def test_a_server_drains_while_its_engine_starts_again():
     with site() as place:
         place.may_start.clear()
         place.kill()
-        wait_until(lambda: place.status("/health") == (200, "restarting"))
+        wait_until(lambda: place.status("/health") == (200, "restarting"), every_s=0.02)
         place.server.state.drain()
         assert (
             place.status("/health") == (200, "draining") and code_of(place.server.post(prompt="x")) == "shutting_down"
@@ -208,7 +208,7 @@ def test_a_stop_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     gate = tmp_path / "open"
     monkeypatch.setenv(GATE, str(gate))
     with Program(timeout=PATIENCE_S) as program, ThreadPoolExecutor(24) as pool:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         bodies = [
             {"prompt": f"held {i:02d} ", "max_tokens": 60 + i, "stream": i % 2 == 0, "n": 1 + i % 2} for i in range(24)
         ]
@@ -218,7 +218,7 @@ def test_a_stop_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
                 lambda: f"adaserve_requests_running {sum(b['n'] for b in bodies)}.0" in http.get("/metrics").text
             )
             program.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: program.status("/ready") == 503)
+            wait_until(lambda: program.status("/ready") == 503, every_s=0.02)
             gate.touch()
             for body, answer in zip(bodies, answers, strict=True):
                 assert texts(answer.result(PATIENCE_S), body["stream"]) == [expected(body)] * body["n"]

@@ -20,10 +20,12 @@ import httpx
 import pytest
 from rich.console import Console
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.server.connection import ABORT_GRACE_S
-from adaserve_jax.server.serve import WarmUpBar, example, listen, load_tokenizer
+from adaserve_jax.server.serve import WarmUpBar, example, listen, load_tokenizer, serve
 from adaserve_jax.server.settings import ServerSettings
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -82,13 +84,13 @@ class Program:
 
 def test_it_starts_serves_and_drains():
     with Program() as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         request = program.http.build_request(
             "POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 30, "stream": True}
         )
         streaming = program.http.send(request, stream=True)
         program.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: program.status("/ready") == 503)
+        wait_until(lambda: program.status("/ready") == 503, every_s=0.02)
         refused = program.http.post("/v1/completions", json={"prompt": "x"})
         assert refused.json()["error"]["code"] == "shutting_down"
         text = streaming.read().decode()
@@ -106,7 +108,7 @@ def test_it_starts_serves_and_drains():
 @pytest.mark.slow
 def test_a_drain_that_takes_too_long_ends_the_requests():
     with Program(timeout=0.2) as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         request = program.http.build_request(
             "POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 500, "stream": True}
         )
@@ -120,16 +122,16 @@ def test_a_drain_that_takes_too_long_ends_the_requests():
 @pytest.mark.slow
 def test_a_second_signal_ends_the_requests_with_an_error():
     with Program(timeout=600.0) as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         slow = {"prompt": "slow", "max_tokens": 500}
         request = program.http.build_request("POST", "/v1/completions", json=slow | {"stream": True})
         streaming = program.http.send(request, stream=True)
         answers: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: answers.append(program.http.post("/v1/completions", json=slow)))
         waiting.start()
-        wait_until(lambda: "adaserve_requests_running 2" in program.http.get("/metrics").text)
+        wait_until(lambda: "adaserve_requests_running 2" in program.http.get("/metrics").text, every_s=0.02)
         program.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: program.status("/ready") == 503)
+        wait_until(lambda: program.status("/ready") == 503, every_s=0.02)
         program.process.send_signal(signal.SIGTERM)
         assert '"code": "aborted"' in streaming.read().decode()
         waiting.join()
@@ -162,7 +164,7 @@ def read_slowly(program: Program, seconds: float) -> bytes:
 @pytest.mark.slow
 def test_a_client_that_pauses_reading_gets_all_of_its_answer():
     with Program() as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         answer = read_slowly(program, ABORT_GRACE_S + 1.0)
         _, _, content = answer.partition(b"\r\n\r\n")
         assert json.loads(content)["count"] == 1_000_000 and len(content) > 6e6
@@ -173,16 +175,17 @@ def test_a_client_that_pauses_reading_gets_all_of_its_answer():
 @pytest.mark.slow
 def test_a_client_that_never_reads_holds_up_no_stop():
     with Program(timeout=0.2) as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         assert len(read_slowly(program, 4.0)) < 6e6
         code, _, err = program.end()
     assert code == 0, err
 
 
-@pytest.mark.parametrize(("options", "status"), [pytest.param((), None, marks=pytest.mark.slow), (("exit",), 70)])
-def test_a_server_can_end_with_its_engine(options, status):
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "status"), [((), None), (("exit",), 70)])
+def test_a_server_can_end_with_the_process_of_its_engine(options, status):
     with Program("scripted", 10.0, *options) as program:
-        wait_until(lambda: program.status("/ready") == 200)
+        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
         lost = program.http.post("/v1/completions", json={"prompt": "die"})
         assert lost.json()["error"]["code"] == "engine_dead"
         if status is None:
@@ -193,9 +196,32 @@ def test_a_server_can_end_with_its_engine(options, status):
             assert code == status and "the server ends too" in err
 
 
+def test_a_server_can_end_with_its_engine(caplog):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine, status = ScriptedEngine(EngineConfig(target="models/scripted")), []
+    settings = ServerSettings(port=port, exit_when_dead=True)
+    bar = WarmUpBar(Console(file=io.StringIO()))
+    serving = threading.Thread(target=lambda: status.append(serve(settings, engine, ByteTokenizer, bar)), daemon=True)
+    serving.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http:
+
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return http.get("/ready").status_code == 200
+            return False
+
+        wait_until(is_ready)
+        lost = http.post("/v1/completions", json={"prompt": "die"})
+    assert lost.json()["error"]["code"] == "engine_dead"
+    serving.join()
+    assert status == [70] and "the server ends too" in caplog.text
+
+
 def test_it_answers_while_the_engine_starts_and_can_be_stopped_then():
     with Program("hang") as program:
-        wait_until(lambda: program.status("/health") == 200)
+        wait_until(lambda: program.status("/health") == 200, every_s=0.02)
         assert program.status("/ready") == 503
         program.process.send_signal(signal.SIGTERM)
         code, out, err = program.end()

@@ -131,7 +131,7 @@ def opened(demo_engine: Any, serve_engine: Any, tmp_path_factory: pytest.TempPat
 def test_answers_records_and_metrics_have_both_parts(opened: tuple[Running, Path]) -> None:
     """Whole and streamed: a target that nobody misses, and one that everybody does."""
     server, path = opened
-    body = {**MESSAGES, "max_tokens": 40, "max_thinking_tokens": 12, "ignore_eos": True, "seed": 3}
+    body = {**MESSAGES, "max_tokens": 24, "max_thinking_tokens": 12, "ignore_eos": True, "seed": 3}
     asked = ((60_000.0, 60_000.0), (60_000.0, 0.1), (0.1, 60_000.0), (0.1, None), (None, 60_000.0))
     found = []
     for thinking_ms, answer_ms in asked:
@@ -145,9 +145,9 @@ def test_answers_records_and_metrics_have_both_parts(opened: tuple[Running, Path
             if thinking_ms is None:
                 assert not {"thinking_tpot_ms", "answer_tpot_ms"} & set(slo)
             else:
-                # 12 tokens after the first up to the mark, 27 behind it
-                assert 39 * slo["tpot_ms"] == pytest.approx(
-                    12 * slo["thinking_tpot_ms"] + 27 * slo["answer_tpot_ms"], rel=0.01
+                # 12 tokens after the first up to the mark, 11 behind it
+                assert 23 * slo["tpot_ms"] == pytest.approx(
+                    12 * slo["thinking_tpot_ms"] + 11 * slo["answer_tpot_ms"], rel=0.01
                 )
         found.append(whole["metrics"]["slo"]["met"])
     assert found == [True, False, False, False, True]
