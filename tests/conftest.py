@@ -9,12 +9,15 @@ import contextlib
 import fcntl
 import gc
 import importlib.util
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -84,6 +87,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, absent in missing.items():
             if absent and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Rewrite the assertions of all test files once, before workers start: each of them would rewrite them all."""
+    if getattr(session.config.option, "numprocesses", None) and not sys.dont_write_bytecode:
+        files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: -file.stat().st_size)
+        _configured.append(session.config)
+        with multiprocessing.get_context("fork").Pool() as pool:
+            pool.map(_rewrite, files, chunksize=1)
+
+
+_configured: list[pytest.Config] = []
+"""Configuration of the run, for the processes that rewrite assertions."""
+
+
+def _rewrite(file: Path) -> None:
+    """Write the bytecode of a test file as pytest does when it imports it."""
+    (config,) = _configured
+    cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+    if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(file, cached) is None:
+        stat, code = rewrite._rewrite_test(file, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
 
 
 def pytest_collection_finish() -> None:

@@ -65,6 +65,8 @@ class SimKV:
 
     def _extend(self, record: _Record, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
         """Feed `tokens` behind the first ctx[r] ones of each row: one entry for each position of a row, row by row."""
+        if len(tokens) != counts.sum():
+            raise IntegrityError(f"{len(tokens)} tokens are fed to rows that make KV of {counts.sum()}")
         ends = ctx + counts
         row = np.repeat(np.arange(len(ends)), ends)
         begins = ends.cumsum() - ends

@@ -65,5 +65,5 @@ def test_what_this_process_and_its_servers_take_is_not_of_others(modules, monkey
     monkeypatch.setattr(cpu.time, "process_time", lambda: next(own))
     monkeypatch.setattr(cpu.time, "perf_counter", iter([0.0, 2.0]).__next__)
     monkeypatch.setattr(cpu, "cpu_s", lambda pid: next(servers))
-    wall_s, others = cpu.Watch(os.getpid()).read()
+    wall_s, others = cpu.CpuTimer(os.getpid()).read()
     assert (wall_s, others) == (2.0, pytest.approx((3.0 - 1.0 - 0.5) / (2.0 * (os.cpu_count() or 1))))

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.engine.llm import LLM
@@ -65,8 +65,8 @@ def test_tokens_are_drawn_from_the_mixture(tmp_path: Path, mix: float) -> None:
     texts = generator.texts((target_params, draft_params), [np.array(prompt)] * count, range(count), drawing)
     assert all(len(text) == 4 for text in texts)
     found = np.bincount([text[-1] for text in texts], minlength=24)
-    assert stats.chisquare(found, count * (mix * p + (1 - mix) * q)).pvalue > 0.01
-    assert stats.chisquare(found, count * q).pvalue < 1e-6
+    assert scipy.stats.chisquare(found, count * (mix * p + (1 - mix) * q)).pvalue > 0.01
+    assert scipy.stats.chisquare(found, count * q).pvalue < 1e-6
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
@@ -130,7 +130,7 @@ def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())
-    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+    return float(scipy.stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
 
 
 @pytest.mark.slow

@@ -6,13 +6,16 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adaserve_jax.models.config import ModelConfig, resolve_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "adaserve_jax/models/demo"
@@ -28,6 +31,8 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=MODELS)
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # and with it torch
+
     return AutoTokenizer.from_pretrained(DEMO / request.param)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import Unigram
-from transformers import PreTrainedTokenizerFast
 
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -99,6 +98,8 @@ def test_mistrals_own_library_does_not_take_over(tmp_path: Path, monkeypatch: py
     said = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tekken.json").write_text("{}")
+
+    from transformers import PreTrainedTokenizerFast
 
     class Auto:
         @staticmethod

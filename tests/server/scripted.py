@@ -32,6 +32,8 @@ from adaserve_jax.types import TokenLogprob
 
 STRIDE = 3
 CONTEXT = 512
+LONG_CONTEXT = 2_000_000
+"""Of the target `long`, whose answers may be long."""
 BASELINE_S = 0.010
 CACHED = 2
 """Tokens of its prompt that the first choice says it found in the prefix cache; each one after it says one more."""
@@ -158,7 +160,8 @@ class ScriptedEngine:
         if self.dead:
             raise EngineDeadError("not started")
         return EngineInfo(
-            self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, self.vocab_size, BASELINE_S,
+            self.config.target, self.config.draft, "scripted", "cpu", "0",
+            LONG_CONTEXT if self.config.target == "long" else CONTEXT, 64, self.vocab_size, BASELINE_S,
             defaults=self.defaults, drafts=self.config.draft_names, adapters=self.adapters.names,
             lora_slots=self.adapters.slots, synthetic_acceptance=self.config.synthetic_acceptance,
             kv_tokens=self.kv_tokens,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from adaserve_jax.tree.sampling import DeviceSampling, draw, gumbel_noise, perturbed_scores
 
@@ -75,7 +75,7 @@ def test_frequencies_follow_the_softmax(temperature: float) -> None:
     )
     probs = np.exp(logits.astype(np.float64) / temperature)
     probs /= probs.sum()
-    assert stats.chisquare(np.bincount(drawn, minlength=VOCAB), probs * rows).pvalue > 1e-3
+    assert scipy.stats.chisquare(np.bincount(drawn, minlength=VOCAB), probs * rows).pvalue > 1e-3
 
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -124,4 +124,4 @@ def test_every_part_of_the_key_matters_and_the_vocabulary_size_does_not() -> Non
 def test_is_standard_gumbel() -> None:
     sample = np.concatenate([noise(seed, 0, seed, 4096) for seed in range(5)])
     assert np.isfinite(sample).all()
-    assert stats.kstest(sample, "gumbel_r").pvalue > 1e-3
+    assert scipy.stats.kstest(sample, "gumbel_r").pvalue > 1e-3
