@@ -65,7 +65,7 @@ def _has_gpu() -> bool:
 
 
 LONGEST = (
-    "bench/test_http_own_server.py", "engine/test_drafting.py", "server/test_tools.py", "runtime/test_mesh.py",
+    "engine/test_drafting.py", "server/test_tools.py", "runtime/test_mesh.py",
     "engine/test_learning.py", "models/test_checkpoint_formats.py", "pallas_kernels/test_paged_tree_attention.py",
     "server/test_serve.py", "cluster/test_local.py",
 )  # fmt: skip

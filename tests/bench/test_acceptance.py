@@ -93,6 +93,7 @@ def accepted_per_verification(simulated: Simulated) -> float:
     return sum(record.accepted_tokens for record in simulated.records) / steps
 
 
+@pytest.mark.slow
 def test_a_fit_to_a_recorded_simulation_finds_its_truth_and_repeats_its_run() -> None:
     trace = short_trace(50, rate=4.0, output=100)
     trace = replace(trace, requests=tuple(replace(r, slo_class="code") for r in trace.requests))

@@ -47,6 +47,7 @@ def test_requests_in_columns_are_made_when_they_are_asked_for(scripts) -> None:
     assert runs[0].records == runs[1].records
 
 
+@pytest.mark.slow
 def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path) -> None:
     plan = scripts["plan"]
     assert results_cluster.cluster_tables(tmp_path) == []

@@ -142,6 +142,7 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
     assert all(KEY not in path.read_text() for path in out.iterdir())
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_has_the_same_tokens_by_http_and_in_process(demo_engine):
     tokenizer = load_tokenizer("demo")
     items = [replace(each, temperature=0.9, seed=i, max_tokens=96)

@@ -50,6 +50,7 @@ def test_requests_have_the_segments_lengths_and_texts_of_their_own(modules, requ
     assert {item.arrival_s for item in requests.saturating().items} == {0.0}
 
 
+@pytest.mark.slow
 def test_policies_take_turns_and_what_is_there_is_not_run_again(
     modules, requests, make_bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

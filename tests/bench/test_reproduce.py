@@ -127,6 +127,7 @@ def test_a_claim_is_decided_by_its_line_and_compared_with_the_papers_number(modu
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_figure_is_run_judged_and_shown_from_end_to_end(modules, tmp_path: Path, monkeypatch) -> None:
     """The first 60 requests of the generated trace of AdaServe's figure 13, simulated: only chat has peaked by then."""
     monkeypatch.delitem(modules["pages"].RENDERERS, ".html")  # whose drawing takes longer than the rest
@@ -229,6 +230,7 @@ def test_data_is_looked_for_where_it_is_said_to_be_or_made(modules, tmp_path: Pa
     assert data.find_data("azure", tmp_path).name == "AzureLLMInferenceTrace_conv.csv"
 
 
+@pytest.mark.slow
 def test_made_workloads_are_what_the_benchmarks_take(modules, tmp_path: Path) -> None:
     for name in modules["data"].SOURCES:
         modules["data"].make_data(name, tmp_path, span_s=30.0)

@@ -236,6 +236,7 @@ def test_made_questions_are_what_learning_asks_and_their_answers_are_right(modul
     assert modules["data"].find_data("gsm8k", again).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_prompts_are_written_as_distill_reads_them(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = list(modules["prompts"].library_files())  # the standard library is read once
     monkeypatch.setattr(modules["prompts"], "library_files", lambda: iter(files))

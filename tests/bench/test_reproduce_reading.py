@@ -232,6 +232,7 @@ def test_a_class_peaks_where_most_of_its_requests_are(modules) -> None:
     assert found.values == {"peaks off, s": pytest.approx(5.0, abs=1.0), "least swing": pytest.approx(6.0)}
 
 
+@pytest.mark.slow
 def test_speedup_is_nearly_that_of_independent_acceptances(modules) -> None:
     """The simulator shares no code with the formula; what it verifies takes longer by a few percent than one token."""
     speedup = modules["acceptance_speedup"]

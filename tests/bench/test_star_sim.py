@@ -48,6 +48,7 @@ def test_one_by_one_it_is_the_closed_form(targets: int, back_s: float) -> None:
     assert found.throughput_tps / found.rounds_per_s == pytest.approx(emitted_tokens(0.7, 4), abs=error)
 
 
+@pytest.mark.slow
 def test_batched_it_is_the_closed_form_where_phases_settle_as_it_says() -> None:
     """Batched, a loop settles at the groups that its phases fall into: seldom one more or fewer than the closed form
     has. So the median is held close, and each point only as far as one group goes."""
@@ -75,6 +76,7 @@ def test_rows_of_a_target_are_drafted_together() -> None:
     assert one_by_one.wait_s == pytest.approx(0.010, rel=0.05)  # 0, 10 and 20 ms
 
 
+@pytest.mark.slow
 def test_beside_table_1_of_the_paper() -> None:
     """S of each N is its load over its rounds/s, Z is 31 ms. Rounds/s within 2% but at N = 4, the edge of full load,
     where targets that all take the same time leave no gap; times that spread by 30% leave some."""

@@ -54,6 +54,7 @@ def paths(trees: CandidateTrees, row: int) -> set[tuple[int, ...]]:
     return set(found.values())
 
 
+@pytest.mark.slow
 def test_a_tree_is_accepted_as_far_as_it_has_the_text(scripts) -> None:
     rng, counts = np.random.default_rng(0), []
     for _ in range(150):
@@ -146,6 +147,7 @@ def made_runs(scripts, service_s: float, back_s: float) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table1 = scripts["table1"]
     monkeypatch.setattr(table1, "COMPUTED", (*range(1, 7), 64))
