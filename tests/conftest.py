@@ -91,12 +91,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rewrite the assertions of all test files once, before workers start: each of them would rewrite them all."""
-    if getattr(session.config.option, "numprocesses", None) and not sys.dont_write_bytecode:
-        files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: -file.stat().st_size)
-        _configured.append(session.config)
-        with multiprocessing.get_context("fork").Pool() as pool:
-            pool.map(_rewrite, files, chunksize=1)
+    """Rewrite the assertions of all test files once, before workers start: each of them would rewrite them all.
+
+    Not where it is unsafe to fork, nor while branches are counted in each process.
+    """
+    workers = getattr(session.config.option, "numprocesses", None)
+    unwanted = sys.dont_write_bytecode or sys.platform != "linux" or "coverage" in sys.modules
+    if not workers or unwanted or rewrite.assertstate_key not in session.config.stash:
+        return
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda file: -file.stat().st_size)
+    _configured.append(session.config)
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        pool.map(_rewrite, files, chunksize=1)
 
 
 _configured: list[pytest.Config] = []
@@ -104,12 +110,13 @@ _configured: list[pytest.Config] = []
 
 
 def _rewrite(file: Path) -> None:
-    """Write the bytecode of a test file as pytest does when it imports it."""
+    """Write the bytecode of a test file as pytest does when it imports it, if it can be written."""
     (config,) = _configured
-    cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
-    if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(file, cached) is None:
-        stat, code = rewrite._rewrite_test(file, config)
-        rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, cached)
+    with contextlib.suppress(Exception):  # these functions are pytest's own, and the import of a file tells its errors
+        cached = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite.try_makedirs(cached.parent) and rewrite._read_pyc(file, cached) is None:
+            source_hash, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, cached)
 
 
 def pytest_collection_finish() -> None:

@@ -32,10 +32,10 @@ class Varied:
     slo_scale: float | None = None
 
     @classmethod
-    def of(cls, trace: Trace, shape: Reshaping, baseline_s: float) -> Varied:
-        """Return how `shape` varies `trace`, which is not reshaped yet."""
-        share = None if shape.mix is None else _urgent_share(trace, shape.mix, baseline_s)
-        return cls(share, shape.slo_scale)
+    def of(cls, trace: Trace, reshaping: Reshaping, baseline_s: float) -> Varied:
+        """Return how `reshaping` varies `trace`, which is not reshaped yet."""
+        share = None if reshaping.mix is None else _urgent_share(trace, reshaping.mix, baseline_s)
+        return cls(share, reshaping.slo_scale)
 
 
 def _urgent_share(trace: Trace, mix: Mapping[str, float], baseline_s: float) -> float | None:

@@ -188,7 +188,7 @@ def simulate(
                 "with adaserve bench"
             )
     find_router(router)
-    shapes = [
+    reshapings = [
         Reshaping(rate, shares, scale, requests)
         for rate in numbers_above_0("rates", rates, or_trace=True)
         for shares in ([parse_mix(text) for text in mix] if mix else [None])
@@ -203,34 +203,34 @@ def simulate(
     )  # fmt: skip
     if len(set(plan.replicas)) < len(plan.replicas):
         raise ConfigError(f"--replicas must be different numbers, got {replicas!r}")
-    if not (names and shapes and plan.replicas):
+    if not (names and reshapings and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
     keeps_own = ttft_slo is None
     loaded = [_load(path, format, slos, lengths, ttft_slo_s or None, keeps_own, time_scale) for path in traces or []]
-    asked = shapes if fluctuating else [shape for _ in loaded for shape in shapes]
+    asked = reshapings if fluctuating else [reshaping for _ in loaded for reshaping in reshapings]
     if fluctuating:
-        pairs = _fluctuating(loaded, shapes, seed, ttft_slo_s or None, plan.limits(simulated).max_context)
+        pairs = _fluctuating(loaded, reshapings, seed, ttft_slo_s or None, plan.limits(simulated).max_context)
         for trace, _ in pairs:
             for note in trace.notes:
                 say(f"{trace.name}: {note}")
     elif loaded:
-        pairs = [(trace, shape) for trace in loaded for shape in shapes]
+        pairs = [(trace, reshaping) for trace in loaded for reshaping in reshapings]
     else:
         raise ConfigError("nothing to simulate: give trace files, or --fluctuating for a generated trace")
-    reshaped = [reshape(trace, shape, seed) for trace, shape in pairs]
-    varied = [Varied.of(trace, shape, simulated.baseline_s) for trace, shape in pairs]
+    reshaped = [reshape(trace, reshaping, seed) for trace, reshaping in pairs]
+    varied = [Varied.of(trace, reshaping, simulated.baseline_s) for trace, reshaping in pairs]
     check_folder(out, "append" if append else "new")
     make_folder(out)
     if save_traces:
         for number, trace in enumerate(reshaped):
             save_trace(trace, out / f"trace-{number:02d}-{trace.sha256[:8]}.jsonl.gz")
-    for (whole, _), trace, shape in zip(pairs, reshaped, asked, strict=True):
-        if shape.rate_rps is not None and abs(trace.rate_rps / shape.rate_rps - 1) > RATE_TOLERANCE:
+    for (whole, _), trace, reshaping in zip(pairs, reshaped, asked, strict=True):
+        if reshaping.rate_rps is not None and abs(trace.rate_rps / reshaping.rate_rps - 1) > RATE_TOLERANCE:
             is_cut = len(trace.requests) < len(whole.requests)
             why = (
                 f", because --requests keeps the first {trace.duration_s:.0f} s alone; leave it out for the whole trace"
             )
-            say(f"{trace.name}: {shape.rate_rps:g} requests/s were asked for; the requests that are simulated come at "
+            say(f"{trace.name}: {reshaping.rate_rps:g} requests/s were asked for; those that are simulated come at "
                 f"{trace.rate_rps:.4g}/s on average{why if is_cut else ''}")  # fmt: skip
     total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
     done = count(1)
@@ -259,7 +259,7 @@ def _load(
 
 
 def _fluctuating(
-    loaded: list[Trace], shapes: list[Reshaping], seed: int, ttft_slo_s: float | None, max_context: int
+    loaded: list[Trace], reshapings: list[Reshaping], seed: int, ttft_slo_s: float | None, max_context: int
 ) -> list[tuple[Trace, Reshaping]]:
     """Return generated traces that fit a machine's context, each with the changes left to make.
 
@@ -270,14 +270,14 @@ def _fluctuating(
         (
             fluctuating_trace(
                 seed=seed,
-                rate_rps=shape.rate_rps or RATE_RPS,
+                rate_rps=reshaping.rate_rps or RATE_RPS,
                 like=like,
                 ttft_slo_s=ttft_slo_s,
                 max_context=max_context,
             ),
-            Reshaping(None, shape.mix, shape.slo_scale, shape.requests),
+            Reshaping(None, reshaping.mix, reshaping.slo_scale, reshaping.requests),
         )
-        for shape in shapes
+        for reshaping in reshapings
     ]
 
 

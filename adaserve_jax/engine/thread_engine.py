@@ -87,7 +87,7 @@ class LocalEngine:
 
     @property
     def served(self) -> ServedTimes:
-        """Times of the steps since the policy was set; the same rule holds."""
+        """Times of the steps since the policy was set; read them while the engine is idle."""
         return self._core.scheduler.costs.served
 
     @property

@@ -189,20 +189,20 @@ class EngineSize:
     max_requests: int
 
 
-def check_fits(ledger: Ledger, shape: EngineSize) -> None:
+def check_fits(ledger: Ledger, size: EngineSize) -> None:
     """Raise ConfigError unless the ledger fits its limit."""
     if not ledger.fits:
-        raise ConfigError(refusal(ledger, shape))
+        raise ConfigError(refusal(ledger, size))
 
 
-def refusal(ledger: Ledger, shape: EngineSize) -> str:
+def refusal(ledger: Ledger, size: EngineSize) -> str:
     """Return the message for a ledger that does not fit: each part, the limit, and changes that would make it fit.
 
     Each change that is named was tried on the ledger and is enough by itself.
     """
     parts = ", ".join(_say(part.name, ledger.counted(part), ledger) for part in ledger.parts())
     known = ledger.needed - (ledger.sizes.reserve if ledger.workspace is None else 0)
-    found = list(_changes(ledger, shape))
+    found = list(_changes(ledger, size))
     advice = (
         f"to make it fit, change one of: {'; '.join(found)}"
         if found
@@ -225,17 +225,17 @@ def _say(name: str, size: int, ledger: Ledger) -> str:
     return f"{name} {mib(size)}{'' if pages is None else f' ({pages})'}"
 
 
-def _changes(ledger: Ledger, shape: EngineSize) -> Iterator[str]:
+def _changes(ledger: Ledger, size: EngineSize) -> Iterator[str]:
     """Yield single changes that are enough; if there are none, changes that are enough together."""
     smaller = list(_smaller_models(ledger))
-    alone = [_fewer_pages(ledger, shape), _shorter_steps(ledger, shape)]
+    alone = [_fewer_pages(ledger, size), _shorter_steps(ledger, size)]
     enough = _first_kinds((words, words) for words, changed in smaller if changed.needed <= changed.limit.bytes)
     alone += [words for words in enough if not any(other != words and other in words for other in enough)]
     if ledger.texts and replace(ledger, texts=0).needed <= ledger.limit.bytes:
         alone.append("draft_sources " + ("model" if ledger.sizes.draft_weights else "none"))
     found = [change for change in alone if change is not None]
     if not found:
-        pairs = [(words, _fewer_pages(changed, shape)) for words, changed in smaller]
+        pairs = [(words, _fewer_pages(changed, size)) for words, changed in smaller]
         found = _first_kinds((words, f"{words} and {change}") for words, change in pairs if change is not None)
     yield from found
     least = -(-ledger.needed // MIB)
@@ -280,27 +280,27 @@ def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
     return replace(ledger, sizes=sizes, extension_pages=extension, workspace=workspace)
 
 
-def _fewer_pages(ledger: Ledger, shape: EngineSize) -> str | None:
+def _fewer_pages(ledger: Ledger, size: EngineSize) -> str | None:
     """Suggest as many pages as fit, with a context that they hold."""
     beside = replace(ledger, num_pages=0, extension_pages=0).needed  # weights and workspace
     if ledger.extension_pages and ledger.limit.covers_host:
         beside += ledger.sizes.drafts_weights
     pages = min(max(0, ledger.limit.bytes - beside) // ledger.sizes.page, ledger.num_pages)
-    held = pages * shape.page_size
-    if held < min(LEAST_CONTEXT, shape.max_context):
+    held = pages * size.page_size
+    if held < min(LEAST_CONTEXT, size.max_context):
         return None
-    if held >= shape.max_context:
+    if held >= size.max_context:
         return f"num_pages at most {pages}"
     return f"num_pages at most {pages} and max_context at most {held}"
 
 
-def _shorter_steps(ledger: Ledger, shape: EngineSize) -> str | None:
+def _shorter_steps(ledger: Ledger, size: EngineSize) -> str | None:
     """Suggest a maximum step length, if the programs of the longest steps are what does not fit."""
     if ledger.workspace is None:
         return None
     for tokens, size in sorted(ledger.workspace.by_tokens.items(), reverse=True)[1:]:
         if replace(ledger, workspace=Workspace(size)).needed <= ledger.limit.bytes:
-            fewer = "" if tokens >= shape.max_requests else f" and max_requests at most {tokens}"
+            fewer = "" if tokens >= size.max_requests else f" and max_requests at most {tokens}"
             return f"max_batch_tokens at most {tokens}{fewer}"
     return None
 

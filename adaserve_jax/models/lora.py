@@ -49,8 +49,8 @@ def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matr
     `max_rank`, or a value is not finite; UnsupportedModelError: the adapter is of a kind that is not implemented.
     """
     folder = Path(folder)
-    settings = ConfigValues(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
-    rank, scale = _rank_and_scale(settings, max_rank)
+    values = ConfigValues(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    rank, scale = _rank_and_scale(values, max_rank)
     modules = _modules(config)
     path = folder / WEIGHTS_FILE
     if not path.exists():
@@ -59,35 +59,35 @@ def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matr
         with safe_open(path, framework="numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             found = _check_tensors(path, shapes, modules, rank)
-            _check_complete(settings, found, modules)
+            _check_complete(values, found, modules)
             return _fuse(path, file, found, modules, config, max_rank, scale)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _rank_and_scale(settings: ConfigValues, max_rank: int) -> tuple[int, float]:
+def _rank_and_scale(values: ConfigValues, max_rank: int) -> tuple[int, float]:
     """Return r and what B is multiplied by. Raises as `read_adapter` does."""
-    if settings.get("peft_type") != "LORA":
-        raise settings.unsupported("peft_type", "only LORA is")
+    if values.get("peft_type") != "LORA":
+        raise values.unsupported("peft_type", "only LORA is")
     for name, advice in _NEEDS.items():
-        if settings.get(name):
-            raise settings.unsupported(name, advice)
-    if settings.get("bias", "none") not in (None, "none"):
-        raise settings.unsupported("bias", "adapters change no bias; train the adapter with bias none")
-    if str(settings.get("init_lora_weights")).lower().startswith(_CHANGE_BASE):
-        raise settings.unsupported(
+        if values.get(name):
+            raise values.unsupported(name, advice)
+    if values.get("bias", "none") not in (None, "none"):
+        raise values.unsupported("bias", "adapters change no bias; train the adapter with bias none")
+    if str(values.get("init_lora_weights")).lower().startswith(_CHANGE_BASE):
+        raise values.unsupported(
             "init_lora_weights",
             "such an adapter belongs to base weights that PEFT changes; save it again with "
             "path_initial_model_for_weight_conversion, or merge it into the weights",
         )
-    rank = settings.integer("r")
+    rank = values.integer("r")
     if rank > max_rank:
         raise CheckpointError(
-            f"{settings.path}: r must be at most {max_rank}, the max_lora_rank of this engine, got {rank}; start it "
+            f"{values.path}: r must be at most {max_rank}, the max_lora_rank of this engine, got {rank}; start it "
             f"with max_lora_rank {rank}"
         )
-    alpha = settings.positive("lora_alpha")
-    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    alpha = values.positive("lora_alpha")
+    return rank, alpha / (math.sqrt(rank) if values.get("use_rslora") else rank)
 
 
 def _modules(config: ModelConfig) -> dict[str, tuple[str, int, tuple[int, ...]]]:
@@ -140,17 +140,17 @@ def _why_unknown(module: str, modules: dict[str, Any]) -> str:
     return f"modules of this model that can be adapted are {', '.join(known)}"
 
 
-def _check_complete(settings: ConfigValues, found: dict[str, Any], modules: dict[str, Any]) -> None:
+def _check_complete(values: ConfigValues, found: dict[str, Any], modules: dict[str, Any]) -> None:
     """Raise CheckpointError: a module that `target_modules` names is not adapted in every layer that has it."""
-    targets = settings.get("target_modules")
-    if not isinstance(targets, list) or settings.get("layers_to_transform") is not None:
+    targets = values.get("target_modules")
+    if not isinstance(targets, list) or values.get("layers_to_transform") is not None:
         return
-    if settings.get("exclude_modules"):
+    if values.get("exclude_modules"):
         return
     for module in modules:
         if module.rpartition(".")[2] in targets and module not in found:
             raise CheckpointError(
-                f"{settings.path}: target_modules name {module.rpartition('.')[2]}, but {WEIGHTS_FILE} has nothing for "
+                f"{values.path}: target_modules name {module.rpartition('.')[2]}, but {WEIGHTS_FILE} has nothing for "
                 f"{module}; save the adapter again"
             )
 

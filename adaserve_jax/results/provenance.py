@@ -22,13 +22,16 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 
 
 def source_commit(folder: Path | None = None) -> str:
-    """Return the commit of a checkout, with "-dirty" if tracked files differ, or "unknown". Without a folder it is this
-    package's own, as it was at the first call: the code that runs was loaded once."""
+    """Return the commit of a checkout, with "-dirty" if tracked files differ, or "unknown".
+
+    folder: None for this package's own checkout, as it was when this process first asked.
+    """
     return _own_commit() if folder is None else _commit_of(folder)
 
 
 @functools.cache
 def _own_commit() -> str:
+    """Return the commit of this package's checkout; "unknown" for an installed package, whatever lies around it."""
     own = Path(__file__).resolve()
     return _commit_of(own.parent) if _git(own.parent, "ls-files", "--error-unmatch", own.name) else UNKNOWN
 

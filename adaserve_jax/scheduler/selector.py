@@ -28,12 +28,13 @@ class Selector:
 
     def __init__(
         self, policy: Policy, limits: Limits, cost: CostTable, objective: Objective,
-        *, search_budget: bool, max_slo_nodes: int,
+        *, search_budget: bool, max_slo_nodes: int, has_text: bool = False,
     ):  # fmt: skip
         """Set up for one policy.
 
         search_budget: choose the verify budget again, over the token edges, once the candidates are known.
-        max_slo_nodes: most nodes per sequence in the SLO phase; 0 for no limit.
+        max_slo_nodes: most nodes per sequence in the SLO phase; 0 for no limit. has_text: text already seen proposes
+        nodes, of which a step without a draft verifies as many as pay.
         """
         self._policy = policy
         self._cost = cost
@@ -46,8 +47,8 @@ class Selector:
         self._takes_all = policy.selector in ("equal", "best") or (
             policy.selector in ("slo", "slo-equal") and policy.need != "horizon"
         )
-        if policy.need == "horizon":
-            kernels()
+        if search_budget or has_text:
+            kernels()  # so that no step compiles them
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
         """Return the trees to verify. candidates: of every source. now: read after drafting, so that the time that

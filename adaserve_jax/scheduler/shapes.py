@@ -1,6 +1,6 @@
-"""Draft shapes, the tokens that each is expected to bring, and the rows that they keep on pace.
+"""Draft shapes: the tokens that each is expected to bring, the rows that they keep on pace, and what options are worth.
 
-The joint controller asks in every step, for every shape, token edge and row; `shape_kernels` has the loops.
+The joint controller asks in every step, for every shape, token edge and row; `kernels.py` has the loops.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from adaserve_jax.types import Limits
 
-_NO_TEXT, _NONE = np.zeros((0, 0)), np.zeros(0)
+_NO_TEXT, _NO_RATES = np.zeros((0, 0)), np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def all_on_pace(rates: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens
 def value_options(
     drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int, *,
     gained: np.ndarray, chunk: np.ndarray, root_tokens: int, emit: float, prefill: float, baseline_s: float,
-    prompt_rates: np.ndarray = _NONE, drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
+    prompt_rates: np.ndarray | None = None, drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the value of each shape, token edge and share of prefill, f64[O, E, F], and the rows on pace within it.
 
@@ -90,10 +90,10 @@ def value_options(
     gained: f64[O, E, F], expected tokens beside those of the roots. chunk: i64[E, F], prefill tokens. prompt_rates: as
     in `Load`. drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row.
     """
-    value, on_pace = np.zeros(gained.shape), np.zeros(gained.shape, np.int64)
+    value, on_pace = np.empty(gained.shape), np.empty(gained.shape, np.int64)
     kernels().value_options(
-        drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, gained, chunk, prompt_rates, root_tokens,
-        emit, prefill, baseline_s, value, on_pace,
+        drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, gained, chunk,
+        _NO_RATES if prompt_rates is None else prompt_rates, root_tokens, emit, prefill, baseline_s, value, on_pace,
     )  # fmt: skip
     return value, on_pace
 
@@ -101,15 +101,15 @@ def value_options(
 @cache
 def kernels() -> ModuleType:
     """Import the loops, and with them numba, and compile them or load them from its cache, so that no step waits."""
-    from adaserve_jax.scheduler import shape_kernels
+    from adaserve_jax.scheduler import kernels as loops
 
     rates, empty = np.ones(1), np.ones((1, 1))
-    shape_kernels.gain(empty, rates, empty.copy())
-    shape_kernels.all_on_pace(rates, empty, np.zeros(1, np.int64), empty, 1)
+    loops.gain(empty, rates, empty.copy())
+    loops.all_on_pace(rates, empty, np.zeros(1, np.int64), empty, 1)
     value, counts = np.zeros((1, 1, 1)), np.zeros((1, 1, 1), np.int64)
-    shape_kernels.value_options(
-        rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, value, counts[0], _NONE, 1, 1.0, 1.0, 1.0,
+    loops.value_options(
+        rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, value, counts[0], _NO_RATES, 1, 1.0, 1.0, 1.0,
         value.copy(), counts,
     )  # fmt: skip
-    shape_kernels.value_budgets(empty, rates, rates, counts[0, 0], 1, np.ones(2), 1.0, 1.0, 1.0, rates.copy())
-    return shape_kernels
+    loops.value_budgets(empty, rates, rates, counts[0, 0], 1, np.ones(2), 1.0, 1.0, 1.0, rates.copy())
+    return loops

@@ -181,8 +181,8 @@ class Feasibility:
         e2e_s = sequence.e2e_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
             return FeasibilityVerdict(judged=False)
-        is_paced = (tpot_s is not None or thinking_s is not None) and sequence.sampling.max_tokens > 1
-        least_tpot_s = self.least_tpot_s() if is_paced else None
+        token_s = 0.0 if tpot_s is None and thinking_s is None else self.least_tpot_s()
+        least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
             scored = sequence.sampling.prompt_logprobs is not None
@@ -194,7 +194,7 @@ class Feasibility:
             _if_below(thinking_s, least_tpot_s),
             _if_below(e2e_s, least_ttft_s),
             prompt_s=least_ttft_s,
-            token_s=least_tpot_s or 0.0,
+            token_s=token_s,
         )
 
     def least_tpot_s(self) -> float:

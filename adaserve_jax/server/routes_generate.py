@@ -76,10 +76,11 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         429: "No room, a turn that comes too late, or an API key over a limit; see Retry-After.",
         503: "Not ready, draining, or the engine ended or stalled.",
     }
-    # FastAPI makes a validator of each `model`, which was half of the time of a start; one gives the schema its name
+    # FastAPI makes a validator of each `model`, half of a start's time with one for each status. The default keeps its
+    # model, which puts the schema into the document.
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-    shape: dict[int | str, dict[str, Any]] = {s: {"description": texts[s], "content": content} for s in statuses}
-    return shape | {"default": {"model": ErrorBody, "description": "Any other error."}}
+    responses: dict[int | str, dict[str, Any]] = {s: {"description": texts[s], "content": content} for s in statuses}
+    return responses | {"default": {"model": ErrorBody, "description": "Any other error."}}
 
 
 def _stream_response(chunk: str) -> dict[int | str, dict[str, Any]]:

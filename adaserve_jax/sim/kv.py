@@ -64,7 +64,10 @@ class SimKV:
         self._draft.clear(0)
 
     def _extend(self, record: _Record, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
-        """Feed `tokens` behind the first ctx[r] ones of each row: one entry for each position of a row, row by row."""
+        """Feed `tokens` behind the first ctx[r] ones of each row. All rows read before any writes.
+
+        `row`, `position`, `slots` and `names` have an entry for each token of each row, row by row.
+        """
         if len(tokens) != counts.sum():
             raise IntegrityError(f"{len(tokens)} tokens are fed to rows that make KV of {counts.sum()}")
         ends = ctx + counts
@@ -127,8 +130,8 @@ class _Record:
         return page * self._page_size + position % self._page_size
 
     def read(self, slots: np.ndarray, row: np.ndarray, position: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """u64[slots], the names in the slots. Raises IntegrityError unless those that are held, a row's first ones, are
-        one text."""
+        """Return u64[slots], the names in the slots. Raises IntegrityError unless those that are held, a row's first
+        ones, are one text."""
         names = self._name.reshape(-1)[slots]
         wrong = held & ((names == 0) | (self._before.reshape(-1)[slots] != _shifted(names, position)))
         if wrong.any():

@@ -26,15 +26,15 @@ class Reshaping:
     requests: int = 0
 
 
-def reshape(trace: Trace, shape: Reshaping, seed: int) -> Trace:
-    """`trace` with everything that `shape` asks for: number of requests, then mix, rate and target."""
-    if shape.requests:
-        trace = with_requests(trace, shape.requests, seed)
-    if shape.mix is not None:
-        trace = with_mix(trace, shape.mix, seed)
-    if shape.rate_rps is not None:
-        trace = at_rate(trace, shape.rate_rps)
-    return trace if shape.slo_scale is None else with_slo_scale(trace, shape.slo_scale)
+def reshape(trace: Trace, reshaping: Reshaping, seed: int) -> Trace:
+    """`trace` with everything that `reshaping` asks for: number of requests, then mix, rate and target."""
+    if reshaping.requests:
+        trace = with_requests(trace, reshaping.requests, seed)
+    if reshaping.mix is not None:
+        trace = with_mix(trace, reshaping.mix, seed)
+    if reshaping.rate_rps is not None:
+        trace = at_rate(trace, reshaping.rate_rps)
+    return trace if reshaping.slo_scale is None else with_slo_scale(trace, reshaping.slo_scale)
 
 
 def at_rate(trace: Trace, rate_rps: float) -> Trace:

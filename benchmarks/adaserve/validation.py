@@ -9,8 +9,8 @@ policy and ours, in interleaved rounds. The engine starts from a profile that is
 Acceptance is recorded from the chain's runs. The latency that targets are scaled by, and the chain, are kept in
 chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
 again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded acceptance, twice: on
-the profile as it is, and with the times that steps took in the point's own rounds beside the profile's samples. The
-first is a prediction; the second leaves out that the machine's speed drifts.
+the profile as it is, and with the times that steps took in the point's own rounds, warm-up included, beside the
+profile's samples. The first is a prediction; the second shows the error that is left without the machine's drift.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
 the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are
@@ -220,9 +220,10 @@ def measure_real(
                     plan = BenchPlan((policy,), (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
                     run_bench(plan, workload, lambda _: engine, folder, close=False)
                 rows = read_rows(folder / "results.jsonl", ResultRow)
-                row = next(row for row in rows if row.slo_class == ALL_CLASSES)
-                if not row.valid:
-                    raise ConfigError(f"{policy} at {rate:g}/s is not valid: {row.invalid_reason}; run it again")
+                row = next((row for row in rows if row.slo_class == ALL_CLASSES), None)
+                if row is None or not row.valid:
+                    reason = "it was interrupted" if row is None else row.invalid_reason
+                    raise ConfigError(f"{policy} at {rate:g}/s is not valid: {reason}; run it again")
                 if not times.exists():
                     times.write_text(json.dumps(asdict(engine.client.served)) + "\n")
                 measures = {name: float(getattr(row, name) or 0.0) for name in COMPARED}
@@ -375,7 +376,7 @@ def policy_validation(
 
 
 def _output_tokens(path: Path, count: int) -> list[int]:
-    """Return those of every request in order; texts, and so their lengths, are the same under every policy."""
+    """Return the output tokens of every request, in order; texts, and so lengths, are the same under every policy."""
     by_number = {int(each.request_id.rpartition("-")[2]): each.output_tokens for each in read_rows(path, RequestRecord)}
     return [max(by_number[number], 1) for number in range(count)]
 

@@ -74,12 +74,12 @@ def test_a_load_without_a_request_is_refused() -> None:
 
 def test_the_urgent_share_of_a_mix_is_that_of_the_tightest_target() -> None:
     """Of a baseline of 20 ms code has 24 ms a token, of 50 ms 60; chat has 50 whatever the baseline is."""
-    shape = Reshaping(mix={"code": 3.0, "chat": 1.0})
-    assert [Varied.of(FOUR, shape, baseline_s).urgent_share for baseline_s in (0.02, 0.05)] == [0.75, 0.25]
+    reshaping = Reshaping(mix={"code": 3.0, "chat": 1.0})
+    assert [Varied.of(FOUR, reshaping, baseline_s).urgent_share for baseline_s in (0.02, 0.05)] == [0.75, 0.25]
     assert Varied.of(FOUR, Reshaping(mix={"code": 1.0}), 0.05).urgent_share == 0.0
     assert Varied.of(FOUR, Reshaping(), 0.02).urgent_share is None
     free = Trace("t", "hash", tuple(replace(each, slo=SLO()) for each in FOUR.requests))
-    assert Varied.of(free, shape, 0.02).urgent_share is None
+    assert Varied.of(free, reshaping, 0.02).urgent_share is None
 
 
 def test_a_rate_moves_times_and_nothing_else() -> None:
@@ -130,7 +130,7 @@ def test_more_requests_than_there_are_repeat_the_times_and_keep_the_rate() -> No
         with_requests(trace_of((2.0, "code", 1)), 5, 0)
 
 
-def test_a_shape_does_all_of_it() -> None:
+def test_a_reshaping_does_all_of_it() -> None:
     made = reshape(FOUR, Reshaping(rate_rps=2.0, mix={"code": 1.0}, slo_scale=0.8, requests=100), 0)
     assert (len(made.requests), made.classes) == (100, ["code"])
     assert made.rate_rps == pytest.approx(2.0)

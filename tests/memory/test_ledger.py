@@ -21,7 +21,7 @@ from adaserve_jax.memory.ledger import (
     refusal,
 )
 
-SHAPE = EngineSize(page_size=16, max_context=128, max_requests=8)
+SIZE = EngineSize(page_size=16, max_context=128, max_requests=8)
 SIZES = Sizes(
     target_weights=400 * MIB, target_page=2 * MIB, draft_weights=50 * MIB, draft_page=MIB, reserve=30 * MIB,
     quantized={
@@ -99,7 +99,7 @@ def test_pages_that_fit() -> None:
 )  # fmt: skip
 def test_a_refusal_names_parts_limit_and_changes(ledger: Ledger, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_fits(ledger, SHAPE)
+        check_fits(ledger, SIZE)
 
 
 def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
@@ -108,7 +108,7 @@ def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
     ledger = of(870)
     sizes = replace(ledger.sizes, further_drafts=30 * MIB, training=60 * MIB, quantized={})
     advice = {
-        limit_mib: refusal(replace(ledger, sizes=sizes, limit=replace(ledger.limit, bytes=limit_mib * MIB)), SHAPE)
+        limit_mib: refusal(replace(ledger, sizes=sizes, limit=replace(ledger.limit, bytes=limit_mib * MIB)), SIZE)
         for limit_mib in (845, 815, 635)
     }
     no_draft = "draft none and drafts none and learning none"
@@ -140,8 +140,8 @@ def test_every_change_that_is_named_is_enough(
         None if workspace is None else Workspace(workspace, {4: workspace // 2, 8: workspace}),
     )  # fmt: skip
     if ledger.fits:
-        return check_fits(ledger, SHAPE)
-    text = refusal(ledger, SHAPE)
+        return check_fits(ledger, SIZE)
+    text = refusal(ledger, SIZE)
     if "change one of: " not in text:
         return None
     for change in text.partition("change one of: ")[2].split("; "):

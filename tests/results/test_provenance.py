@@ -100,3 +100,9 @@ def test_a_processor_that_the_system_does_not_name_is_still_something(monkeypatc
 def test_without_git_no_commit_is_known(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert source_commit(tmp_path) == "unknown"
+
+
+def test_the_packages_own_commit_is_that_of_its_checkout():
+    asked = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(asked, cwd=Path(provenance.__file__).parent, capture_output=True, text=True)
+    assert source_commit().removesuffix("-dirty") == (done.stdout.strip() if done.returncode == 0 else "unknown")

@@ -130,7 +130,8 @@ def test_many_edges_cost_little_of_the_best():
 
 
 def test_no_decision_compiles_a_loop_again():
-    """Whatever arrays a load has: with text and without, rows with and without a draft, one shape or all."""
+    """Whatever arrays a load has: with text and without, rows with and without a draft, one shape or all; and in steps
+    of a scheduler, which choose the budget too."""
     limits, rng = limits_of(), np.random.default_rng(3)
     cost, acceptance = random_machine(rng, limits), LearnedAcceptance(limits.max_depth, limits.max_width)
     joint = JointController(limits, cost, acceptance, OBJECTIVE)
@@ -141,6 +142,8 @@ def test_no_decision_compiles_a_loop_again():
             joint.decide(replace(load, suffix_f=suffix_f))
     for can_draft in (True, False):
         joint.sustains(np.array([1.0, 5.0]), 1, 3.5, 0.6, can_draft=can_draft)
+    run = Run.of(limits, policy="adaserve")
+    run.serve([request_of("one", prompt=9, tokens=12), request_of("two", prompt=5, tokens=12, tpot_slo_s=0.02)])
     assert compiled_once()
 
 

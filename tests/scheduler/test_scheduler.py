@@ -1,5 +1,8 @@
 """The scheduler's contract, step by step: limits, ends of requests, draft lag, preemption, errors."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +10,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.types import CandidateTrees, SamplingParams, StepOutcome
+from tests.conftest import ROOT
 from tests.scheduler.harness import Run, costs_of, expected_text, limits_of, request_of
 
 
@@ -29,6 +33,15 @@ def run_step(scheduler, tokens, now=1.0, stop_check=None):
     candidates = CandidateTrees.empty(plan.num_decode)
     trees = scheduler.select(plan, candidates, now)
     return scheduler.commit(plan, trees, candidates, outcome_for(plan, trees, tokens), now, stop_check)
+
+
+@pytest.mark.slow
+def test_numba_is_imported_for_policies_that_value_options():
+    made = "from tests.scheduler.test_scheduler import scheduler_of; scheduler_of(policy={!r}); "
+    code = f"import sys; {made.format('ar')}print('numba' in sys.modules); {made.format('adaserve')}"
+    code += "print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize("policy", ["ar", "spec:4", "adaserve"])

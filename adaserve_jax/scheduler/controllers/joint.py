@@ -168,8 +168,7 @@ class JointController(Controller):
             emit=self._objective.emit,
             prefill=self._objective.prefill_weight(load.wait_ratio),
             baseline_s=self._cost.baseline_s,
-            # a prompt in time is worth a row on pace
-            **({} if load.prompt_rates is None else {"prompt_rates": load.prompt_rates}),
+            prompt_rates=load.prompt_rates,  # a prompt in time is worth a row on pace
             **({} if text is None else {"drafted_text": text[drafted], "plain_text": text[plain]}),
         )  # fmt: skip
         look = partial(self._look, load, value, draft_s, verify_s, correction)
@@ -305,7 +304,7 @@ def _gain_of_both(
     extra = np.maximum(extra, 0)
     most = np.minimum(extra, len(best) - 1)
     if not drafting:
-        return np.tile(best[most], (len(tokens), 1, 1))
+        return np.tile(best[most], (len(tokens), 1, 1))  # no view: a kernel is compiled again for one
     unknown = float(1.0 - np.minimum(suffix_f[rows, 0], 1.0).mean())
     found = np.zeros((len(tokens), *extra.shape))
     for share in TEXT_SHARES:

@@ -1,6 +1,6 @@
-"""Loops over shapes, token edges and rows, compiled by numba: expected tokens, rows on pace, and values of options.
+"""Loops of a decision over shapes, token edges and rows, compiled by numba: expected tokens, rows on pace, and values.
 
-A file apart: `shapes.py` imports it with the first controller, so that other commands start without numba.
+A file apart: `shapes.py` imports it for policies that need it, so that everything else starts without numba.
 """
 
 from __future__ import annotations
@@ -64,11 +64,20 @@ def _parts(rate: Any, seconds: Any, grid: Any) -> Any:
 
 
 @compiled
-def _served(alike: Any, nodes: Any, room: Any) -> Any:
-    """Return how many of `alike` rows, of so many nodes each, fit into a room of nodes."""
-    if room < 0:
-        return 0
-    return min(alike, room // nodes) if nodes else alike
+def _fitting(rows_by_cost: Any, rows: Any, room: Any) -> Any:
+    """Return how many rows fit into a room of nodes, those that need the fewest first.
+
+    rows_by_cost: i64[nodes], rows that need 0, 1, ... nodes, `rows` in all.
+    """
+    found = nodes = 0
+    while rows > 0 and room >= 0:
+        alike = rows_by_cost[nodes]
+        if alike:
+            found += min(alike, room // nodes) if nodes else alike
+            room -= alike * nodes
+            rows -= alike
+        nodes += 1
+    return found
 
 
 @compiled
@@ -95,7 +104,7 @@ def value_options(
     gained: Any, chunk: Any, prompt_rates: Any, root_tokens: Any, emit: Any, prefill: Any, baseline_s: Any, value: Any,
     on_pace: Any,
 ) -> None:  # fmt: skip
-    """Enter `shapes.value_options` into value, f64[O, E, F], and on_pace, i64[O, E, F], which are 0."""
+    """Enter `shapes.value_options` into value, f64[O, E, F], and on_pace, i64[O, E, F]."""
     has_text = len(drafted_text) + len(plain_text) > 0
     fewest = np.zeros(int(tokens[:, -1].max() * grid) + 2, np.int64)
     rows_by_cost = np.zeros(max(extra.max(), 0) + 1, np.int64)
@@ -115,17 +124,8 @@ def value_options(
                 if nodes <= most:
                     rows_by_cost[nodes] += 1
                     rows += 1
-            spent = nodes = 0
-            while rows > 0:
-                alike = rows_by_cost[nodes]
-                if alike:
-                    for share in range(extra.shape[1]):
-                        on_pace[shape, edge, share] += _served(alike, nodes, extra[edge, share] - spent)
-                    spent += alike * nodes
-                    rows -= alike
-                    rows_by_cost[nodes] = 0
-                nodes += 1
             for share in range(extra.shape[1]):
+                on_pace[shape, edge, share] = _fitting(rows_by_cost, rows, extra[edge, share])
                 if extra[edge, share] < 0:
                     value[shape, edge, share] = -math.inf
                     continue
@@ -134,6 +134,7 @@ def value_options(
                 rate = (emit * emitted + prefill * prompts) * (baseline_s / seconds)
                 in_time = np.searchsorted(prompt_rates, prompts / seconds, "right")
                 value[shape, edge, share] = on_pace[shape, edge, share] + (rate + in_time)
+            rows_by_cost[: max(most, 0) + 1] = 0
 
 
 @compiled
@@ -150,6 +151,7 @@ def value_budgets(
     rows_by_cost = np.zeros(columns + 1, np.int64)
     for edge in range(len(budget)):
         rows_by_cost[:] = 0
+        reachable = 0
         for row in range(rows):
             if rates[row] == math.inf:
                 continue
@@ -161,10 +163,8 @@ def value_budgets(
                 nodes += 1
             if reached >= need:
                 rows_by_cost[nodes] += 1
+                reachable += 1
         room = budget[edge] - rows
-        on_pace = spent = 0
-        for nodes in range(columns + 1):
-            on_pace += _served(rows_by_cost[nodes], nodes, room - spent)
-            spent += rows_by_cost[nodes] * nodes
         emitted = rows + best_first[min(room, len(best_first) - 1)]
-        value[edge] = on_pace + (emit * emitted + prefill) * baseline_s / step_s[edge]
+        rate = (emit * emitted + prefill) * baseline_s / step_s[edge]
+        value[edge] = _fitting(rows_by_cost, reachable, room) + rate
