@@ -298,8 +298,8 @@ def _shorter_steps(ledger: Ledger, size: EngineSize) -> str | None:
     """Suggest a maximum step length, if the programs of the longest steps are what does not fit."""
     if ledger.workspace is None:
         return None
-    for tokens, size in sorted(ledger.workspace.by_tokens.items(), reverse=True)[1:]:
-        if replace(ledger, workspace=Workspace(size)).needed <= ledger.limit.bytes:
+    for tokens, left_bytes in sorted(ledger.workspace.by_tokens.items(), reverse=True)[1:]:
+        if replace(ledger, workspace=Workspace(left_bytes)).needed <= ledger.limit.bytes:
             fewer = "" if tokens >= size.max_requests else f" and max_requests at most {tokens}"
             return f"max_batch_tokens at most {tokens}{fewer}"
     return None
