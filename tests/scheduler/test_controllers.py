@@ -167,7 +167,7 @@ def test_budget_choice_equals_a_search_by_loops(rows):
     edges = np.array([1, 2, 4, 8, 16, 32, 64])
     objective = Objective()
     for _ in range(60):
-        f = np.sort(rng.choice([0.0, 0.1, 0.25, 0.5, 0.75], (rows, 6)))[:, ::-1]
+        f = np.sort(rng.choice([0.0, 0.1, 0.25, 0.5, 0.75], (rows, 6)))[:, ::-1].copy()
         rate = rng.choice([0.0, 40.0, 90.0, 140.0, 200.0, np.inf], rows)
         question = BudgetQuestion(
             need_rate=rate,
