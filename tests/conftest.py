@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Every HTTP client reads the certificates that it trusts; no test asks the internet, and one is read the soonest.
+# Every HTTP client reads the certificates that it trusts; no test asks the internet, and reading one certificate is
+# quickest.
 os.environ.setdefault("SSL_CERT_FILE", str(ROOT / "tests" / "no_authority.pem"))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -197,3 +199,19 @@ def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with LLM.over(engine) as llm:
         yield llm
         assert llm.stats().compiles_after_ready == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_command_tree() -> Iterator[None]:
+    """Build the commands of a command line once: typer builds them at every call, which takes a tenth of a second."""
+    if "typer" not in sys.modules:  # no collected test runs a command line in this process
+        yield
+        return
+    import typer.main
+    import typer.testing
+
+    once = functools.cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", once)
+        patch.setattr(typer.testing, "_get_command", once)
+        yield

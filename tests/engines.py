@@ -18,7 +18,7 @@ DEMO: dict[str, Any] = {
 }  # fmt: skip
 """The embedded pair, with so few pages that a full load preempts."""
 PLAIN: dict[str, Any] = DEMO | {"draft": None}
-"""Its target alone, by the same programs."""
+"""The target of the embedded pair alone, by the same programs."""
 EXACT: dict[str, Any] = {
     "deterministic": True, "max_requests": 8, "max_context": 128, "page_size": 16, "num_pages": 64,
     "max_batch_tokens": 32, "max_depth": 4, "max_width": 3,

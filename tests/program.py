@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import pytest
-import typer.main
 
 from adaserve_jax.cli import app
-
-# Typer builds its commands anew at every call, which takes a tenth of a second; they do not change.
-typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def run_program(*arguments: str) -> int:

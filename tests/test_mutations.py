@@ -17,7 +17,7 @@ MUTATIONS = read_mutations()
 
 @functools.cache
 def code_of(file: str) -> tuple[str, str]:
-    """The text of a file of the package, and what it is parsed as."""
+    """Return the text of a file of the package, and what it is parsed as."""
     text = (ROOT / "adaserve_jax" / file).read_text()
     return text, ast.dump(ast.parse(text))
 

@@ -59,8 +59,11 @@ T = TypeVar("T")
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disable garbage collection and shorten the turns of other threads while times are taken."""
-    enabled, switch_s = gc.isenabled(), sys.getswitchinterval()
+    """Disable garbage collection and shorten the turns of other threads while times are taken.
+
+    If the caller has frozen objects, all stay frozen: one call unfreezes everything.
+    """
+    enabled, frozen, switch_s = gc.isenabled(), gc.get_freeze_count() > 0, sys.getswitchinterval()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -69,7 +72,8 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(switch_s)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 
-import tests.program  # noqa: F401  one command tree for all tests of this folder
 from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError

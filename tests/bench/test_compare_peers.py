@@ -85,7 +85,6 @@ def test_figures_count_what_came_while_the_load_was_measured(scripts):
     assert compare.figures("s", "open 1", 0, late, 1.0, 3.0, TARGETS_MS).joint == 0.0
 
 
-@pytest.mark.slow
 def test_every_server_is_asked_the_same(scripts):
     requests = scripts["compare"].Requests("demo")
     assert requests.cut(4, (0, 1)) == requests.cut(4, (0, 1)) != requests.cut(4, (0, 2))

@@ -31,7 +31,7 @@ def workload(tmp_path: Path) -> Workload:
 
 
 class Noting(RunObserver):
-    """Notes which points were measured."""
+    """Note which points were measured."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

@@ -54,7 +54,6 @@ def paths(trees: CandidateTrees, row: int) -> set[tuple[int, ...]]:
     return set(found.values())
 
 
-@pytest.mark.slow
 def test_a_tree_is_accepted_as_far_as_it_has_the_text(scripts) -> None:
     rng, counts = np.random.default_rng(0), []
     for _ in range(150):

@@ -47,7 +47,7 @@ def tried(
     machine: Tried, monkeypatch: pytest.MonkeyPatch, progress: Progress | None = None, seed: int = 0,
     seconds: float = SECONDS,
 ) -> Trial:  # fmt: skip
-    """By the machine's clock, so that every run is the same."""
+    """Run a trial by the machine's clock, so that every run is the same."""
 
     def core(*arguments: Any, **named: Any) -> EngineCore:
         machine.cores.append(EngineCore(*arguments, clock=machine._clock.now, **named))

@@ -76,11 +76,21 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Up]:
-    up = Up(tmp_path_factory.mktemp("run"), 2, 1)
-    yield up
-    up.process.kill()
-    up.process.communicate()
+def started() -> Iterator[list[Up]]:
+    """Collect the clusters that the tests share, and end them."""
+    clusters: list[Up] = []
+    yield clusters
+    for up in clusters:
+        up.process.kill()
+        up.process.communicate()
+
+
+@pytest.fixture
+def cluster(started, tmp_path_factory) -> Up:
+    """Return the running cluster of the tests before, or a new one if there is none or a test ended it."""
+    if not started or started[-1].process.poll() is not None:
+        started.append(Up(tmp_path_factory.mktemp("run"), 2, 1))
+    return started[-1]
 
 
 def test_state_and_token_are_for_their_owner_only(cluster):
@@ -168,7 +178,7 @@ def test_down_leaves_nothing(tmp_path):
 
 
 def test_the_death_of_the_cluster_itself_leaves_no_orphan(cluster):
-    """It has said what it starts, when each is ready, and at last where it serves; here it serves no other test."""
+    """Kill it: it has said what it starts, when each is ready, and at last where it serves."""
     pids, url = cluster.pids(), cluster.state()["url"]
     assert len(pids) == 4 and all(map(is_alive, pids.values()))
     assert f"serves on {url} with 2 targets and 1 draft service after" in cluster.process.stdout.readline().decode()
@@ -176,7 +186,8 @@ def test_the_death_of_the_cluster_itself_leaves_no_orphan(cluster):
     _, said = cluster.process.communicate()
     wait_until(lambda: not any(map(is_alive, pids.values())), every_s=0.02)
     first, *others = said.decode().splitlines()
-    assert first.startswith("adaserve cluster: starts 2 targets") and str(cluster.folder.logs) in first
+    assert first.startswith("adaserve cluster: starts 2 targets and 1 draft service; a first start")
+    assert str(cluster.folder.logs) in first
     ready = [line.partition(" is ready after ")[0] for line in others if " is ready after " in line]
     assert sorted(ready[:4]) == sorted(f"adaserve cluster: {name}" for name in pids)
 

@@ -136,7 +136,7 @@ HOSTILE: dict[str, tuple[GrammarKind, GrammarSource]] = {
 
 
 LONG = ("counts of counts", "doubling terminals")
-"""Those that are followed for a second and more before they end."""
+"""Grammars that are followed for a second and more before they end."""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
     rope_theta=100.0, rms_norm_eps=1e-5, tie_embeddings=False, max_position=512, windows=(None, 4),
 )  # fmt: skip
 SMALL = replace(CONFIG, num_layers=1, windows=(4,))
-"""Of the programs that all tests of training share."""
+"""Configuration of the programs that all tests of training share."""
 
 
 def made_params(config: ModelConfig = CONFIG, dtype: Any = jnp.float32) -> Params:

@@ -44,7 +44,7 @@ def two_texts() -> list[Any]:
 
 
 LEARN = LearnConfig()
-"""As all tests of the usual loss have it, so that it compiles once."""
+"""Settings of all tests of the usual loss, which so compiles once."""
 
 
 @pytest.mark.parametrize("learn", slow_after(1, [

@@ -126,7 +126,7 @@ def served() -> Iterator[tuple[LLM, Service]]:
 
 @pytest.fixture(scope="module")
 def expected(deterministic: LLM) -> list[list[int]]:
-    """The texts of plain decoding."""
+    """Return the texts of plain decoding."""
     deterministic.set_policy("ar")
     return [output.token_ids for output in deterministic.generate(PROMPTS, SAMPLING)]
 

@@ -65,7 +65,7 @@ def executor(pair: dict[str, str]) -> Iterator[ModelExecutor]:
 
 @pytest.fixture
 def exact(pair: dict[str, str]) -> Iterator[ModelExecutor]:
-    """In deterministic mode. Closed in the middle of a swap."""
+    """Compile in deterministic mode, and close in the middle of a swap."""
     executor = load_executor(EngineConfig(**pair, **EXACT))
     executor.compile()
     yield executor

@@ -63,7 +63,7 @@ class Loaded(NamedTuple):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    """Of a target and two drafts that know nothing of it. The length of micro-steps is not measured: it is 64."""
+    """Start an engine of a target and two drafts that know nothing of it, with micro-steps of 64 tokens."""
     folder = tmp_path_factory.mktemp("models")
     target = write_checkpoint(folder / "target")
     draft, other = (write_checkpoint(folder / str(seed), seed=seed, num_hidden_layers=1) for seed in (1, 2))

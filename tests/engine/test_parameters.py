@@ -24,7 +24,7 @@ SPECULATIVE = ("spec:4", "adaserve")
 HARD = SLO(tpot_ms=5)  # worth speculating for
 SEEDS = (11, 12, 13, 14)
 SEEDS_OF_EOS = (5727, 6132)
-"""Those whose noise is highest at the end of text, for the fifth token behind TEXT."""
+"""Seeds whose noise is highest at the end of text, for the fifth token behind TEXT."""
 TEXT = "def add(a, b):\n    return"
 PLAIN = SamplingParams(max_tokens=12, temperature=0.9, ignore_eos=True)
 draw_jitted, noise_jitted = jax.jit(draw), jax.jit(gumbel_noise, static_argnums=3)

@@ -42,6 +42,7 @@ from tests.runtime.head_steps import DEPTH, SMALL, searched
 from tests.runtime.packed_model import RANK, TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 CASES = {
+    "plain": ("plain", False, "none", (1, 4)),
     "biases": ("biases", False, "none", (1, 4)), "biases_exact": ("biases", True, "none", (2,)),
     "norms": ("norms", False, "none", (1, 2, 4)), "norms_exact": ("norms", True, "none", (4,)),
     "norms_int8": ("norms", False, "int8", (1, 4)), "norms_int4": ("norms", False, "int4", (1, 4)),
@@ -81,10 +82,12 @@ ADAPTED = {
     "phi": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }  # fmt: skip
 """Modules that the adapters of cases whose names begin so change, by checkpoint."""
-QUICK = ("norms", "experts")
-"""The cases of which one run sees chunks, trees, shares and copies, on one device and on four."""
-OPTIMISED = ("norms", "converted", "demo_exact", "grown_exact")
-"""Those whose programs are read, and whose bits are compared."""
+QUICK = ("plain", "experts")
+"""Cases of `make test`, which have chunks, trees, shares and copies on one device and on four."""
+READ = ("plain", "norms")
+"""Cases whose programs are read."""
+OPTIMISED = (*READ, "converted", "demo_exact", "grown_exact")
+"""Cases whose programs are read, or whose bits are compared."""
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "presence_penalty": 1.0}, {"logprobs": 3})
 """Changes of logits beside plain texts."""
@@ -209,15 +212,16 @@ def teach_heads(folder: Path) -> None:
 
 
 def main(folder: Path, *, quick: bool) -> None:
+    checkpoints = {"plain": write_checkpoint(folder / "plain", vocab_size=VOCABULARY, shards=3)}
     if quick:  # without torch, whose import alone takes seconds
         eight = MIXTRAL | {"num_local_experts": 8}
-        checkpoints = {
-            "norms": write_checkpoint(folder / "norms", vocab_size=VOCABULARY, shards=3),
-            "experts": write_checkpoint(folder / "experts", **eight, vocab_size=VOCABULARY, num_hidden_layers=1),
-        }
+        checkpoints["experts"] = write_checkpoint(
+            folder / "experts", **eight, vocab_size=VOCABULARY, num_hidden_layers=1
+        )
     else:
-        checkpoints = {
-            name: write_family(folder / name, family, shards=name in QUICK) for name, family in WRITTEN.items()
+        checkpoints |= {
+            name: write_family(folder / name, family, shards=name in ("norms", "experts"))
+            for name, family in WRITTEN.items()
         }
         checkpoints |= {name: write_quantized(folder / name, *which)[0] for name, which in QUANTIZED.items()}
         checkpoints |= {
@@ -244,7 +248,7 @@ def main(folder: Path, *, quick: bool) -> None:
     logits, held, ledger, hlo = {}, {}, {}, {}
     for case in QUICK if quick else CASES:
         name, canonical, quantize, numbers = CASES[case]
-        for ways in (number for number in numbers if not quick or number != 2):
+        for ways in numbers:
             with optimised() if case in OPTIMISED and not quick else contextlib.nullcontext():
                 model = build(
                     checkpoints[name], canonical, ways, quantize, adapters[name] if case.startswith("adapted") else ()
@@ -253,7 +257,8 @@ def main(folder: Path, *, quick: bool) -> None:
             logits[key] = logits_of(model)
             held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}
             ledger[key] = ledger_bytes(model, quantize)
-            hlo[key] = [program.as_text() for program in model.compiled.values()] if case == "norms" else []
+            if case in READ:
+                hlo[key] = [program.as_text() for program in model.compiled.values()]
             model.close()
     odd = write_checkpoint(folder / "odd_groups", intermediate_size=6)
     np.savez(folder / "logits.npz", **logits)

@@ -112,7 +112,7 @@ def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
 
 
 def test_prompts_and_trees_equal_the_merged_checkpoint(tmp_path: Path) -> None:
-    """In each of two slots; without an adapter they have the bits of a model that has no room for any."""
+    """Compare each of two slots; without an adapter, bits are those of a model that has no room for any."""
     base = write_checkpoint(tmp_path / "base", num_hidden_layers=1)
     adapters = tuple(write_adapter(tmp_path / str(seed), base, seed=seed) for seed in (1, 2))
     sequence = np.random.default_rng(1).integers(2, VOCABULARY, PROMPT).tolist()

@@ -30,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def loaded(config: EngineConfig) -> Iterator[ModelExecutor]:
-    """Without its programs, unless `executor` has compiled them."""
+    """Load an executor, whose programs are there once `executor` has compiled them."""
     executor = load_executor(config)
     yield executor
     executor.close()

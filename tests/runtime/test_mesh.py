@@ -16,7 +16,7 @@ import pytest
 
 from adaserve_jax import LLM
 from tests.conftest import ROOT
-from tests.runtime.mesh_process import texts_of
+from tests.runtime.mesh_process import CASES, QUICK, READ, texts_of
 from tests.runtime.test_programs import copies_of
 
 LIMIT_S = 400
@@ -26,8 +26,9 @@ DEVICES = 4
 
 @dataclass(frozen=True)
 class Mesh:
-    """What the process with four devices found. logits: f32[tokens, V] by "case-ways"."""
+    """What the process with four devices found. is_whole: of all cases. logits: f32[tokens, V] by "case-ways"."""
 
+    is_whole: bool
     logits: dict[str, np.ndarray]
     report: dict[str, Any]
 
@@ -44,18 +45,18 @@ def on_devices(folder: Path, *what: str) -> None:
 def found_by(what: str, folder: Path) -> Mesh:
     on_devices(folder, what)
     with np.load(folder / "logits.npz") as logits:
-        return Mesh(dict(logits), json.loads((folder / "report.json").read_text()))
+        return Mesh(what == "all", dict(logits), json.loads((folder / "report.json").read_text()))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
-    """All cases."""
+    """Run all cases."""
     return found_by("all", tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
 def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mesh:
-    """One case, or all of them."""
+    """Run the quick cases, or all of them."""
     if request.param == "all":
         return request.getfixturevalue("whole")
     return found_by("quick", tmp_path_factory.mktemp("mesh"))
@@ -67,6 +68,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("biases", 4),
         ("biases_exact", 2),
         ("norms", 2),
+        ("norms", 4),
         ("norms_exact", 4),
         ("norms_int8", 4),
         ("norms_int4", 4),
@@ -114,7 +116,7 @@ def test_the_logits_of_every_case_are_those_of_one_device(whole: Mesh, case: str
     check_logits(whole, case, ways)
 
 
-@pytest.mark.parametrize(("case", "ways"), [("norms", 4), ("experts", 4)])
+@pytest.mark.parametrize(("case", "ways"), [(case, 4) for case in QUICK])
 def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
     check_logits(mesh, case, ways)
 
@@ -193,6 +195,7 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
     """Two key-value heads: each device of two has one of them, and of four one that another has too."""
     held = mesh.report["held"]
     for case, ways, least, most in (
+        ("plain", 4, 0.25, 0.35),
         ("norms", 2, 0.5, 0.56),  # norms, and scales of sums, are whole everywhere
         ("norms", 4, 0.25, 0.35),  # and key-value rows twice
         ("norms_exact", 4, 0.25, 0.35),
@@ -200,10 +203,9 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
         ("experts", 4, 0.25, 0.35),
         ("experts_exact", 4, 0.25, 0.35),
     ):
-        if (key := f"{case}-{ways}") not in held:
-            assert ways == 2 or case not in ("norms", "experts")
+        if not mesh.is_whole and case not in QUICK:
             continue
-        one, several = held[f"{case.removesuffix('_exact')}-1"], held[key]
+        one, several = held[f"{case.removesuffix('_exact')}-1"], held[f"{case}-{ways}"]
         assert several["pools"] == [one["pools"][0] // 2] * ways
         assert len(set(several["weights"])) == 1
         assert least <= several["weights"][0] / one["weights"][0] < most
@@ -217,13 +219,14 @@ def test_the_ledger_knows_the_share_of_every_device(mesh: Mesh) -> None:
 
 
 def test_no_program_on_a_mesh_copies_a_pool(mesh: Mesh) -> None:
-    held = mesh.report["held"]
-    for ways, heads in ((1, 2), (2, 1), (4, 1)):
-        programs = mesh.report["hlo"].get(f"norms-{ways}", [])
-        assert programs or ways == 2
+    held, hlo = mesh.report["held"], mesh.report["hlo"]
+    assert {*hlo} == {f"{case}-{ways}" for case in READ if mesh.is_whole or case in QUICK for ways in CASES[case][3]}
+    for key, programs in hlo.items():
+        heads = 2 if key.endswith("-1") else 1
+        assert programs
         for program in programs:
             shape = next(s for s in _shapes(program) if len(s) == 5 and s[2] == heads)
-            assert 2 * 4 * np.prod(shape) == held[f"norms-{ways}"]["pools"][0]
+            assert 2 * 4 * np.prod(shape) == held[key]["pools"][0]
             assert copies_of(program, shape) == []
 
 

@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(scope="module", params=slow_after(0, ["blocks", "canonical", "pools_of_a_tpu"]))
+@pytest.fixture(scope="module", params=slow_after(1, ["blocks", "canonical", "pools_of_a_tpu"]))
 def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceModel]:
     config = ModelConfig.from_folder(checkpoint)
     programs = ModelPrograms(config, MAX_PAGES, canonical=request.param == "canonical")

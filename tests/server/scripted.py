@@ -33,7 +33,7 @@ from adaserve_jax.types import TokenLogprob
 STRIDE = 3
 CONTEXT = 512
 LONG_CONTEXT = 2_000_000
-"""Of the target `long`, whose answers may be long."""
+"""Context of the target `long`, whose answers may be long."""
 BASELINE_S = 0.010
 CACHED = 2
 """Tokens of its prompt that the first choice says it found in the prefix cache; each one after it says one more."""

@@ -21,7 +21,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of adapters, with one outside it that a link in it leads to."""
+    """Make a folder of adapters, with one outside it that a link in it leads to."""
     tmp_path = tmp_path_factory.mktemp("adapters")
     for name in ("root/sql", "root/deep/er", "root/none", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_room(serve_engine, folder: Path) -> Iterator[Running]:
-    """A server with room for two adapters."""
+    """Serve with room for two adapters."""
     engine = ScriptedEngine(EngineConfig(target="models/scripted", lora=(f"sql={folder / 'sql'}",), max_loras=2))
     engine.start()
     with serve_engine(engine, ByteTokenizer(), ServerSettings(lora_folder=str(folder))) as server:
@@ -43,7 +43,7 @@ def with_room(serve_engine, folder: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def adapted(with_room: Running) -> Running:
-    """A server with one adapter and room for two."""
+    """Return a server with one adapter and room for two."""
     with_room.engine.adapters = AdapterTable(2)
     with_room.engine.adapters.bind("sql", 1)
     return with_room

@@ -222,8 +222,10 @@ def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
         ({"chat_template": "{% if %}"}, "chat_template",
          "chat_template must be a Jinja template that renders these messages: Expected an expression"),
         ({"chat_template": "x" * 65_537}, "chat_template", "at most 65536 characters, got 65537"),
+        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "chat_template", "access to attribute '__class__'"),
         ({"chat_template": "{{ 'x' * 10 ** 10 }}"}, "chat_template", "MemoryError"),
         ({"chat_template": "{{ '%0999999999d' | format(1) }}"}, "chat_template", "MemoryError"),
+        ({"chat_template": "{{ 'x' * 5 * 10 ** 6 }}"}, "chat_template", "its text is longer than 4194304 characters"),
         ({"chat_template": "{{ messages[0].role }}", "continue_final_message": True}, "chat_template",
          "it does not show the final message as it is, which continue_final_message needs"),
     ],
@@ -244,15 +246,13 @@ def test_a_template_that_takes_too_long_is_refused(served, monkeypatch: pytest.M
     ("template", "text"),
     [
         ("{{ raise_exception('no tools') }}", "no tools"),
-        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{% include '/etc/hostname' %}", "no loader"),
-        ("{{ 'x' * 5 * 10 ** 6 }}", "its text is longer than 4194304 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion depth"),
     ],
 )
 def test_what_the_sandbox_of_clients_templates_refuses(template: str, text: str):
-    """In this process; what it says is the reason of the refusal, as of a template that cannot be read."""
+    """Render in this process; a server gives what the sandbox says as the reason of its refusal."""
     sandbox = template_process.environment()
     with pytest.raises(Exception, match=text):
         template_process.render(sandbox, template, {"messages": MESSAGES}, chat_prompt.MAX_RENDERED_CHARS)

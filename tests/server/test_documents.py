@@ -101,6 +101,17 @@ def test_the_openapi_document_is_complete(server):
         assert operation["summary"] and operation["tags"]
         assert "422" not in operation["responses"]
         assert "200" in operation["responses"]
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    found = [
+        (path, status, answer.get("content"))
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items() if method in METHODS
+        for status, answer in operation["responses"].items() if not status.startswith("2")
+    ]  # fmt: skip
+    health = {"application/json": {"schema": {"$ref": "#/components/schemas/Health"}}}
+    others = [("/health", "503", health), ("/ready", "503", health), ("/ping", "503", None)]
+    assert [each for each in found if each[2] != error] == others
+    assert "ErrorBody" in document["components"]["schemas"]
     assert not known & {f"#/components/schemas/{name}" for name in ("HTTPValidationError", "ValidationError")}
     stream = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
     assert set(stream) == {"application/json", "text/event-stream"}

@@ -24,23 +24,25 @@ WARNING = "a target is below what one request alone would get; served best-effor
 
 
 CONFIG = EngineConfig(policy="ar", infeasible_slo="refuse")
-"""On the simulated engine, where a step takes 10 ms and 0.1 ms a token."""
+"""Configuration of the simulated engine, where a step takes 10 ms and 0.1 ms a token."""
 
 
 @pytest.fixture(scope="module")
 def refusing(serve_engine) -> Iterator:
+    """Serve an engine in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "load_executor", lambda config, *_, **__: Machine(config))
         patch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
         engine = LocalEngine(CONFIG)
         engine.start()
-        with serve_engine(engine, Spelling(), ServerSettings()) as server:
-            yield server
-        engine.close()
+    with serve_engine(engine, Spelling(), ServerSettings()) as server:
+        yield server
+    engine.close()
 
 
 @pytest.fixture
 def refusing_process(serve_engine) -> Iterator:
+    """Serve an engine in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         with (

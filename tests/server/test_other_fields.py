@@ -72,7 +72,7 @@ def test_what_is_not_served_is_refused_with_the_reason_unless_it_asks_for_nothin
 
 
 def sampling(server: Running, path: str, **fields: Any) -> tuple[SamplingParams, str]:
-    """What the engine is asked for, and the warning of the answer."""
+    """Send a request; return what the engine is asked for, and the warning of the answer."""
     answer = server.post(path, **BODIES[path], **fields)
     assert answer.status_code == 200
     return server.engine.submitted[-1].sampling, answer.headers.get("x-adaserve-warning", "")
@@ -80,7 +80,7 @@ def sampling(server: Running, path: str, **fields: Any) -> tuple[SamplingParams,
 
 @pytest.fixture(scope="module")
 def plain(server: Running) -> dict[str, SamplingParams]:
-    """Requests without any of the fields, by path."""
+    """Return what the engine is asked for without any of the fields, by path."""
     found = {path: sampling(server, path) for path in BODIES}
     assert {warning for _, warning in found.values()} == {""}
     return {path: asked for path, (asked, _) in found.items()}

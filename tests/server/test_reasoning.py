@@ -183,7 +183,7 @@ def test_an_earlier_answer_brings_its_thinking_to_the_template(thinks: Running):
 
 
 def events_of(server: Running, **body: Any) -> list[dict[str, Any]]:
-    """The events of a streamed response; that the official client reads them, test_responses.py says."""
+    """Return the events of a streamed response; test_responses.py shows that the official client reads them."""
     with server.http.stream("POST", "/v1/responses", json=body | {"stream": True}) as answer:
         lines = answer.read().decode().splitlines()
     named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]

@@ -198,25 +198,18 @@ def test_a_server_can_end_with_the_process_of_its_engine(options, status):
 
 
 def test_a_server_can_end_with_its_engine(caplog):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     engine, status = ScriptedEngine(EngineConfig(target="models/scripted")), []
-    settings = ServerSettings(port=port, exit_when_dead=True)
+    settings = ServerSettings(port=0, exit_when_dead=True)
     bar = WarmUpBar(Console(file=io.StringIO()))
     serving = threading.Thread(target=lambda: status.append(serve(settings, engine, ByteTokenizer, bar)), daemon=True)
-    serving.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http:
-
-        def is_ready() -> bool:
-            with contextlib.suppress(httpx.TransportError):
-                return http.get("/ready").status_code == 200
-            return False
-
-        wait_until(is_ready)
-        lost = http.post("/v1/completions", json={"prompt": "die"})
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        serving.start()
+        wait_until(lambda: "curl" in said.getvalue() or not serving.is_alive(), every_s=0.02)
+    (url,) = re.findall(r"^adaserve serves scripted on (http://127\.0\.0\.1:\d+) ", said.getvalue())
+    lost = httpx.post(f"{url}/v1/completions", json={"prompt": "die"}, timeout=PATIENCE_S)
     assert lost.json()["error"]["code"] == "engine_dead"
-    serving.join()
+    serving.join(PATIENCE_S)
+    assert not serving.is_alive()
     assert status == [70] and "the server ends too" in caplog.text
 
 

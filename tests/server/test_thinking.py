@@ -77,7 +77,7 @@ def opens(server: Running) -> bool:
 def ask(
     server: Running, *, policies: tuple[str, ...] = POLICIES, **fields: Any
 ) -> tuple[dict[str, Any], int, list[str]]:
-    """Message, count of thought tokens and spelled tokens of an answer, the same under each of `policies`."""
+    """Return message, count of thought tokens and spelled tokens of an answer, the same under each of `policies`."""
     found, accepted = [], 0
     for policy in policies:
         server.engine.set_policy(policy)

@@ -1,3 +1,0 @@
-"""One command tree for all tests of this folder."""
-
-import tests.program  # noqa: F401
