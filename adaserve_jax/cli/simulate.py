@@ -230,8 +230,8 @@ def simulate(
             why = (
                 f", because --requests keeps the first {trace.duration_s:.0f} s alone; leave it out for the whole trace"
             )
-            say(f"{trace.name}: {reshaping.rate_rps:g} requests/s were asked for; those that are simulated come at "
-                f"{trace.rate_rps:.4g}/s on average{why if is_cut else ''}")  # fmt: skip
+            say(f"{trace.name}: {reshaping.rate_rps:g} requests/s were asked for; the requests that are simulated come "
+                f"at {trace.rate_rps:.4g}/s on average{why if is_cut else ''}")  # fmt: skip
     total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
     done = count(1)
 
