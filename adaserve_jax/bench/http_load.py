@@ -59,11 +59,8 @@ T = TypeVar("T")
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Disable garbage collection and shorten the turns of other threads while times are taken.
-
-    If the caller has frozen objects, all stay frozen: one call unfreezes everything.
-    """
-    enabled, frozen, switch_s = gc.isenabled(), gc.get_freeze_count() > 0, sys.getswitchinterval()
+    """Disable garbage collection and shorten the turns of other threads while times are taken."""
+    enabled, switch_s = gc.isenabled(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -72,8 +69,7 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(switch_s)
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if enabled:
             gc.enable()
 
