@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.scheduler.shapes import kernels
+from adaserve_jax.scheduler.shapes import cumulated, kernels
 from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_capped
 
 
@@ -73,8 +73,8 @@ def choose_budget(objective: Objective, f: np.ndarray, question: BudgetQuestion)
     step_s = q.spent_s + q.verify_s[chosen]
     best = 0
     if len(budget) > 1:
-        best_first, value = np.zeros(f.size + 1), np.empty(len(budget))
-        np.cumsum(np.sort(f, axis=None)[::-1], out=best_first[1:])
+        (best_first,) = cumulated(np.sort(f, axis=None)[None, ::-1])
+        value = np.empty(len(budget))
         kernels().value_budgets(
             f, q.need_rate, step_s, budget, q.depth, best_first, objective.emit, q.prefill_weight * q.prefill_tokens,
             q.baseline_s, value,

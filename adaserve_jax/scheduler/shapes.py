@@ -77,7 +77,8 @@ def all_on_pace(rates: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens
 def value_options(
     drafted: np.ndarray, plain: np.ndarray, step_s: np.ndarray, extra: np.ndarray, tokens: np.ndarray, grid: int, *,
     gained: np.ndarray, chunk: np.ndarray, root_tokens: int, emit: float, prefill: float, baseline_s: float,
-    prompt_rates: np.ndarray | None = None, drafted_text: np.ndarray = _NO_TEXT, plain_text: np.ndarray = _NO_TEXT,
+    prompt_rates: np.ndarray | None = None, drafted_text: np.ndarray | None = None,
+    plain_text: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Return the value of each shape, token edge and share of prefill, f64[O, E, F], and the rows on pace within it.
 
@@ -88,11 +89,13 @@ def value_options(
     by shape and token edge. extra: i64[E, F], nodes beside the roots by edge and share of prefill; below 0 the value is
     -inf. tokens: f64[O, 1 + K], of the same shapes. grid: steps per token to which what a row must gain is rounded up.
     gained: f64[O, E, F], expected tokens beside those of the roots. chunk: i64[E, F], prefill tokens. prompt_rates: as
-    in `Load`. drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row.
+    in `Load`. drafted_text, plain_text: f64[rows, 1 + C], expected tokens of text already seen, a line for each row;
+    None: no text.
     """
     value, on_pace = np.empty(gained.shape), np.empty(gained.shape, np.int64)
     kernels().value_options(
-        drafted, plain, step_s, extra, tokens, grid, drafted_text, plain_text, gained, chunk,
+        drafted, plain, step_s, extra, tokens, grid, _NO_TEXT if drafted_text is None else drafted_text,
+        _NO_TEXT if plain_text is None else plain_text, gained, chunk,
         _NO_RATES if prompt_rates is None else prompt_rates, root_tokens, emit, prefill, baseline_s, value, on_pace,
     )  # fmt: skip
     return value, on_pace

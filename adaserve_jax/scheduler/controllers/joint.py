@@ -169,7 +169,8 @@ class JointController(Controller):
             prefill=self._objective.prefill_weight(load.wait_ratio),
             baseline_s=self._cost.baseline_s,
             prompt_rates=load.prompt_rates,  # a prompt in time is worth a row on pace
-            **({} if text is None else {"drafted_text": text[drafted], "plain_text": text[plain]}),
+            drafted_text=None if text is None else text[drafted],
+            plain_text=None if text is None else text[plain],
         )  # fmt: skip
         look = partial(self._look, load, value, draft_s, verify_s, correction)
         choices = look(shapes, edges)
