@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -286,9 +286,12 @@ class JointController(Controller):
         return np.minimum(shares, load.prefill_tokens)
 
 
+@cache
 def _spread(low: int, high: int, most: int) -> np.ndarray:
     """Return at most `most` indices from `low` to `high`, both included, evenly spread: i64[E]."""
-    return np.unique(np.linspace(low, high, min(most, high - low + 1)).round().astype(np.int64))
+    spread = np.unique(np.linspace(low, high, min(most, high - low + 1)).round().astype(np.int64))
+    spread.flags.writeable = False  # shared by many steps
+    return spread
 
 
 def _gain_of_both(
