@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
 import re
+from pathlib import Path
 from typing import Literal, get_args
 
 from adaserve_jax.drafter_config import DrafterConfig
@@ -25,6 +27,7 @@ TEXT_SOURCES = frozenset({"suffix"})
 DEFAULT_DRAFT = "default"
 """Name of `draft` where there are several drafts."""
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._/:-]{1,128}")
+_EMBEDDED_TOKENIZER = Path(__file__).parent / "models/demo/target/tokenizer.json"
 LEAST_CONTEXT = 8
 """Tokens: enough for a prompt and for the few that are timed at the start."""
 
@@ -33,7 +36,7 @@ LEAST_CONTEXT = 8
 class EngineConfig(Settings):
     """Configuration of an engine; 0 or None means "auto" where the help says so. Raises ConfigError.
 
-    With a `drafter` this engine has no draft: `draft`, which may be left at its default, becomes None.
+    `draft` "auto" becomes "demo" or None at once. With a `drafter` this engine has no draft, and "auto" becomes None.
     """
 
     target: PathText = setting(
@@ -41,9 +44,9 @@ class EngineConfig(Settings):
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     draft: PathText | None = setting(
-        "demo", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo' or 'demo-head' for "
+        "auto", "checkpoint folder of the draft model, the EAGLE-3 head or the Medusa heads, 'demo' or 'demo-head' for "
         "an embedded one, 'mtp' for the MTP layer of the target's checkpoint, or none: the engine drafts from text "
-        "already seen (--policy ar: no speculation)",
+        "already seen (--policy ar: no speculation); auto: 'demo' for targets with its tokenizer, else none",
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(
@@ -199,6 +202,8 @@ class EngineConfig(Settings):
             edges: tuple[int, ...] = getattr(self, name)
             increasing = list(edges) == sorted(set(edges)) and min(edges, default=1) >= 1
             self._require(increasing, name, "increasing integers >= 1")
+        if self.draft == EngineConfig.draft:
+            object.__setattr__(self, "draft", _draft_of(self.target))
         if self.drafter is not None:
             self._check_drafter()
         named = all(map(_is_named_folder, self.drafts)) and (not self.drafts or self.draft is not None)
@@ -227,6 +232,10 @@ class EngineConfig(Settings):
             self._require(_is_address(self.coordinator), "coordinator", expected)
         self._require(self.process_id < self.num_processes, "process_id", f"below num_processes ({self.num_processes})")
 
+    def changed(self) -> list[str]:
+        """Return the names of the fields that differ from their defaults; a draft does not if "auto" becomes it."""
+        return [name for name in super().changed() if name != "draft" or self.draft != _draft_of(self.target)]
+
     def _check_synthetic(self) -> None:
         """Raise ConfigError for options that need the target's own text, or tokens that a model drafted."""
         for name, given, why in (
@@ -243,7 +252,7 @@ class EngineConfig(Settings):
 
     def _check_drafter(self) -> None:
         """Raise ConfigError for options that need a draft on this device; set `draft` to None."""
-        if self.draft not in (None, EngineConfig.draft):
+        if self.draft not in (None, _draft_of(self.target)):
             raise ConfigError(
                 f"draft must be left out with a drafter, whose service has the draft, got {self.draft!r}; give it to "
                 "`adaserve draft --model`, or leave out the drafter"
@@ -293,6 +302,13 @@ class EngineConfig(Settings):
         """True where trees may be made of text already seen; with "auto" the policy decides."""
         named = self.draft_sources == "auto" or drafts_from_text(self.draft_sources)
         return self.synthetic_acceptance is None and named
+
+
+def _draft_of(target: str) -> str | None:
+    """Return the embedded draft for a target that has its tokenizer, as those that `adaserve grow` makes; else None."""
+    own = Path(target).expanduser() / "tokenizer.json"
+    fits = target == "demo" or own.is_file() and filecmp.cmp(own, _EMBEDDED_TOKENIZER, shallow=False)
+    return "demo" if fits else None
 
 
 def drafts_from_text(sources: str) -> bool:

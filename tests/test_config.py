@@ -11,6 +11,7 @@ import pytest
 from adaserve_jax import DrafterConfig, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig, LearnOptions
+from adaserve_jax.models.config import DEMO_FOLDER
 from adaserve_jax.scheduler.policies import policy_of
 
 
@@ -66,11 +67,23 @@ def test_what_learns_is_a_draft_in_one_process() -> None:
         EngineConfig(learning=LearnConfig(), num_processes=2, coordinator="host:7000")
 
 
+def test_the_embedded_draft_goes_with_targets_of_its_tokenizer(tmp_path: Path) -> None:
+    grown, other = tmp_path / "grown", tmp_path / "other"
+    for folder in (grown, other):
+        folder.mkdir()
+    embedded = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
+    (grown / "tokenizer.json").write_bytes(embedded)
+    (other / "tokenizer.json").write_bytes(embedded.replace(b"def", b"fed", 1))
+    found = {folder: EngineConfig(target=str(folder)).draft for folder in ("demo", grown, other, tmp_path)}
+    assert found == {"demo": "demo", grown: "demo", other: None, tmp_path: None}
+    assert EngineConfig(target=str(other), draft="demo").draft == "demo" and EngineConfig(draft=None).draft is None
+
+
 DRAFTER = DrafterConfig(("grpc://host:7070",))
 
 
 def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
-    for given in ("demo", None):
+    for given in ("auto", "demo", None):
         config = EngineConfig(draft=given, drafter=DRAFTER)
         assert (config.draft, config.draft_names, config.speculates) == (None, (), True)
         assert dataclasses.replace(config, policy="ar").drafter == DRAFTER

@@ -85,7 +85,7 @@ class LLM:
     def __init__(
         self,
         target: str = "demo",
-        draft: str | None = "demo",
+        draft: str | None = "auto",
         policy: str = "adaserve",
         *,
         deterministic: bool = False,
@@ -96,7 +96,8 @@ class LLM:
 
         Args:
             target: "demo" or a checkpoint folder.
-            draft: "demo", a checkpoint folder, or None to draft from text already seen alone.
+            draft: "demo", a checkpoint folder, or None to draft from text already seen alone. "auto": "demo" for a target
+                with its tokenizer, else None.
             policy: scheduling policy.
             deterministic: make texts independent of what else runs.
             progress: progress(what, done, total), called while models load and compile.

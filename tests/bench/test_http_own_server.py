@@ -62,7 +62,7 @@ def test_a_server_says_what_it_is(engine):
 
 
 def test_a_server_of_synthetic_acceptance_says_so():
-    scripted = ScriptedEngine(EngineConfig(target="models/scripted", synthetic_acceptance="1.5"))
+    scripted = ScriptedEngine(EngineConfig(target="models/scripted", draft="demo", synthetic_acceptance="1.5"))
     scripted.start()
     with (
         serving(scripted, ByteTokenizer(), ServerSettings()) as server,
