@@ -82,7 +82,7 @@ lint: $(STAMP).test ## formatting, lint rules, direction of imports
 type: $(STAMP).test ## static types of the package
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(STAMP).test ## format the code and mend what ruff can mend
+format: $(STAMP).test ## format the code and fix what ruff can fix
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 

@@ -85,9 +85,10 @@ class EngineConfig(Settings):
         "auto (what the policy uses: adaserve both, the published ones the model)", Panel.POLICY,
     )  # fmt: skip
     synthetic_acceptance: PathText | None = setting(
-        None, "accept drafted tokens by drawn coins instead of by comparison, to measure a machine without a trained "
-        "draft; the text is then not the target's. LENGTH: mean number of draft tokens that a verification accepts; "
-        "or a JSON list of the chances that the token at depth 1, 2, ... is accepted given the one above",
+        None, "accept drafted tokens at random, with given chances, instead of comparing them with the target's, to "
+        "measure a machine without a trained draft; the text is then not the target's. LENGTH: mean number of draft "
+        "tokens that a verification accepts; or a JSON list of the chances that the token at depth 1, 2, ... is "
+        "accepted given the one above",
         Panel.POLICY, expected="a number or a path",
     )  # fmt: skip
     suffix_depth: int = setting(
@@ -123,7 +124,9 @@ class EngineConfig(Settings):
         "on, off, or auto (on where the policy does so and the pool does not hold every request at its longest)",
         Panel.POLICY,
     )  # fmt: skip
-    prefix_cache: bool = setting(True, "keep KV pages of finished requests for prompts that begin alike", Panel.SIZE)
+    prefix_cache: bool = setting(
+        True, "keep KV pages of finished requests for prompts with the same beginning", Panel.SIZE
+    )
     memory_limit_mib: int = setting(
         0, "memory that models, KV pages and workspace may take on a device, MiB; 0: what the device has",
         Panel.SIZE, ge=0,
@@ -177,8 +180,8 @@ class EngineConfig(Settings):
         Panel.MODELS, expected="NAME=FOLDER, beside a draft",
     )  # fmt: skip
     route: Route = setting(
-        "tag", "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag "
-        "that names a draft always goes first", Panel.MODELS,
+        "tag", "how a request gets one of several drafts: tag (its draft_tag), language, or topic; a draft_tag always "
+        "decides", Panel.MODELS,
     )  # fmt: skip
     lora: tuple[str, ...] = setting(
         (), "LoRA adapters of the target, NAME=FOLDER in PEFT's format; a request names one as its model", Panel.MODELS,
@@ -306,9 +309,10 @@ class EngineConfig(Settings):
 
 def _draft_of(target: str) -> str | None:
     """Return the embedded draft for a target that has its tokenizer, as those that `adaserve grow` makes; else None."""
+    if target == "demo":
+        return target
     own = Path(target).expanduser() / "tokenizer.json"
-    fits = target == "demo" or own.is_file() and filecmp.cmp(own, _EMBEDDED_TOKENIZER, shallow=False)
-    return "demo" if fits else None
+    return "demo" if own.is_file() and filecmp.cmp(own, _EMBEDDED_TOKENIZER, shallow=False) else None
 
 
 def drafts_from_text(sources: str) -> bool:

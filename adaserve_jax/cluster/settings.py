@@ -25,7 +25,9 @@ class RouterSettings(HttpSettings):
     )  # fmt: skip
     targets: tuple[str, ...] = setting((), "servers to send requests to, as host:port or http://host:port, with commas")
     router: str = setting(
-        "slo-aware", "how a target is chosen: slo-aware (fewest requests off pace), least-loaded, round-robin"
+        "slo-aware",
+        "how a target is chosen: slo-aware (fewest requests off pace), least-loaded, round-robin, or "
+        "slo-aware:<d>, which looks at d targets drawn for each request",
     )
     profile: PathText | None = setting(
         None, "file of `adaserve profile` that says what steps cost on a target; none: a guess from its own baseline",

@@ -96,8 +96,8 @@ class LLM:
 
         Args:
             target: "demo" or a checkpoint folder.
-            draft: "demo", a checkpoint folder, or None to draft from text already seen alone. "auto": "demo" for a target
-                with its tokenizer, else None.
+            draft: "demo", a checkpoint folder, or None to draft from text already seen alone. "auto": "demo" for a
+                target with its tokenizer, else None.
             policy: scheduling policy.
             deterministic: make texts independent of what else runs.
             progress: progress(what, done, total), called while models load and compile.

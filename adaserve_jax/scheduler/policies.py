@@ -191,7 +191,7 @@ def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
 
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
-        "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what was earned; ours",
+        "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what it brought; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
         weighs_pages=True, sources="suffix+model",
     ),
@@ -200,7 +200,7 @@ POLICIES: dict[str, Policy] = {
         closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
     ),
     "adaserve-code": Policy(
-        "the same as its authors' code has it: need raised by 5% and at least 1, nodes capped, the least needy first",
+        "AdaServe as in its authors' code: need times 1.05, at least 1, nodes per request capped, smallest need first",
         lambda parts: ClosedFormController.for_limits(parts.limits, rounds_up=True), selector="slo", need="code",
         slo_order="fastest-first", calibrated=False, needs_draft=True,
     ),
@@ -217,19 +217,19 @@ POLICIES: dict[str, Policy] = {
         lambda parts: GoodputController(parts.limits, parts.cost), selector="equal",
     ),
     "dsd-probe": Policy(
-        "the same, and a chain of 1 every 50 steps while it is off, so that it learns",
+        "`dsd` with a chain of 1 every 50 steps while speculation is off, so that it keeps learning",
         lambda parts: GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS), selector="equal",
     ),
     "turbospec": Policy(
-        "TurboSpec: the same goodput in every step, none favoured, with probes while it is off",
+        "TurboSpec: the goodput of `dsd` in every step, with no bonus for plain decoding, with probes while off",
         lambda parts: GoodputController(
             parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS, steps_per_decision=1, off_favour=1.0
         ),
         selector="equal",
     ),
     "adaspec": Policy(
-        "AdaSpec: the chain of most predicted tokens per second, of which each request's share follows from confidence "
-        "and TPOT targets",
+        "AdaSpec: the chain length with the most predicted tokens per second; each request's part of it follows from "
+        "confidence and TPOT target",
         lambda parts: FastestChain(parts.limits, parts.chain_costs), selector="slo-throughput",
     ),
     "dspark:<k>": Policy(
@@ -250,14 +250,14 @@ POLICIES: dict[str, Policy] = {
         needs_draft=True,
     ),
     "nightjar": Policy(
-        "Nightjar: chain length by seconds per token, none included, learned by size of batch; an arm for each bin",
+        "Nightjar: a bandit over chain lengths, 0 included, by seconds per token and batch size, an arm for each bin",
         pure_arms(V2), selector="equal", elastic=True,
     ),
     "nightjar-v1": Policy(
-        "its first version: explores more, and chooses anew in each step", pure_arms(V1), selector="equal"
+        "Nightjar's first version: explores more, and chooses anew in each step", pure_arms(V1), selector="equal"
     ),
     "bingreedy": Policy(
-        "ADA-BINGREEDY: the same, blind to the size of the batch and to what switching costs", pure_arms(BINGREEDY),
+        "ADA-BINGREEDY: `nightjar-v1` without batch size and switching cost", pure_arms(BINGREEDY),
         selector="equal",
     ),
     "linucb": Policy(
@@ -265,7 +265,7 @@ POLICIES: dict[str, Policy] = {
         lambda parts: LinUcb(parts.limits, parts.chain_costs), selector="equal",
     ),
     "lints": Policy(
-        "the same by linear Thompson sampling",
+        "`linucb` with Thompson sampling instead of UCB",
         lambda parts: LinearSampling(parts.limits, parts.chain_costs, parts.seed), selector="equal",
     ),
     "ar": Policy("no speculation", _no_speculation, selector="equal", uses_draft=False),
@@ -274,8 +274,8 @@ POLICIES: dict[str, Policy] = {
         lambda parts: FixedController(parts.limits, 0, step_tokens=SARATHI_TOKENS), selector="equal", uses_draft=False,
     ),
     "niyama": Policy(
-        "Niyama: no speculation; chunks of the decodes' slack, between the earliest deadline and the shortest prompt "
-        "first, those in danger last",
+        "Niyama: no speculation; prefill chunks as large as the decodes' slack allows; by due time plus prompt length, "
+        "requests in danger last",
         lambda parts: SlackChunks(parts.limits, parts.cost), selector="equal", ordering="hybrid", uses_draft=False,
     ),
     "slidingserve": Policy(

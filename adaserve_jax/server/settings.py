@@ -37,7 +37,7 @@ class SloClass(Settings):
     e2e_ms: float | None = setting(None, "deadline of the last token, milliseconds after arrival; none: none", gt=0)
     max_queue_ms: float | None = setting(
         None,
-        "longest wait to begin, milliseconds, behind which a request is answered with 504; none: the server's",
+        "longest wait to begin, milliseconds, after which a request is answered with 504; none: the server's",
         gt=0,
     )
     priority: int = setting(
@@ -107,7 +107,7 @@ class KeySettings(Settings):
         0.0, "tightest TTFT target, milliseconds; tighter ones are raised to it; 0: the server's", ge=0
     )
     slo_classes: tuple[str, ...] = setting(
-        (), "classes that it may use; the first is that of requests which name none; empty: all"
+        (), "classes that it may use; requests that name no class get the first; empty: all"
     )
     min_priority: int | None = setting(
         None, "least priority value (lower is sooner); lower ones are raised to it; none: any"
