@@ -50,8 +50,8 @@ class EngineConfig(Settings):
         Panel.MODELS, expected="a name or a path",
     )  # fmt: skip
     policy: str = setting(
-        "adaserve", "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the "
-        "table), or one of a file: FILE.py or FILE.py:NAME", Panel.POLICY, expected="the name of a policy",
+        "adaserve", "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (docs/policies.md "
+        "has the table), or one of a file: FILE.py or FILE.py:NAME", Panel.POLICY, expected="the name of a policy",
     )  # fmt: skip
     deterministic: bool = setting(
         False, "pin every target step to one bucket, so that outputs are bit-identical whatever the load", Panel.POLICY

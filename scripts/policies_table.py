@@ -1,4 +1,4 @@
-"""Writes the table of policies in README.md, between its policies markers, from the code. Imports no jax."""
+"""Writes the table of policies in docs/policies.md, between its policies markers, from the code. Imports no jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from adaserve_jax.scheduler.policies import POLICIES, SELECTION_RULES, Policy
 from scripts.pages import between, head, line
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "policies.md"
 COLUMNS = ("policy", "what it is", "nodes to verify", "requests by", "draft", "its memory")
 NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "need of one step"}
 
@@ -43,15 +43,17 @@ def policies_table() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when docs/policies.md is out of date"
+    )
     arguments = parser.parse_args()
-    old = README.read_text()
-    new = between(old, "policies", f"\n{policies_table()}\n", README.name)
+    old = PAGE.read_text()
+    new = between(old, "policies", f"\n{policies_table()}\n", PAGE.name)
     if arguments.check:
         if new != old:
-            print("README.md does not show the policies of the code; run `make docs`", file=sys.stderr)
+            print("docs/policies.md does not show the policies of the code; run `make docs`", file=sys.stderr)
         return int(new != old)
-    README.write_text(new)
+    PAGE.write_text(new)
     return 0
 
 

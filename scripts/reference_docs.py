@@ -24,7 +24,6 @@ from adaserve_jax.settings import Panel, options_of, settings_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SCHEMA = DOCS.parent / "benchmarks" / "multi_slo" / "schema.json"
-BEGIN, END = "<!-- options -->", "<!-- /options -->"
 FIELDS_BEGIN, FIELDS_END = "<!-- fields -->", "<!-- /fields -->"
 
 CLI_HEAD = f"""# Command line
@@ -36,7 +35,7 @@ the environment, as `{ENV_PREFIX}` and the option's name in capitals: `{ENV_PREF
 value, a missing file or a refused request prints one line on stderr and ends with status 2.
 """
 
-CONFIGURATION_HEAD = f"""# Configuration file
+CONFIGURATION_HEAD = f"""# Configuration
 
 Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
 
@@ -113,7 +112,7 @@ SECTION_ABOUT = {
     "([security.md](security.md)).",
 }
 
-HTTP_HEAD = """# HTTP fields
+HTTP_HEAD = """# Bodies of requests and responses
 
 Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
 
@@ -163,12 +162,6 @@ def http_page() -> str:
         for model in bodies():
             parts += _model(model) if issubclass(model, base) else []
     return "\n".join(parts)
-
-
-def options_table() -> str:
-    """Return the table of EngineConfig in docs/python-api.md: every field with its default and meaning."""
-    rows = [_row(f"`{each.name}`", f"`{each.default!r}`", each.help) for each in settings_of(EngineConfig)]
-    return "\n".join([*_head("field", "default", "meaning"), *rows])
 
 
 def fields_table() -> str:
@@ -296,12 +289,9 @@ def main() -> None:
     SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n")
     for name, page in (("cli", cli_page), ("configuration", configuration_page), ("http-fields", http_page)):
         (DOCS / f"{name}.md").write_text(page())
-    for name, begin, end, table in (
-        ("python-api", BEGIN, END, options_table()), ("http", FIELDS_BEGIN, FIELDS_END, fields_table()),
-    ):  # fmt: skip
-        guide = DOCS / f"{name}.md"
-        before, _, rest = guide.read_text().partition(begin)
-        guide.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}")
+    guide = DOCS / "http.md"
+    before, _, rest = guide.read_text().partition(FIELDS_BEGIN)
+    guide.write_text(f"{before}{FIELDS_BEGIN}\n{fields_table()}\n{FIELDS_END}{rest.partition(FIELDS_END)[2]}")
 
 
 if __name__ == "__main__":

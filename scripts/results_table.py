@@ -1,5 +1,5 @@
-"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, draft-sources.md, howto/gpu-and-tpu.md and
-architecture/device.md, scheduler.md and star.md, between their markers, from what lies under benchmarks/results.
+"""Writes the tables of docs/results.md, reproduce.md, cluster-plan.md, learning.md, howto/gpu-and-tpu.md, sweeps/ and
+architecture/device.md and scheduler.md, between their markers, from what lies under benchmarks/results.
 
 Of benchmarks/results it reads, each written by the file of benchmarks/ beside it:
 
@@ -24,7 +24,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,11 +55,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
-SOURCES_PAGE = ROOT / "docs" / "draft-sources.md"
 LEARNING_PAGE = ROOT / "docs" / "learning.md"
 ACCELERATOR_PAGE = ROOT / "docs" / "howto" / "gpu-and-tpu.md"
 SCHEDULER_PAGE = ROOT / "docs" / "architecture" / "scheduler.md"
-STAR_PAGE = ROOT / "docs" / "architecture" / "star.md"
 DEVICE_PAGE = ROOT / "docs" / "architecture" / "device.md"
 SWEEPS_PAGE = ROOT / "docs" / "sweeps" / "README.md"
 PEERS_CHART = ROOT / "docs" / "figures" / "peers.svg"
@@ -385,83 +383,67 @@ POLICY_PARTS = {
 }  # fmt: skip
 
 
-def between(page: str, name: str, parts: Sequence[str], path: Path = PAGE) -> str:
-    """Return `page` with `parts` between the markers of `name`."""
-    content = "\n\n".join(["", *(parts or ["No run is committed."]), ""])
-    return pages.between(page, name, content, path.name)
+def blocks(results: Path) -> dict[Path, dict[str, Sequence[str]]]:
+    """Return what the pages have between their markers, by page and marker. results: folder of committed results."""
+    status = json.loads((results / "reproduce.json").read_text())
+    measured = {
+        "throughput": [tables(read_rows(file)) for file in sorted(results.glob("throughput-*.json"))],
+        "load": _tables(load_table, results, "load"),
+        "device": _tables(device_tables, results, "device"),
+        **{name: _tables(tables_of, results, name) for name, tables_of in POLICY_PARTS.items()},
+        "draft-sources": _tables(sources_table, results, "draft-sources-[0-9]"),
+        "draft-heads": _tables(head_tables, results, "draft-heads")[::-1],
+        "draft-sources-load": _tables(sources_load_table, results, "draft-sources-load"),
+        "online-learning": online_tables(results / "online-learning"),
+        "multi-slo": multi_slo_tables(results / "multi-slo"),
+        "starsd": table1_tables(results / "starsd"),
+        "starsd-overhead": overhead_tables(results / "starsd"),
+        "starsd-heads": heads_table(results / "star-heads.json"),
+        "reproduce": [stand_tables(status)],
+    }
+    return {
+        PAGE: measured,
+        FIGURES_PAGE: {"figures": [claim_tables(status)]},
+        CLUSTER_PAGE: {
+            "cluster-plan": cluster_tables(results / "cluster-plan"),
+            "star-plan": star_tables(results / "star-plan.json"),
+        },
+        LEARNING_PAGE: {"online-head": online_head_table(results / "online-learning")},
+        SCHEDULER_PAGE: {
+            "halves": [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))],
+            "constants": _tables(constants_table, results, "constants"),
+            "fluctuating": _tables(fluctuating_table, results, "fluctuating"),
+        },
+        ACCELERATOR_PAGE: {"absent": _tables(absent_table, results, "absent-devices")},
+        SWEEPS_PAGE: {"contenders": _tables(sweep_tables, results, "contenders")},
+        DEVICE_PAGE: {"tiles": _tables(tile_tables, results, "tile-sizes")},
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
     arguments = parser.parse_args()
     results = ROOT / "benchmarks" / "results"
-    old = PAGE.read_text()
-    runs = [tables(read_rows(file)) for file in sorted(results.glob("throughput-*.json"))]
-    loads = [load_table(json.loads(file.read_text())) for file in sorted(results.glob("load-*.json"))]
-    devices = [device_tables(json.loads(file.read_text())) for file in sorted(results.glob("device-*.json"))]
-    new = between(between(between(old, "throughput", runs), "load", loads), "device", devices)
-    for name, tables_of in POLICY_PARTS.items():
-        found = [tables_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}-*.json"))]
-        new = between(new, name, found)
-    new = between(new, "online-learning", online_tables(results / "online-learning"))
-    new = between(new, "multi-slo", multi_slo_tables(results / "multi-slo"))
-    new = between(new, "starsd", table1_tables(results / "starsd"))
-    new = between(new, "starsd-overhead", overhead_tables(results / "starsd"))
-    status = json.loads((results / "reproduce.json").read_text())
-    new = between(new, "reproduce", [stand_tables(status)])
-    figures = FIGURES_PAGE.read_text()
-    cluster = CLUSTER_PAGE.read_text()
-    planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
-    planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
-    drafting = SOURCES_PAGE.read_text()
-    sources = _tables(sources_table, sorted(results.glob("draft-sources-[0-9]*.json")))
-    loaded = _tables(sources_load_table, sorted(results.glob("draft-sources-load-*.json")))
-    drafts = between(drafting, "draft-sources", sources, SOURCES_PAGE)
-    drafts = between(drafts, "draft-sources-load", loaded, SOURCES_PAGE)
-    heads = _tables(head_tables, sorted(results.glob("draft-heads-*.json"), reverse=True))
-    drafts = between(drafts, "draft-heads", heads, SOURCES_PAGE)
-    learning = LEARNING_PAGE.read_text()
-    learned = online_head_table(results / "online-learning")
-    accelerators = ACCELERATOR_PAGE.read_text()
-    absent = _tables(absent_table, results.glob("absent-devices.json"))
-    star, device_page = STAR_PAGE.read_text(), DEVICE_PAGE.read_text()
-    star_heads = heads_table(results / "star-heads.json")
-    tiles = _tables(tile_tables, results.glob("tile-sizes.json"))
-    scheduler = SCHEDULER_PAGE.read_text()
-    halves = [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))]
-    constants = _tables(constants_table, sorted(results.glob("constants-*.json")))
-    fluctuating = _tables(fluctuating_table, sorted(results.glob("fluctuating-*.json")))
-    swept = SWEEPS_PAGE.read_text()
-    contenders = _tables(sweep_tables, sorted(results.glob("contenders-*.json")))
-    peers = json.loads((results / "peers-110m-cpu.json").read_text())
-    written = {
-        PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
-        CLUSTER_PAGE: (cluster, planned),
-        SOURCES_PAGE: (drafting, drafts),
-        LEARNING_PAGE: (learning, between(learning, "online-head", learned, LEARNING_PAGE)),
-        SCHEDULER_PAGE: (scheduler, between(
-            between(between(scheduler, "halves", halves, SCHEDULER_PAGE), "constants", constants, SCHEDULER_PAGE),
-            "fluctuating", fluctuating, SCHEDULER_PAGE,
-        )),
-        ACCELERATOR_PAGE: (accelerators, between(accelerators, "absent", absent, ACCELERATOR_PAGE)),
-        SWEEPS_PAGE: (swept, between(swept, "contenders", contenders, SWEEPS_PAGE)),
-        PEERS_CHART: (PEERS_CHART.read_text() if PEERS_CHART.exists() else "", peer_chart(peers)),
-        STAR_PAGE: (star, between(star, "starsd-heads", star_heads, STAR_PAGE)),
-        DEVICE_PAGE: (device_page, between(device_page, "tiles", tiles, DEVICE_PAGE)),
-    }  # fmt: skip
-    stale = [path for path, (before, after) in written.items() if before != after]
+    written = {PEERS_CHART: peer_chart(json.loads((results / "peers-110m-cpu.json").read_text()))}
+    for path, parts in blocks(results).items():
+        page = path.read_text()
+        for marker, found in parts.items():
+            content = "\n\n".join(["", *(found or ["No run is committed."]), ""])
+            page = pages.between(page, marker, content, path.name)
+        written[path] = page
+    stale = [path for path, page in written.items() if not path.exists() or path.read_text() != page]
     for path in stale:
         if arguments.check:
             print(f"{path.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)
         else:
-            path.write_text(written[path][1])
+            path.write_text(written[path])
     return int(arguments.check and bool(stale))
 
 
-def _tables(table_of: Callable[[dict[str, Any]], str], files: Iterable[Path]) -> list[str]:
-    """Return the table of each result file."""
-    return [table_of(json.loads(file.read_text())) for file in files]
+def _tables(table_of: Callable[[dict[str, Any]], str], results: Path, name: str) -> list[str]:
+    """Return the table of each result file whose name begins so."""
+    return [table_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}*.json"))]
 
 
 if __name__ == "__main__":
