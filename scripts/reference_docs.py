@@ -13,14 +13,13 @@ from pydantic import BaseModel
 
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.options import ENV_PREFIX, by_panel
-from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.submission import json_schema
 from adaserve_jax.server import responses_schema, schema
 from adaserve_jax.server.config_file import SECTIONS, TABLES, toml_value
 from adaserve_jax.server.constraint_fields import StructuredOutputs
 from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.server.settings import digest_of
-from adaserve_jax.settings import Panel, options_of, settings_of
+from adaserve_jax.settings import Panel, options_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SCHEMA = DOCS.parent / "benchmarks" / "multi_slo" / "schema.json"

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import adaserve_jax
-from scripts import checks_table, policies_table, readme_table, reference_docs, results_table
+from scripts import checks_table, policies_table, readme_table, results_table
 from tests.conftest import LONGEST, OPTIMISED, ROOT
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}

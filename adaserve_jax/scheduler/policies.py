@@ -1,7 +1,7 @@
 """Scheduling policies by name: POLICIES, ABLATIONS, and policies in Python files of users.
 
-A policy is a composition of parts, not a class: adding one means adding an entry to POLICIES. docs/policies.md has the table made
-from it.
+A policy is a composition of parts, not a class: adding one means adding an entry to POLICIES. docs/policies.md
+has the table made from it.
 """
 
 from __future__ import annotations
