@@ -352,12 +352,12 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param=grammar[1],
             code="unsupported_parameter",
         )
-    prompt_tokens = len(request.prompt_ids)
-    check_prompt(prompt_tokens, info.max_context)
+    prompt_tokens, most = len(request.prompt_ids), info.max_sequence_tokens
+    check_prompt(prompt_tokens, most)
     output_tokens = min(request.sampling.max_tokens, info.max_context - prompt_tokens)
-    if info.kv_tokens is not None and prompt_tokens + output_tokens > info.kv_tokens:
+    if prompt_tokens + output_tokens > most:
         raise RequestError(
-            f"prompt and max_tokens must fit the KV cache of {info.kv_tokens} tokens, got {prompt_tokens} + "
+            f"prompt and max_tokens must fit the KV cache of {most} tokens, got {prompt_tokens} + "
             f"{output_tokens}; shorten the prompt or lower max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
