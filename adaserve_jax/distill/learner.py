@@ -261,13 +261,16 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Drop unfinished training and save the rest, even after learning failed. Only without requests."""
+        """Drop unfinished training, save the rest, even after learning failed, and release the memory of training. Only
+        without requests."""
         with self._contained():
             if not self.failed:
                 self._take_in()
         with self._contained():
             if self._keeper is not None:
                 self._keeper.close()
+        for draft in self._drafts:
+            draft.trainer.close()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:

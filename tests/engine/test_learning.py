@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections import defaultdict
@@ -619,6 +620,15 @@ def test_rows_that_are_no_distribution_teach_nothing(serving: Serving) -> None:
     assert stats.left_out == {"no_positions": 8}
     assert stats.lost == {"no_room": 0, "not_finite": 8 * TOKENS}
     assert stats.version["default"] == stats.target_tokens == stats.micro_steps == 0
+
+
+def test_a_closed_learner_holds_no_memory_of_the_device(loaded: Loaded) -> None:
+    gc.collect()
+    before = len(jax.live_arrays())
+    serving = Serving(loaded)
+    assert len(jax.live_arrays()) > before
+    serving.learner.close()
+    assert len(jax.live_arrays()) == before
 
 
 def test_a_restart_goes_on_from_what_was_learned(loaded: Loaded, tmp_path: Path) -> None:
