@@ -586,7 +586,9 @@ def test_what_was_learned_before_a_failure_is_kept(loaded: Loaded, where: str, t
         serving.step()
     serving.learner.close()
     assert serving.learner.failed
-    assert Serving(loaded, learn_folder=str(tmp_path)).version == version
+    again = Serving(loaded, learn_folder=str(tmp_path))
+    assert again.version == version
+    again.learner.close()
     assert list((tmp_path / "default").iterdir()) and not list(tmp_path.rglob("records*"))
 
 
@@ -609,6 +611,7 @@ def test_what_is_new_is_written_while_requests_leave_no_time_and_nothing_is_trai
     let_go.set()
     serving.rest()
     assert serving.stats.micro_steps > count and list((tmp_path / "default").iterdir())
+    serving.learner.close()
 
 
 def test_rows_that_are_no_distribution_teach_nothing(serving: Serving) -> None:
@@ -659,6 +662,7 @@ def test_a_broken_file_of_records_is_left_alone(
     assert "cannot read the kept records" in caplog.text
     serving.serve()
     assert serving.stats.records["default"] == 4
+    serving.learner.close()
 
 
 class ScriptedLearner:
