@@ -137,10 +137,9 @@ class EngineConfig(Settings):
         "of inputs, or auto (none, but int8 or int4 where a checkpoint that is quantised already would not fit into "
         "memory); the draft keeps its own", Panel.MODELS,
     )  # fmt: skip
-    attention: Literal["auto", "xla", "cpu", "mosaic", "plain"] = setting(
-        "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), plain "
-        "(the kernels' algorithm in an interpreter, to check it), or auto (the device's own kernel where it runs, "
-        "else xla)", Panel.DEVICES,
+    attention: Literal["auto", "xla", "cpu", "mosaic"] = setting(
+        "auto", "attention over pages: xla, cpu (a C++ kernel), mosaic (a kernel for Hopper GPUs or for TPUs), or "
+        "auto (the device's own kernel where it runs, else xla)", Panel.DEVICES,
     )  # fmt: skip
     profile: PathText | None = setting(
         None, "file that `adaserve profile` wrote for these models and options here: start from its times; none: "

@@ -228,16 +228,16 @@ def _rounded(rate: float) -> float:
 class Suite:
     """One system under the suite.
 
-    watch: makes the context of a run's progress. about, policy_files: as `run_bench` has them.
+    observe: makes the context of a run's progress. about, policy_files: as `run_bench` has them.
     """
 
     def __init__(
         self, definition: Definition, settings: SuiteSettings, workload: Workload, open_engine: OpenEngine,
-        watch: Callable[[BenchPlan], AbstractContextManager[RunObserver]], *, about: Mapping[str, Any],
+        observe: Callable[[BenchPlan], AbstractContextManager[RunObserver]], *, about: Mapping[str, Any],
         policy_files: Mapping[str, str],
     ):  # fmt: skip
         self._definition, self._settings, self._workload = definition, settings, workload
-        self._open, self._watch, self._about, self._policy_files = open_engine, watch, about, policy_files
+        self._open, self._observe, self._about, self._policy_files = open_engine, observe, about, policy_files
         self._least_share = min(each.share for each in definition.classes)
 
     def run(self, policy: str, out: Path) -> Iterator[SuitePoint | Submission]:
@@ -331,13 +331,13 @@ class Suite:
         return plan, ends_s
 
     def _run(self, plan: BenchPlan, folder: Path) -> list[ResultRow]:
-        with self._watch(plan) as watch:
+        with self._observe(plan) as observer:
             rows = run_bench(
                 plan,
                 self._workload,
                 self._open,
                 folder,
-                watch,
+                observer,
                 close=False,
                 use="resume",
                 about=self._about,

@@ -27,7 +27,7 @@ from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import identify
 from adaserve_jax.runtime.warmup import THOROUGH, measure, measure_switching
-from adaserve_jax.scheduler.acceptance import acceptance_of_nodes, chance_of_chains
+from adaserve_jax.scheduler.acceptance import acceptance_of_nodes
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -165,6 +165,15 @@ def acceptance_of_chains(ended: list[RequestMetrics], depth: int) -> float | Non
         return None
     chance = chance_of_chains(sum(metrics.accepted_tokens for metrics in ended) / verifications, depth)
     return min(max(chance, 0.001), 0.999)
+
+
+def chance_of_chains(accepted: float, depth: int) -> float:
+    """Return the chance a for which a + a^2 + ... + a^depth is the mean accepted tokens of a chain, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**level for level in range(1, depth + 1)) < accepted else (low, middle)
+    return low
 
 
 def _serve(

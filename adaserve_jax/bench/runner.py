@@ -120,7 +120,7 @@ INTERRUPTED = "interrupted"
 
 
 def run_bench(
-    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, watch: RunObserver | None = None, *,
+    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, observer: RunObserver | None = None, *,
     close: bool = True, use: FolderUse = "append", about: Mapping[str, Any] | None = None,
     policy_files: Mapping[str, str] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
@@ -134,7 +134,7 @@ def run_bench(
     resumed run are multiples of the baseline latency that its rows have. Raises ConfigError: among others, a resumed
     run would go on with another commit, machine, device or model, or at another speed, or a policy's file was edited.
     """
-    watch = watch or RunObserver()
+    observer = observer or RunObserver()
     loads = load_all(plan, workload)
     settings = {**plan.settings(), "workload": workload.name, "workload_hash": workload.sha256, **(about or {})}
     if policy_files:
@@ -144,7 +144,7 @@ def run_bench(
     todo = [point for point in plan.points if point.name not in begun.done]
     if todo:
         check_alike(out, begun, code_and_machine(adaserve_jax.__version__))
-    watch.opened(todo, rows)
+    observer.opened(todo, rows)
     if not todo:
         return rows
     engine = open_engine(todo[0].policy)
@@ -154,12 +154,12 @@ def run_bench(
         check_baseline(out, begun, engine.about.baseline_s)
         drop_unfinished(out, begun)
         provenance = _provenance(plan, begun, workload, engine, about)
-        bench = _Bench(plan, loads, engine, provenance, watch, begun.baseline_s, policy_files or {})
+        bench = _Bench(plan, loads, engine, provenance, observer, begun.baseline_s, policy_files or {})
         for point in todo:
-            watch.begins(point)
+            observer.begins(point)
             measured, loop = bench.measure(point, out)
             rows += measured
-            watch.ended(point, measured, engine.notes)
+            observer.ended(point, measured, engine.notes)
             if loop.interrupted or loop.engine_died:
                 break
     finally:
@@ -184,7 +184,7 @@ class _Bench:
     loads: Mapping[OfferedLoad, PreparedLoad]
     engine: BenchEngine
     provenance: Provenance
-    watch: RunObserver
+    observer: RunObserver
     held_baseline_s: float | None
     """Baseline latency of a resumed run, which its relative targets multiply, whatever the engine measured now."""
     policy_files: Mapping[str, str]
@@ -201,7 +201,7 @@ class _Bench:
             self._recorded(point, loaded)  # of the warm-up, and dropped
         compiled = self.engine.compiles_after_ready()
         with Sampler(self.engine.stats) as sampler:
-            loop = self.engine.drive(due, drain_s=self.plan.drain_s, on_progress=self.watch.in_flight)
+            loop = self.engine.drive(due, drain_s=self.plan.drain_s, on_progress=self.observer.in_flight)
         run_id, rate_rps = self.provenance.run_id, loaded.schedule.rate_rps
         at = AtPoint(run_id, point.name, point.policy, rate_rps, loop.start_s, self.provenance.baseline_s)
         records = [probe.record(at) for probe in loop.probes]

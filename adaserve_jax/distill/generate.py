@@ -88,7 +88,7 @@ def _attend(
         grouped = q.reshape(kv_heads, heads // kv_heads, dim, texts, added)
         scores = jnp.einsum("kgdbc,bskd->kgbcs", grouped, keys, precision=highest, preferred_element_type=jnp.float32)
         by_head = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
-        weights = attention_weights(scores * dim**-0.5, seen, config.attention_cap, by_head).astype(values.dtype)
+        weights = attention_weights(scores * dim**-0.5, seen, config.attention_softcap, by_head).astype(values.dtype)
         return jnp.einsum("kgbcs,bskd->kgdbc", weights, values, precision=highest).reshape(q.shape)
 
     return attend

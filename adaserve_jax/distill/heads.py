@@ -71,7 +71,9 @@ class HeadTarget:
         def on_each_device(params: Params, batch: PackedBatch) -> jax.Array:
             outputs: dict[int, jax.Array] = {}
             attend = attend_dense(local, batch.segment)
-            hidden = decode(params, local, batch.tokens, batch.position, attend, partition, watch=outputs.__setitem__)
+            hidden = decode(
+                params, local, batch.tokens, batch.position, attend, partition, on_layer=outputs.__setitem__
+            )
             outputs[self.config.num_layers] = hidden
             return _after(jnp.concatenate([outputs[layer] for layer in layers]))
 
@@ -199,7 +201,7 @@ def _attend(config: ModelConfig, batch: PackedBatch, step: int, kept: list[tuple
         scores += [jnp.sum(grouped * key[:, None], axis=2, dtype=jnp.float32)[..., None] for key, _ in moved]
         seen = jnp.concatenate([known, jnp.ones((len(known), len(moved)), bool)], axis=1)
         joined = jnp.concatenate(scores, axis=-1) * q.shape[1] ** -0.5
-        weights = attention_weights(joined, seen, config.attention_cap, None).astype(v.dtype)
+        weights = attention_weights(joined, seen, config.attention_softcap, None).astype(v.dtype)
         mixed = jnp.einsum("kgts,kds->kgdt", weights[..., : len(known)], values, precision=highest)
         for at, (_, value) in enumerate(moved):
             mixed += weights[..., len(known) + at][:, :, None] * value[:, None]

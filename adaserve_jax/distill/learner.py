@@ -7,13 +7,14 @@ when training may run.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import threading
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,13 +262,16 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Drop unfinished training and save the rest, even after learning failed. Only without requests."""
+        """Drop unfinished training, save the rest, even after learning failed, and release the memory of training. Only
+        without requests."""
         with self._contained():
             if not self.failed:
                 self._take_in()
         with self._contained():
             if self._keeper is not None:
                 self._keeper.close()
+        for draft in self._drafts:
+            draft.trainer.close()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
@@ -302,18 +306,24 @@ class CheckpointSaver:
         self._writer = ThreadPoolExecutor(1, "learn-saver")
         self._writing: Future[None] | None = None
         self._copied = threading.Event()
+        self._locks = ExitStack()
 
     def load(self) -> None:
-        """Load what was saved; those versions serve from now on.
+        """Lock the folders until `close`, and load what was saved; those versions serve from now on.
 
         Raises CheckpointError if a checkpoint cannot be read or is of other drafts, ConfigError if the folder cannot be
-        written.
+        written, or another engine learns into it.
         """
+        with ExitStack() as locks:
+            self._load(locks)
+            self._locks = locks.pop_all()
+
+    def _load(self, locks: ExitStack) -> None:
         import orbax.checkpoint  # noqa: F401  takes seconds, which no step should wait for later
 
         for index, draft in enumerate(self._drafts):
             folder = self._folder / draft.name
-            self._make(folder)
+            self._make(folder, locks)
             if self._records is not None and (folder / RECORDS).exists():
                 try:
                     draft.buffer.extend(self._records.load(folder / RECORDS, index))
@@ -334,16 +344,22 @@ class CheckpointSaver:
         if self._topics is not None:
             self._topics.load()
 
-    def _make(self, folder: Path) -> None:
-        """Make a folder, and remove cut-off writes and texts that must not be kept."""
+    def _make(self, folder: Path, locks: ExitStack) -> None:
+        """Make a folder, lock it, and remove cut-off writes and texts that must not be kept."""
         try:
             for each in (self._folder, folder):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = locks.enter_context((self._folder / f".{folder.name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process too
             unwanted = [*folder.glob(f".{RECORDS}.*"), *self._folder.glob(f".{TOPICS}.*")]
             if self._records is None:
                 unwanted.append(folder / RECORDS)
             for path in unwanted:
                 path.unlink(missing_ok=True)
+        except BlockingIOError:
+            raise ConfigError(
+                f"learn_folder: another engine learns into {folder}; end it, or choose another folder"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"learn_folder: {folder} cannot be made ready ({error}); choose another folder"
@@ -382,6 +398,7 @@ class CheckpointSaver:
             self._writer.shutdown()
         for draft in self._drafts:
             self._save_records(draft.name, list(draft.buffer))
+        self._locks.close()
 
     def _begin(self) -> None:
         self._saved_at = self._clock()

@@ -112,3 +112,7 @@ class Trainer:
         self._good = jax.tree.unflatten(structure, leaves)
         self.restore_good()
         return meta
+
+    def close(self) -> None:
+        """Release the arrays on the device. Nothing may be called afterwards."""
+        del self._state, self._base, self._sums, self._good

@@ -13,7 +13,7 @@ from adaserve_jax.engine.adapters import NOT_FOUND, not_loaded
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.request_metrics import RequestMetrics
-from adaserve_jax.scheduler.queue import due_s
+from adaserve_jax.scheduler.queue import deadline_key_s
 from adaserve_jax.stats import DrafterStats, LearningStats, StepStats, counter, gauge
 from adaserve_jax.types import SLO, FinishReason, SamplingParams, TokenLogprob
 
@@ -125,14 +125,14 @@ class EngineInfo:
         """Return the most tokens of prompt and output together: of the context, or of all KV pages if fewer."""
         return self.max_context if self.kv_tokens is None else min(self.max_context, self.kv_tokens)
 
-    def due_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
+    def deadline_key_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner.
 
         Policies of another order serve in that one, so that predictions of a wait are off by as much as the two differ.
         patience_s: seconds to the TTFT target or the deadline; before a deadline the scheduler also leaves the time
         that the output takes, so that it serves such a request sooner than this says.
         """
-        return due_s(arrival_s, priority, patience_s)
+        return deadline_key_s(arrival_s, priority, patience_s)
 
 
 @dataclass(frozen=True)
@@ -352,12 +352,12 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             param=grammar[1],
             code="unsupported_parameter",
         )
-    prompt_tokens = len(request.prompt_ids)
-    check_prompt(prompt_tokens, info.max_context)
+    prompt_tokens, most = len(request.prompt_ids), info.max_sequence_tokens
+    check_prompt(prompt_tokens, most)
     output_tokens = min(request.sampling.max_tokens, info.max_context - prompt_tokens)
-    if info.kv_tokens is not None and prompt_tokens + output_tokens > info.kv_tokens:
+    if prompt_tokens + output_tokens > most:
         raise RequestError(
-            f"prompt and max_tokens must fit the KV cache of {info.kv_tokens} tokens, got {prompt_tokens} + "
+            f"prompt and max_tokens must fit the KV cache of {most} tokens, got {prompt_tokens} + "
             f"{output_tokens}; shorten the prompt or lower max_tokens",
             param="max_tokens",
             code="context_length_exceeded",

@@ -137,15 +137,15 @@ class ModelConfig:
     empty: they have none. The first is "" where attention and MLP have no norm before them. scaled_embedding:
     embeddings are multiplied by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what
     attention and MLP add to the stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar:
-    scores are divided by its root; None: by that of head_dim. attention_cap, logit_cap: scores, and logits, s become
-    cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are rotated; None:
-    all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without rotary embedding.
-    query_growth: how queries grow with their position (`layers.query_scale`); None: they do not. sinks: each head has a
-    score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of queries, keys and values,
-    "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None: a model of
-    its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint, which are no
-    part of the model; None: it has none. is_mtp: this is the first of them, which drafts for the model (`mtp_head`).
-    weight_format: of a quantised checkpoint; it does not tell models apart.
+    scores are divided by its root; None: by that of head_dim. attention_softcap, logit_softcap: scores, and logits, s
+    become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are rotated;
+    None: all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without rotary
+    embedding. query_growth: how queries grow with their position (`layers.query_scale`); None: they do not. sinks: each
+    head has a score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of queries, keys
+    and values, "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None:
+    a model of its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint,
+    which are no part of the model; None: it has none. is_mtp: this is the first of them, which drafts for the model
+    (`mtp_head`). weight_format: of a quantised checkpoint; it does not tell models apart.
     """
 
     vocab_size: int
@@ -177,8 +177,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     query_scalar: float | None = None
-    attention_cap: float | None = None
-    logit_cap: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     window_rope_theta: float | None = None
     rotary_dim: int | None = None
     interleaved_rotary: bool = False
@@ -374,8 +374,8 @@ class ModelConfig:
             residual_multiplier=values.optional("residual_multiplier") or 1.0,
             logits_scaling=values.optional("logits_scaling") or 1.0,
             query_scalar=None if scalar == head_dim else scalar,
-            attention_cap=values.optional("attn_logit_softcapping"),
-            logit_cap=values.optional("final_logit_softcapping"),
+            attention_softcap=values.optional("attn_logit_softcapping"),
+            logit_softcap=values.optional("final_logit_softcapping"),
             window_rope_theta=read_window_rope(values, DEFAULT_THETA if family.gemma else theta)
             if family.window_rope and windows
             else None,

@@ -46,11 +46,11 @@ HEAD_ROW = "head_row"
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 """attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T], sinks f[H] or None) -> f[H, D, T]. q and k are rotated
-already; attend divides the scores by sqrt(D) and bounds them by the configuration's `attention_cap`. A sink is a score
-of its head that has no key: it takes its share of the softmax and adds no value."""
+already; attend divides the scores by sqrt(D) and bounds them by the configuration's `attention_softcap`. A sink is a
+score of its head that has no key: it takes its share of the softmax and adds no value."""
 
-Watch = Callable[[int, jax.Array], None]
-"""watch(layer, x f32[d, T]): called while tracing with the stream behind each layer."""
+OnLayer = Callable[[int, jax.Array], None]
+"""on_layer(layer, x f32[d, T]): called while tracing with the stream behind each layer."""
 
 
 def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Params:
@@ -66,19 +66,19 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
 def decode(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
     partition: Partition = WHOLE, used: jax.Array | None = None, adapters: TokenAdapters | None = None,
-    watch: Watch | None = None,
+    on_layer: OnLayer | None = None,
 ) -> jax.Array:  # fmt: skip
     """Run all layers and the final norm on tokens, i32[T]. Returns f[d, T] in the type of the products.
 
     used: bool[T], false for padding, for which no expert is read; its result has no meaning. None: all are tokens.
-    adapters: of the tokens, where params have those of `adapter_specs`; None: the model alone. watch: called with each
-    layer and the stream behind it.
+    adapters: of the tokens, where params have those of `adapter_specs`; None: the model alone. on_layer: called with
+    each layer and the stream behind it.
 
     Pure; call it inside `jax.jit`. Only `positions`, i32[T], and `attend` give the tokens an order. With a partition,
     params and config are those of one device, the call stands inside `jax.shard_map`, `attend` sees this device's
     heads, and the result is whole.
     """
-    return _merge(params, config, partition)(tokens, positions, attend, used, adapters, watch)
+    return _merge(params, config, partition)(tokens, positions, attend, used, adapters, on_layer)
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
@@ -281,7 +281,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, used: jax.Array | None = None,
-        adapters: TokenAdapters | None = None, watch: Watch | None = None,
+        adapters: TokenAdapters | None = None, on_layer: OnLayer | None = None,
     ) -> jax.Array:  # fmt: skip
         rotary = rotary_angles(positions, self.config)
         of_windows = rotary
@@ -299,8 +299,8 @@ class Decoder(nnx.Module):
             if self.config.window_of(index) is not None:
                 angles = of_windows
             x = layer(x, angles, index, attend, used, adapters, scale=scale)
-            if watch is not None:
-                watch(index, x)
+            if on_layer is not None:
+                on_layer(index, x)
         return self.norm(x).astype(self.embed.dtype)
 
     def head_layer(
@@ -328,7 +328,7 @@ class Decoder(nnx.Module):
         scores = self.partition.join_vocabulary(keep_layout(head(hidden))).T
         if self.config.logits_scaling != 1:
             scores = scores / self.config.logits_scaling
-        return capped(scores, self.config.logit_cap)
+        return capped(scores, self.config.logit_softcap)
 
 
 class MedusaHead(nnx.Module):
@@ -427,19 +427,19 @@ def attend_dense(config: ModelConfig, segment: jax.Array | None = None) -> Atten
         grouped = q.reshape(len(k), heads // len(k), dim, count)
         scores = jnp.einsum("kgdt,kds->kgts", grouped, k, precision=highest, preferred_element_type=jnp.float32)
         by_head = None if sinks is None else sinks.reshape(len(k), -1, 1)
-        weights = attention_weights(scores * dim**-0.5, seen, config.attention_cap, by_head).astype(v.dtype)
+        weights = attention_weights(scores * dim**-0.5, seen, config.attention_softcap, by_head).astype(v.dtype)
         return jnp.einsum("kgts,kds->kgdt", weights, v, precision=highest).reshape(q.shape)
 
     return attend
 
 
-def attention_weights(scores: jax.Array, seen: jax.Array, cap: float | None, sinks: jax.Array | None) -> jax.Array:
+def attention_weights(scores: jax.Array, seen: jax.Array, softcap: float | None, sinks: jax.Array | None) -> jax.Array:
     """Return the softmax over the keys that are seen, f32[..., S].
 
-    scores: f32[..., S]; seen: bool, broadcasts to it; cap: as `ModelConfig.attention_cap`; sinks: f[...], broadcasts to
-    the rows.
+    scores: f32[..., S]; seen: bool, broadcasts to it; softcap: as `ModelConfig.attention_softcap`; sinks: f[...],
+    broadcasts to the rows.
     """
-    scores = jnp.where(seen, capped(scores, cap), -jnp.inf)
+    scores = jnp.where(seen, capped(scores, softcap), -jnp.inf)
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sink = jnp.broadcast_to(sinks.astype(scores.dtype), scores.shape[:-1])[..., None]

@@ -62,8 +62,11 @@ def grow(
     Raises ConfigError: a dimension is smaller than the source's or does not divide, or `out` is not empty;
     CheckpointError: as loading does.
     """
+    from adaserve_jax.models.loading import check_weights  # imports jax
+
     config = ModelConfig.from_folder(source)
     _check(config, shape, out, dtype)
+    check_weights(source, config)
     out.mkdir(parents=True, exist_ok=True)
     grown = replace(
         config,
@@ -262,8 +265,6 @@ class _Growth:
         return (place[:, None] * old.head_dim + np.arange(old.head_dim)).ravel()
 
     def _read(self, name: str) -> np.ndarray:
-        if name not in self._files.names:
-            raise CheckpointError(f"{self._files.folder}: tensor {name} is missing")
         shape = self._files.shape_of(name)
         out = np.empty(shape, np.float32)
         self._files.read_rows((name,), (0, shape[0]), slice(None), out)

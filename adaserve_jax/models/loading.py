@@ -69,6 +69,11 @@ def load_params(
     return params
 
 
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Check a model's tensors, reading no more than a tied head. Raises CheckpointError as `load_params` does."""
+    _readers(folder, config)
+
+
 def weight_dtype(name: str, specs: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
     """Return the type that `load_params` gives a weight of `param_specs`; one that has a scale is in bytes."""
     if name.endswith(SCALE):

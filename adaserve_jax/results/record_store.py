@@ -21,7 +21,7 @@ from adaserve_jax.results.whole_file import PRIVATE
 
 APPLICATION_ID = 0x41645356
 """Marks the file as ours, in SQLite's header."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Stored in SQLite's user_version; rises with any change of the tables."""
 WRITER_BUSY_S, READER_BUSY_S = 1.0, 10.0
 """Longest wait for a lock that another process holds."""
@@ -40,7 +40,7 @@ RECORD_COLUMNS = (
     "tpot_paper_s", "tpot_slo_s", "ttft_slo_s", "tpot_met", "ttft_met", "slo_met", "slo_feasible", "tpot_paper_met",
     "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions", "choice", "key", "ending", "cause",
     "cached_tokens", "arrival_unix_s", "ended_unix_s", "prompt", "output", "thinking_tpot_s", "answer_tpot_s",
-    "thinking_tpot_slo_s", "e2e_slo_s", "e2e_met",
+    "thinking_tpot_slo_s", "e2e_slo_s", "e2e_met", "model",
 )  # fmt: skip
 """Columns of a `ServedRecord` in the table; the rest is in `runs`, or always the same at a server."""
 TEXT_COLUMNS = ("prompt", "output")

@@ -177,12 +177,13 @@ class ServedRecord(RequestRecord):
     It has no token times, and its due_s is the arrival in Unix time; for a choice that the engine never began, due_s is
     when it ended.
 
-    choice: index in the answer. key: name of the API key, "" without keys. ending: stop, length, abort, cancelled,
-    error or rejected. cause: why a target was missed, judged by the acceptance rate of the server until then. prompt,
-    output: texts, None unless the server keeps them.
+    model: the API's name of the model or adapter that served it. choice: index in the answer. key: name of the API key,
+    "" without keys. ending: stop, length, abort, cancelled, error or rejected. cause: why a target was missed, judged
+    by the acceptance rate of the server until then. prompt, output: texts, None unless the server keeps them.
     """
 
     run: ServerRun
+    model: str
     choice: int
     key: str
     ending: str
@@ -201,6 +202,7 @@ def served_record(
     metrics: RequestMetrics,
     *,
     run: ServerRun,
+    model: str = "",
     request_id: str,
     choice: int,
     key: str,
@@ -214,7 +216,8 @@ def served_record(
 ) -> ServedRecord:
     """Build the record of a choice from the metrics that the engine gave.
 
-    acceptance_rate: accepted / drafted tokens of the server so far; it decides the cause of a missed target.
+    model: "": the run's. acceptance_rate: accepted / drafted tokens of the server so far; it decides the cause of a
+    missed target.
     """
     record = RequestRecord.of(
         metrics,
@@ -229,6 +232,7 @@ def served_record(
     return ServedRecord(
         **{column.name: getattr(record, column.name) for column in fields(record)},
         run=run,
+        model=model or run.model,
         choice=choice,
         key=key,
         ending=ending,

@@ -127,7 +127,7 @@ class ModelPrograms:
                 sinks = self.partition.with_copies(sinks, k.shape[0])
             mixed = paged_tree_attention(
                 q, k, v, pools.keys, pools.values, layer, tokens, self.config.window_of(layer),
-                implementation=self.attention, softcap=self.config.attention_cap, sinks=sinks,
+                implementation=self.attention, softcap=self.config.attention_softcap, sinks=sinks,
             )  # fmt: skip
             return self.partition.without_copies(mixed, k.shape[0])
 
@@ -273,7 +273,7 @@ class ModelPrograms:
                 first = position - window + 1
             mixed = beam_attention(
                 q_rows, k_buffer[layer], v_buffer[layer], pools.keys, pools.values, layer, fields["page_table"],
-                ctx_len, seen, first, implementation=self.attention, softcap=self.config.attention_cap, sinks=sinks,
+                ctx_len, seen, first, implementation=self.attention, softcap=self.config.attention_softcap, sinks=sinks,
             )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 

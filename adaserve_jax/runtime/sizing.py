@@ -192,8 +192,8 @@ def choose_attention(
     of summation only xla has, and with elastic "on", since kernels of accelerators read one pool of pages.
     Raises ConfigError: the one in `config` cannot run on this platform or with this model.
     """
-    if config.attention in ("xla", "plain") and not (config.attention == "plain" and config.deterministic):
-        return config.attention
+    if config.attention == "xla":
+        return "xla"
     own = OWN_KERNEL.get(platform, "xla")
     if config.attention == "auto":
         if config.deterministic or (platform != "cpu" and config.elastic == "on"):

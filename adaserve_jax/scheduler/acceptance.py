@@ -150,15 +150,6 @@ def acceptance_of_nodes(first: float, max_depth: int, max_width: int) -> np.ndar
     return first ** (levels + 1) * (1 - first) ** ranks
 
 
-def chance_of_chains(accepted: float, depth: int) -> float:
-    """Return the chance a for which a + a^2 + ... + a^depth is the mean accepted tokens of a chain, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**level for level in range(1, depth + 1)) < accepted else (low, middle)
-    return low
-
-
 def fit(prior: np.ndarray, outcomes: np.ndarray, accepted: np.ndarray) -> np.ndarray:
     """Return the table of chances, f32[2, D, ranks, bins], that counted outcomes suggest.
 

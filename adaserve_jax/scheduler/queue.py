@@ -59,10 +59,10 @@ def order_key(
     """
     patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
     if ordering == "deadline":
-        return due_s(sequence.arrival_s, sequence.priority, patience_s)
+        return deadline_key_s(sequence.arrival_s, sequence.priority, patience_s)
     if ordering == "hybrid":
         prompt_s = PROMPT_TOKEN_S * len(sequence.prompt_ids)
-        return due_s(sequence.arrival_s, sequence.priority, patience_s) + prompt_s
+        return deadline_key_s(sequence.arrival_s, sequence.priority, patience_s) + prompt_s
     if ordering == "goodput":
         output = OUTPUT_WEIGHT * output_tokens
         steps_share = output / (len(sequence.prompt_ids) + output)
@@ -70,7 +70,7 @@ def order_key(
     return sequence.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * _bounded(sequence.priority)
 
 
-def due_s(arrival_s: float, priority: int, patience_s: float | None) -> float:
+def deadline_key_s(arrival_s: float, priority: int, patience_s: float | None) -> float:
     """Return the key of admission under `deadline` ordering. patience_s: as of `order_key`; None: PATIENCE_S."""
     patience_s = PATIENCE_S if patience_s is None else min(patience_s, PATIENCE_S)
     return arrival_s + AGEING_S * _bounded(priority) + patience_s

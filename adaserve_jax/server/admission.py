@@ -35,9 +35,12 @@ TTFT_SHARE = 0.35
 
 @dataclass(order=True, unsafe_hash=True)
 class Place:
-    """One choice in the queue or in a slot. due_s: orders the queue (`EngineInfo.due_s`). tokens: those that it has."""
+    """One choice in the queue or in a slot.
 
-    due_s: float
+    deadline_key_s: orders the queue (`EngineInfo.deadline_key_s`). tokens: those that it has.
+    """
+
+    deadline_key_s: float
     number: int
     max_tokens: int = field(compare=False)
     tokens: int = field(default=0, compare=False)
@@ -59,7 +62,7 @@ class Slots:
     def used(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def reserve(self, account: Account, count: int, due_s: float = 0.0, max_tokens: int = 1) -> Reservation:
+    def reserve(self, account: Account, count: int, deadline_key_s: float = 0.0, max_tokens: int = 1) -> Reservation:
         """Reserve room for `count` choices of at most so many tokens each. Raises QueueFullError.
 
         They count as in flight on `account` too, whose own limit `Account.require_room` checks.
@@ -70,7 +73,7 @@ class Slots:
                 "retry in a moment"
             )
         account.in_flight += count
-        places = [Place(due_s, next(self._numbers), max_tokens) for _ in range(count)]
+        places = [Place(deadline_key_s, next(self._numbers), max_tokens) for _ in range(count)]
         for place in places:
             insort(self.waiting, place)
         return Reservation(self, account, places)
@@ -162,7 +165,7 @@ class QueueAdmission:
         chance = self._stop_share / max(self._output, 1.0)
         return most if chance * most < 1e-6 else -math.expm1(-chance * most) / chance
 
-    def wait_s(self, slots: Slots, due_s: float, max_tokens: int, count: int = 1) -> float:
+    def wait_s(self, slots: Slots, deadline_key_s: float, max_tokens: int, count: int = 1) -> float:
         """Return the predicted seconds until the last of `count` choices gets a slot.
 
         0 while slots are free, and as long as nothing is known of the engine's speed.
@@ -170,7 +173,7 @@ class QueueAdmission:
         if self._slots is None or not self._tokens:
             return 0.0
         token_s = self._gap_s / self._tokens
-        ahead = slots.waiting[: bisect_right(slots.waiting, due_s, key=lambda place: place.due_s)]
+        ahead = slots.waiting[: bisect_right(slots.waiting, deadline_key_s, key=lambda place: place.deadline_key_s)]
         free = max(round(self._slots) - len(slots.running), 0)
         if len(ahead) + count <= free:
             return 0.0

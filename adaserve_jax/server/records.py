@@ -107,6 +107,7 @@ class RecordMaker:
         return served_record(
             metrics,
             run=stamped.run,
+            model=ended.origin.model,
             request_id=ended.origin.request_id,
             choice=ended.index,
             key=ended.origin.key,

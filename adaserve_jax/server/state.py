@@ -208,19 +208,19 @@ class ServerState:
         """
         account.require_room(choices)
         patience_s = min((each for each in (slo.ttft_s, slo.e2e_s) if each is not None), default=None)
-        due_s = self.info.due_s(time.monotonic(), priority, patience_s)
-        self.admission.check(self._wait_s(due_s, max_tokens, choices), slo.ttft_s, slo.e2e_s, max_queue_s)
-        return self.slots.reserve(account, choices, due_s, max_tokens)
+        deadline_key_s = self.info.deadline_key_s(time.monotonic(), priority, patience_s)
+        self.admission.check(self._wait_s(deadline_key_s, max_tokens, choices), slo.ttft_s, slo.e2e_s, max_queue_s)
+        return self.slots.reserve(account, choices, deadline_key_s, max_tokens)
 
     def retry_after_s(self) -> float | None:
         """Return the seconds after which a request that waited too long may come again; None where it is unknown."""
         wait_s = self._wait_s(math.inf, 1, 1)
         return max(wait_s - self.admission.max_wait_s, 0.0) if wait_s else self.client.stats().back_in_s
 
-    def _wait_s(self, due_s: float, max_tokens: int, choices: int) -> float:
+    def _wait_s(self, deadline_key_s: float, max_tokens: int, choices: int) -> float:
         steps = self.client.stats().scheduler
         self.admission.observe_engine(steps.running, steps.waiting - steps.preparing, self.info.max_requests)
-        return self.admission.wait_s(self.slots, due_s, max_tokens, choices)
+        return self.admission.wait_s(self.slots, deadline_key_s, max_tokens, choices)
 
     def ended(self, choice: EndedChoice) -> None:
         """Report a choice that ended to admission, metrics and observers."""

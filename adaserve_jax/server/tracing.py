@@ -84,9 +84,7 @@ class Tracer:
 
     def _span(self, choice: StampedChoice) -> ReadableSpan | None:
         origin = choice.ended.origin
-        return self._spans.make(
-            self._maker.make(choice), operation=origin.operation, traceparent=origin.traceparent, model=origin.model
-        )
+        return self._spans.make(self._maker.make(choice), operation=origin.operation, traceparent=origin.traceparent)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         try:
@@ -124,19 +122,19 @@ class SpanMaker:
         provider.add_span_processor(self._last)
         self._tracer = provider.get_tracer("adaserve_jax", adaserve_jax.__version__)
 
-    def make(self, choice: ServedRecord, *, operation: str, traceparent: str, model: str = "") -> ReadableSpan | None:
+    def make(self, choice: ServedRecord, *, operation: str, traceparent: str) -> ReadableSpan | None:
         """Return the span of a choice, from its arrival to its end; None where it is not sampled.
 
         traceparent: header of the caller; without one the span begins a trace, with the request id as its id where that
-        is a valid one. model: the API's name of the model or adapter that served it; "": the run's model.
+        is a valid one.
         """
         request_id = choice.request_id
         self._ids.trace_id = int(request_id, 16) if _TRACE_ID.fullmatch(request_id) else None
         span = self._tracer.start_span(
-            f"{operation} {model or choice.run.model}",
+            f"{operation} {choice.model}",
             context=TraceContextTextMapPropagator().extract({"traceparent": traceparent}),
             kind=SpanKind.SERVER,
-            attributes=_attributes(choice, operation, model or choice.run.model),
+            attributes=_attributes(choice, operation),
             start_time=_ns(choice.arrival_unix_s),
         )
         for name, unix_s in _phases(choice):
@@ -182,14 +180,14 @@ def _phases(record: ServedRecord) -> Iterator[tuple[str, float]]:
     yield "ended", record.ended_unix_s
 
 
-def _attributes(record: ServedRecord, operation: str, model: str) -> dict[str, Attribute]:
+def _attributes(record: ServedRecord, operation: str) -> dict[str, Attribute]:
     run = record.run
     finished = record.status == "finished"
     every: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "adaserve",
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
         "gen_ai.response.finish_reasons": (record.ending,) if finished else None,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,

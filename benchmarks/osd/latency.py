@@ -22,12 +22,12 @@ import numpy as np
 import typer
 
 from adaserve_jax import LLM, EngineConfig
+from adaserve_jax.bench.profile import chance_of_chains
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.scheduler.acceptance import chance_of_chains
 from benchmarks import program
 from benchmarks.engine.throughput_rows import paired_ratio
 from benchmarks.grown import grown_head, grown_target

@@ -36,10 +36,10 @@ from typing import Annotated, Any
 
 import typer
 
+from adaserve_jax.bench.profile import chance_of_chains
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.scheduler.acceptance import chance_of_chains
 from adaserve_jax.star.service.admission import interpolated
 from benchmarks import program
 from benchmarks.grown import grown_draft, grown_head, grown_target

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.acceptance import chance_of_chains
+from adaserve_jax.bench.profile import chance_of_chains
 from adaserve_jax.star.client.sessions import SessionTable
 from adaserve_jax.types import CandidateTrees, StepPlan
 from benchmarks.starsd.closed_forms import accepted_tokens as mean_accepted

@@ -71,7 +71,7 @@ def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tm
     keeper.close()
     again = topics()
     keeper_of(folder, drafts_of(programs), topics=DraftRouter(NAMES)).close()  # for once without topics
-    keeper_of(folder, drafts_of(programs), topics=again)
+    keeper_of(folder, drafts_of(programs), topics=again).close()
     assert again.to_state() == router.to_state() != topics().to_state()
 
 
@@ -100,10 +100,10 @@ def test_no_text_stays_that_is_not_to_be_kept(programs: TrainPrograms, tmp_path:
     assert file.exists()
     cut_off.write_bytes(b"half of it")
     again = drafts_of(programs)
-    keeper_of(tmp_path, again, records=records)
+    keeper_of(tmp_path, again, records=records).close()
     assert len(again[0].updates.buffer) == 16 and file.exists() and not cut_off.exists()
     cut_off.write_bytes(b"half of it")
-    keeper_of(tmp_path, drafts_of(programs))
+    keeper_of(tmp_path, drafts_of(programs)).close()
     assert not list(tmp_path.rglob(f"*{RECORDS}*"))
 
 
@@ -117,6 +117,14 @@ def test_folders_that_cannot_be_used_or_hold_something_else_are_named(programs: 
     expected = r"default: its checkpoint is not one of a draft that learned while it served \(KeyError\('version'\)\)"
     with pytest.raises(CheckpointError, match=expected):
         keeper_of(tmp_path, drafts_of(programs))
+
+
+def test_a_folder_has_one_engine_that_learns(programs: TrainPrograms, tmp_path: Path) -> None:
+    keeper = keeper_of(tmp_path, drafts_of(programs))
+    with pytest.raises(ConfigError, match=r"another engine learns into .*/default; end it, or choose another folder"):
+        keeper_of(tmp_path, drafts_of(programs))
+    keeper.close()
+    keeper_of(tmp_path, drafts_of(programs)).close()
 
 
 def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_asked_again_later(
     assert keeper.idle_for_s == SAVE_EVERY_S and not keeper.is_copying
     keeper.close()
     again = drafts_of(programs)
-    keeper_of(tmp_path, again)
+    keeper_of(tmp_path, again).close()
     assert again[0].updates.version == served[0].updates.version > 0
 
 
@@ -185,6 +193,7 @@ def test_the_checkpoint_is_written_before_the_records(
     keeper.save_if_due()
     written(keeper)
     assert order == ["checkpoint", "records"]
+    keeper.close()
 
 
 def test_one_draft_that_cannot_be_left_keeps_nothing_from_being_written(
@@ -200,7 +209,7 @@ def test_one_draft_that_cannot_be_left_keeps_nothing_from_being_written(
     keeper.close()
     assert "could not be left" in caplog.text
     again = drafts_of(programs)
-    keeper_of(tmp_path, again)
+    keeper_of(tmp_path, again).close()
     assert [each.updates.version for each in again] == [good[0], served[1].updates.version]
     with pytest.raises(RuntimeError, match="after shutdown"):
         keeper._writer.submit(int)

@@ -22,7 +22,8 @@ def test_a_request_that_fits_passes() -> None:
     ("prompt", "tokens", "param", "code", "text"),
     [
         ([], 1, "prompt", "empty_prompt", "prompt must have at least one token, got none"),
-        ([3] * 48, 1, "prompt", "context_length_exceeded", "room for one of the 48 tokens .*, got 48 tokens"),
+        ([3] * 48, 1, "prompt", "context_length_exceeded", "room for one of the 32 tokens .*, got 48 tokens"),
+        ([3] * 32, 1, "prompt", "context_length_exceeded", "room for one of the 32 tokens .*, got 32 tokens"),
         ([3] * 16, 17, "max_tokens", "context_length_exceeded", r"KV cache of 32 tokens, got 16 \+ 17; shorten"),
         ([3] * 16, 1000, "max_tokens", "context_length_exceeded", r"got 16 \+ 32; shorten"),
         ([40], 1, "prompt", "invalid_value", "token ids must be from 0 to 39, got 40"),

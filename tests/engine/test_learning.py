@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections import defaultdict
@@ -585,7 +586,9 @@ def test_what_was_learned_before_a_failure_is_kept(loaded: Loaded, where: str, t
         serving.step()
     serving.learner.close()
     assert serving.learner.failed
-    assert Serving(loaded, learn_folder=str(tmp_path)).version == version
+    again = Serving(loaded, learn_folder=str(tmp_path))
+    assert again.version == version
+    again.learner.close()
     assert list((tmp_path / "default").iterdir()) and not list(tmp_path.rglob("records*"))
 
 
@@ -608,6 +611,7 @@ def test_what_is_new_is_written_while_requests_leave_no_time_and_nothing_is_trai
     let_go.set()
     serving.rest()
     assert serving.stats.micro_steps > count and list((tmp_path / "default").iterdir())
+    serving.learner.close()
 
 
 def test_rows_that_are_no_distribution_teach_nothing(serving: Serving) -> None:
@@ -619,6 +623,15 @@ def test_rows_that_are_no_distribution_teach_nothing(serving: Serving) -> None:
     assert stats.left_out == {"no_positions": 8}
     assert stats.lost == {"no_room": 0, "not_finite": 8 * TOKENS}
     assert stats.version["default"] == stats.target_tokens == stats.micro_steps == 0
+
+
+def test_a_closed_learner_holds_no_memory_of_the_device(loaded: Loaded) -> None:
+    gc.collect()
+    before = len(jax.live_arrays())
+    serving = Serving(loaded)
+    assert len(jax.live_arrays()) > before
+    serving.learner.close()
+    assert len(jax.live_arrays()) == before
 
 
 def test_a_restart_goes_on_from_what_was_learned(loaded: Loaded, tmp_path: Path) -> None:
@@ -649,6 +662,7 @@ def test_a_broken_file_of_records_is_left_alone(
     assert "cannot read the kept records" in caplog.text
     serving.serve()
     assert serving.stats.records["default"] == 4
+    serving.learner.close()
 
 
 class ScriptedLearner:

@@ -163,13 +163,13 @@ def test_qwen2_moe_has_a_window_in_every_other_layer_before_some(tmp_path: Path)
 def test_gemma_2_has_caps_and_a_window_in_every_other_layer(tmp_path: Path) -> None:
     absent = dict.fromkeys(("tie_word_embeddings", "eos_token_id"), "absent")
     gemma = ModelConfig.from_folder(_write(tmp_path, **GEMMA2, **absent, num_hidden_layers=3))
-    assert (gemma.attention_cap, gemma.logit_cap, gemma.query_scalar) == (50.0, 30.0, 256.0)
+    assert (gemma.attention_softcap, gemma.logit_softcap, gemma.query_scalar) == (50.0, 30.0, 256.0)
     assert (gemma.windows, gemma.tie_embeddings, gemma.eos_token_ids) == ((4096, None, 4096), True, (1,))
     assert gemma.offset_norms and gemma.post_norms and gemma.scaled_embedding and not gemma.qk_norm
     assert gemma.activation == "gelu_tanh"
     changed = {"attn_logit_softcapping": None, "final_logit_softcapping": 7, "query_pre_attn_scalar": 16}
     other = ModelConfig.from_folder(_write(tmp_path, **GEMMA2, **changed))
-    assert (other.attention_cap, other.logit_cap, other.query_scalar) == (None, 7.0, None)
+    assert (other.attention_softcap, other.logit_softcap, other.query_scalar) == (None, 7.0, None)
 
 
 def test_gemma_3_has_two_rotary_bases_in_both_spellings(tmp_path: Path) -> None:

@@ -166,6 +166,12 @@ def test_what_would_grow_into_something_else_is_refused(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
         grow(source, tmp_path / "other", shape)
+    source = write_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": -tensors["model.embed_tokens.weight"]}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"):
+        grow(source, tmp_path / "other", shape)
+    assert not (tmp_path / "other").exists()
 
 
 def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret
-from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu, plain
+from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
 from adaserve_jax.runtime.pools import pool_head_dim
@@ -27,6 +27,7 @@ from benchmarks.kernels.attention_specs import (
     AttentionSpec,
     make_case,
 )
+from tests.pallas_kernels import plain
 from tests.pallas_kernels.test_paged_tree_attention import check_against_oracle, run
 
 LONG = {

@@ -20,11 +20,13 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens
 from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
 from benchmarks.kernels.attention_specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
 from tests.oracles.attention import oracle_attention
+from tests.pallas_kernels import plain
 
 KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """Simulated on the CPU: copies, barriers, slots, masks and the merge run as they are written."""
 IMPLEMENTATIONS = ("xla", "xla_off_cpu", "cpu", "canonical", "plain", *KERNELS)
-"""xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order."""
+"""xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order;
+plain: the kernels' algorithm in the place of one of them."""
 OF_PADDED_POOLS = ("xla_off_cpu", "canonical", "mosaic_tpu")
 """Those that are checked on the pools of a TPU."""
 CAPPED = "capped_windowed_sinks_prefill"
@@ -69,6 +71,7 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
     counts = jnp.asarray(spec.counts, jnp.int32)
     blocks = query_blocks(counts, row, num_blocks=spec.num_blocks + 1, block_size=spec.block_size)
     canonical = implementation == "canonical"
+    implementation = "mosaic_tpu" if implementation == "plain" else implementation
     tokens = PackedTokens(
         page_table, ctx_len, counts, jnp.minimum(row, len(spec.counts) - 1), position, bits,
         None if canonical else blocks,
@@ -97,6 +100,8 @@ def test_equals_the_float64_oracle_and_poison_does_not_leak(
     if implementation == "mosaic_gpu":
         spec = replace(spec, dtype="bf16")
     as_off_cpu(implementation, spec, monkeypatch)
+    if implementation == "plain":
+        plain.put_in_place_of(mosaic_tpu, monkeypatch)
     check_against_oracle(spec, implementation)
 
 
@@ -144,9 +149,9 @@ def test_a_beam_over_two_slabs_gives_the_bits_of_one(implementation: Implementat
         return np.asarray(attend(q, k, v, *pools, LAYER, table, ctx_len, visible))
 
     np.testing.assert_array_equal(attend(*(Slabs(pool[:, :4], pool[:, 4:]) for pool in pools)), attend(*pools))
-    with pytest.raises(ConfigError, match="by 'plain' reads pools in one slab; 'xla' reads two"):
+    with pytest.raises(ConfigError, match="by 'mosaic_gpu' reads pools in one slab; 'xla' reads two"):
         beam_attention(
-            q, k, v, *(Slabs(pool, pool) for pool in pools), LAYER, table, ctx_len, visible, implementation="plain"
+            q, k, v, *(Slabs(pool, pool) for pool in pools), LAYER, table, ctx_len, visible, implementation="mosaic_gpu"
         )
 
 

@@ -167,8 +167,8 @@ def foreign(path: Path, application: int, version: int) -> None:
     ("application", "version", "text"),
     [
         (0, 0, "must be a file of records, it is an SQLite file of another program; give another"),
-        (APPLICATION_ID, 2, "must have records of schema 3, it has schema 2 of an older version of adaserve"),
-        (APPLICATION_ID, 4, "must have records of schema 3, it has schema 4 of a newer version of adaserve"),
+        (APPLICATION_ID, 3, "must have records of schema 4, it has schema 3 of an older version of adaserve"),
+        (APPLICATION_ID, 5, "must have records of schema 4, it has schema 5 of a newer version of adaserve"),
     ],
 )
 def test_a_file_of_something_else_is_refused_and_left_alone(path, application, version, text):

@@ -31,6 +31,7 @@ from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.sizing import (
     CPU_KV_BYTES,
+    OWN_KERNEL,
     RESERVE_SHARE,
     Resolved,
     choose_attention,
@@ -150,7 +151,6 @@ def test_when_pools_can_be_extended(elastic: str, num_pages: int, swaps: bool, e
         ({}, None, "there is no draft"),
         ({"tp": 2}, DRAFT, r"the target is divided over 2 devices \(tp\)"),
         ({"num_processes": 2, "tp": 1, "coordinator": "host:1"}, DRAFT, "the target lies in 2 processes"),
-        ({"attention": "plain"}, DRAFT, "attention by 'plain' reads one pool of pages; use attention xla"),
     ],
 )
 def test_where_pools_cannot_be_extended_is_said(
@@ -162,6 +162,13 @@ def test_where_pools_cannot_be_extended_is_said(
     assert resolve(config, TARGET, draft, elastic=True).limits.extension_pages == 0
     with pytest.raises(ConfigError, match=f"elastic must be off or auto here, got 'on': {reason}"):
         resolve(replace(config, elastic="on"), TARGET, draft)
+
+
+def test_pools_of_a_kernel_that_reads_one_cannot_be_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OWN_KERNEL, "cpu", "mosaic_tpu")
+    assert resolve(SHORT, TARGET, DRAFT, elastic=True).limits.extension_pages == 0
+    with pytest.raises(ConfigError, match="attention by 'mosaic_tpu' reads one pool of pages; use attention xla"):
+        resolve(replace(SHORT, elastic="on"), TARGET, DRAFT)
 
 
 def test_several_processes_give_all_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +194,7 @@ def test_a_draft_of_less_than_a_page_makes_no_page() -> None:
             r"max_batch_tokens \(32\) must equal the last of token_edges",
         ),
         ({"deterministic": True, "token_edges": (16, 64)}, "one bucket: leave out token_edges and row_edges"),
-        ({"attention": "plain", "deterministic": True}, "attention must be auto or xla in deterministic mode"),
+        ({"attention": "cpu", "deterministic": True}, "attention must be auto or xla in deterministic mode"),
         ({"row_edges": (1, 4), "max_requests": 8}, r"the last of row_edges \(1, 4\) must equal max_requests \(8\)"),
     ],
 )

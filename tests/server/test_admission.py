@@ -12,7 +12,7 @@ import pytest
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import OverloadedError, QueueFullError
 from adaserve_jax.request_metrics import RequestMetrics
-from adaserve_jax.scheduler.queue import due_s
+from adaserve_jax.scheduler.queue import deadline_key_s
 from adaserve_jax.server.admission import REFUSE_AT, TTFT_SHARE, QueueAdmission, Reservation, Slots
 from adaserve_jax.server.auth import Account
 from adaserve_jax.server.settings import ServerSettings
@@ -98,7 +98,7 @@ def test_slots_that_pages_do_not_allow_are_unlearned_and_a_dip_is_not_believed()
 def test_who_began_waits_no_longer_and_room_is_given_back_once() -> None:
     slots = Slots(8)
     late, early = slots.reserve(Account(), 3, 20.0), slots.reserve(Account(), 2, 10.0)
-    assert [place.due_s for place in slots.waiting] == [10.0, 10.0, 20.0, 20.0, 20.0]
+    assert [place.deadline_key_s for place in slots.waiting] == [10.0, 10.0, 20.0, 20.0, 20.0]
     late.received(0, 1)
     late.received(0, 1)
     assert (len(slots.waiting), slots.used) == (4, 5)
@@ -106,7 +106,7 @@ def test_who_began_waits_no_longer_and_room_is_given_back_once() -> None:
     late.received(0, 1)  # too late
     early.release()  # refused before it began
     early.release()
-    assert [place.due_s for place in slots.waiting] == [20.0, 20.0] and slots.used == 2
+    assert [place.deadline_key_s for place in slots.waiting] == [20.0, 20.0] and slots.used == 2
     late.release()
     assert slots.used == 0
     with pytest.raises(QueueFullError, match="9 choices were asked for, 0 are in flight and at most 8 may be"):
@@ -166,7 +166,7 @@ class Engine:
 
     def arrive(self, max_tokens: int, tokens: int, ttft_s: float | None = None) -> bool:
         """Return whether a request of `max_tokens`, which will end after `tokens`, is admitted."""
-        due = due_s(self.now, 0, ttft_s)
+        due = deadline_key_s(self.now, 0, ttft_s)
         self.admission.observe_engine(len(self.running), len(self.queue), SLOTS)
         wait_s = self.admission.wait_s(self.slots, due, max_tokens)
         try:
@@ -297,9 +297,9 @@ def test_a_deadline_comes_before_a_request_without_targets(start_server) -> None
         state = server.state
         patient = state.admit(Account(), 1, 8, SLO(), 0)
         urgent = state.admit(Account(), 1, 8, SLO(e2e_ms=500), 0)
-        dues = [place.due_s for place in state.slots.waiting]
+        dues = [place.deadline_key_s for place in state.slots.waiting]
         urgent.release()
-        assert [place.due_s for place in state.slots.waiting] == dues[1:], "the deadline stood first"
+        assert [place.deadline_key_s for place in state.slots.waiting] == dues[1:], "the deadline stood first"
         patient.release()
 
 

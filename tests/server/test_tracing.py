@@ -22,7 +22,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.record_store import RecordStore, read_records
 from adaserve_jax.results.records import ServedRecord
+from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.serve import Observability
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tracing import SpanMaker, Tracer, open_exporter
@@ -103,17 +105,21 @@ def test_without_a_caller_the_request_id_is_the_trace(traced):
     assert len({span.context.trace_id for span in spans}) == 3
 
 
-def test_a_request_of_an_adapter_is_traced_by_its_name(serve_engine, tmp_path: Path):
+def test_a_request_of_an_adapter_is_traced_and_recorded_by_its_name(serve_engine, tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{}")
     engine = ScriptedEngine(EngineConfig(target="models/scripted", lora=(f"sql={tmp_path}",)))
     engine.start()
     exporter = InMemorySpanExporter()
     with serve_engine(engine, ByteTokenizer(), ServerSettings()) as server:
         tracer = Tracer(server.state, exporter, every_s=0.01)
-        server.state.observers.append(tracer.observe)
+        recorder = Recorder(server.state, RecordStore.open(tmp_path / "records"), Retention(3600.0, 1 << 30))
+        server.state.observers += [tracer.observe, recorder.observe]
         for model in ("sql", None):
             assert server.post(prompt="x", model=model, max_tokens=1).status_code == 200
         tracer.close()
+        recorder.close()
+    found, _ = read_records(tmp_path / "records")
+    assert [each.model for each in found] == ["sql", "scripted"]
     engine.close()
     named, plain = exporter.get_finished_spans()
     for span, model in ((named, "sql"), (plain, "scripted")):

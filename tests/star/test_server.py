@@ -239,6 +239,7 @@ def test_nonsense_costs_its_own_session():
         assert service.worker.snapshot.worker.nonsense == {"session": 1, "target": 2}, (
             "of no session: counted, not answered"
         )
+        assert service.worker.snapshot.core.refused == {"invalid": 1}
 
 
 def test_a_flood_is_refused_and_others_go_on():

@@ -1,8 +1,7 @@
 """Interface of paged tree attention, for every implementation: packed tokens of a step, or the rows of a beam.
 
 Implementations: `xla` (reference.py, everywhere), `cpu` (C++), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
-GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). The last three are given
-`Operands`; importing this module imports none but `xla`.
+GPUs and for TPUs). The last two are given `Operands`; importing this module imports none but `xla`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     unfold,
 )
 
-Implementation = Literal["xla", "cpu", "plain", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["xla", "cpu", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from socket import AF_INET6, SHUT_RDWR, socket
@@ -26,6 +26,7 @@ from adaserve_jax.star.service.server import Audit
 from adaserve_jax.star.service.stats import ROWS_EDGES
 from adaserve_jax.star.service.worker import Worker
 from adaserve_jax.star.settings import host_port
+from adaserve_jax.stats import metrics_of
 
 if TYPE_CHECKING:
     from adaserve_jax.star.service.model import DraftModel
@@ -47,7 +48,6 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()
         yield from self._counters()
-        yield from self._labelled()
         yield self._rows()
 
     def _gauges(self) -> Iterator[Metric]:
@@ -69,40 +69,12 @@ class ServiceCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         seen = self._worker.snapshot
-        core, worker = seen.core, seen.worker
-        for name, text, value in (
-            ("rounds", "Drafts searched.", core.rounds),
-            ("trees", "Trees sent, including repeated ones.", core.trees),
-            ("queue_seconds", "Waiting for the device, summed over answered Drafts.", core.queue_s),
-            ("loop_seconds", "Running time of the loop; service and idle are parts of it.", worker.loop_s),
-            ("service_seconds", "The device worked.", worker.service_s),
-            ("idle_seconds", "The device had nothing to do.", worker.idle_s),
-            ("searches", "Batches that searched.", worker.searches),
-            ("search_seconds", "Batches that searched, their catch-up included.", worker.search_s),
-            ("fed_tokens", "Tokens fed into the draft's KV.", core.fed_tokens),
-            ("frames", "Frames of targets.", worker.frames),
-            ("stale", "Messages and trees of an epoch or round that is over.", core.stale),
-            ("duplicates", "Repeated messages.", core.duplicates),
-            ("resyncs", "Sessions that had to be reopened.", core.resyncs),
-            ("expired", "Drafts whose tree could not be ready before the target gave up.", core.expired),
-            ("failed", "Drafts whose batch failed on the device.", core.failed),
-            ("leases_ended", "Sessions freed without a Close.", core.leases_ended),
-            ("evicted", "Times that a session lost its KV to another.", core.evicted),
-            ("streams_opened", "Accepted connections.", self._audit.opened),
-        ):
-            yield CounterMetricFamily(PREFIX + name, text, value=value)
-
-    def _labelled(self) -> Iterator[Metric]:
-        seen = self._worker.snapshot
-        for name, text, label, counts in (
-            ("refused", "Targets and sessions refused, by code.", "code", seen.core.refused),
-            ("streams_refused", "Connections refused, or ended for their behaviour.", "why", self._audit.refused()),
-            ("nonsense", "Invalid messages, of a session or of a target.", "of", seen.worker.nonsense),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
-            for value, count in sorted(counts.items()):
-                family.add_metric((value,), count)
-            yield family
+        for stats in (seen.core, seen.worker):
+            for field, spec in metrics_of(stats).items():
+                yield _counter(spec.name, spec.text, getattr(stats, field), *spec.labels)
+        yield _counter("streams_opened", "Accepted connections.", self._audit.opened)
+        refused = "Connections refused, or ended for their behaviour."
+        yield _counter("streams_refused", refused, self._audit.refused(), "why")
 
     def _rows(self) -> Metric:
         worker = self._worker.snapshot.worker
@@ -112,6 +84,14 @@ class ServiceCollector(Collector):
             PREFIX + "batch_rows", "Requests of a batch that searched.",
             buckets=list(zip(edges, accumulate(counts), strict=True)), sum_value=worker.rows_searched,
         )  # fmt: skip
+
+
+def _counter(name: str, text: str, value: float | Mapping[str, int], *labels: str) -> Metric:
+    """Return a counter, by its one label where it has one."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, count in sorted(value.items()) if isinstance(value, Mapping) else [("", value)]:
+        family.add_metric([key] * len(labels), count)
+    return family
 
 
 class StatusServer:

@@ -1,4 +1,6 @@
-"""Counters and measurements of a draft service."""
+"""Counters and measurements of a draft service; counters declare the Prometheus metric that exports them."""
+
+# ruff: noqa: RUF009  # counter() returns dataclass fields
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from adaserve_jax.star.messages import Load
+from adaserve_jax.stats import counter
 
 ROWS_EDGES = (1, 2, 4, 8, 16, 32, 64)
 """Upper bounds of the histogram of rows per batch."""
@@ -13,49 +16,41 @@ ROWS_EDGES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass
 class CoreStats:
-    """Counters of a core since its start.
-
-    batches: runs of the device. rounds: Drafts searched. trees: Trees sent, including repeated ones. fed_tokens: tokens
-    fed into the KV. stale: messages and trees of an epoch or round that is over. duplicates: repeated messages.
-    resyncs: sessions that had to be reopened. refused: refusals by code. expired: Drafts whose tree could not be ready
-    in time. failed: Drafts whose batch failed. leases_ended: sessions freed without a Close. evicted: times that a
-    session lost its KV to another. queue_s: seconds that answered Drafts waited for the device, summed.
-    """
+    """Counters of a core since its start. batches: runs of the device."""
 
     batches: int = 0
-    rounds: int = 0
-    trees: int = 0
-    fed_tokens: int = 0
-    stale: int = 0
-    duplicates: int = 0
-    resyncs: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    expired: int = 0
-    failed: int = 0
-    leases_ended: int = 0
-    evicted: int = 0
-    queue_s: float = 0.0
+    rounds: int = counter("rounds", "Drafts searched.")
+    trees: int = counter("trees", "Trees sent, including repeated ones.")
+    queue_s: float = counter("queue_seconds", "Waiting for the device, summed over answered Drafts.", default=0.0)
+    fed_tokens: int = counter("fed_tokens", "Tokens fed into the draft's KV.")
+    stale: int = counter("stale", "Messages and trees of an epoch or round that is over.")
+    duplicates: int = counter("duplicates", "Repeated messages.")
+    resyncs: int = counter("resyncs", "Sessions that had to be reopened.")
+    expired: int = counter("expired", "Drafts whose tree could not be ready before the target gave up.")
+    failed: int = counter("failed", "Drafts whose batch failed on the device.")
+    leases_ended: int = counter("leases_ended", "Sessions freed without a Close.")
+    evicted: int = counter("evicted", "Times that a session lost its KV to another.")
+    refused: Counter[str] = counter("refused", "Targets and sessions refused, by code.", "code", default=Counter)
 
 
 @dataclass
 class WorkerStats:
     """Counters of the worker's loop since its start, beside `CoreStats`.
 
-    loop_s: seconds of the loop; service_s, idle_s: those with a batch on the device and without work; the rest is the
-    loop's own work. searches, search_s: batches that searched, and their seconds. rows: such batches by the least of
-    ROWS_EDGES that holds their rows; rows_searched: rows of all of them. frames: frames taken in. nonsense: invalid
-    messages that concerned a "session" or a "target".
+    rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: rows of all of them.
     """
 
-    loop_s: float = 0.0
-    idle_s: float = 0.0
-    service_s: float = 0.0
-    searches: int = 0
-    search_s: float = 0.0
+    loop_s: float = counter("loop_seconds", "Running time of the loop; service and idle are parts of it.", default=0.0)
+    idle_s: float = counter("idle_seconds", "The device had nothing to do.", default=0.0)
+    service_s: float = counter("service_seconds", "The device worked.", default=0.0)
+    searches: int = counter("searches", "Batches that searched.")
+    search_s: float = counter("search_seconds", "Batches that searched, their catch-up included.", default=0.0)
     rows: Counter[float] = field(default_factory=Counter)
     rows_searched: int = 0
-    frames: int = 0
-    nonsense: Counter[str] = field(default_factory=Counter)
+    frames: int = counter("frames", "Frames of targets.")
+    nonsense: Counter[str] = counter(
+        "nonsense", "Invalid messages, of a session or of a target.", "of", default=Counter
+    )
 
 
 @dataclass(frozen=True)

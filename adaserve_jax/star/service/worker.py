@@ -263,8 +263,8 @@ class Worker:
         replies = self._core.receive(target_id, [*messages, *(Close(each.session) for each in errors)], now)
         for error in errors:
             self._stats.nonsense["session" if error.session else "target"] += 1
-            self._core.stats.refused[error.code] += 1
             if error.session:
+                self._core.stats.refused[error.code] += 1
                 replies.append(Refused(error.code, str(error), error.session, error.epoch))
         if replies:
             self._streams.send(target_id, replies, now)

@@ -1,16 +1,18 @@
 """The algorithm of the Mosaic kernels in plain Pallas, for its interpreter, which needs no device.
 
 One program per block and KV head; pages one after another with a running maximum and sum, then tiles of in-flight
-keys behind their bits. It is there to check the algorithm and its operands, not to be fast.
+keys behind their bits. Tests put it in the place of a device's kernel, to check the algorithm and its operands.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from adaserve_jax.pallas_kernels.compat import pl
@@ -81,6 +83,12 @@ def _kernel(*refs: Any, present: list[bool], num_queries: int, softcap: float | 
     state = lax.fori_loop(floor // page_size, (ctx_len + page_size - 1) // page_size, page, state)
     weighted, _, mass = lax.fori_loop(0, ops.num_tiles[block], tile, state)
     out[0, 0] = weighted / jnp.maximum(mass, 1e-30)[:, None]
+
+
+def put_in_place_of(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interface call this kernel in the place of another one."""
+    monkeypatch.setattr(kernel, "attend", attend)
+    monkeypatch.setattr(kernel, "unsupported", unsupported)
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:
