@@ -86,7 +86,7 @@ format: $(STAMP).test ## format the code and fix what ruff can fix
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
+bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing (about a minute)
 	@$(BIN)/python -m benchmarks.engine.host_step $(ARGS)
 
 bench-exactness: $(STAMP).serve ## same seed, same text: every policy, draft source and load, both modes (about 25 minutes)
