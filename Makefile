@@ -58,7 +58,7 @@ test: $(STAMP).test ## run the suite (some minutes)
 	@$(KEEP) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
-	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "not clients" $(ARGS)
+	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "not clients and not short" $(ARGS)
 
 test-clients: $(STAMP).test $(CLIENTS_VENV)/.installed ## run real clients and fuzzing against the embedded pair (some minutes)
 	@$(KEEP) CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
