@@ -58,7 +58,7 @@ test: $(STAMP).test ## run the suite (some minutes)
 	@$(KEEP) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
-	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "not clients" $(ARGS)
+	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "not clients and not short" $(ARGS)
 
 test-clients: $(STAMP).test $(CLIENTS_VENV)/.installed ## run real clients and fuzzing against the embedded pair (some minutes)
 	@$(KEEP) CLIENTS_VENV=$(CLIENTS_VENV) $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
@@ -86,7 +86,7 @@ format: $(STAMP).test ## format the code and fix what ruff can fix
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
+bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing (about a minute)
 	@$(BIN)/python -m benchmarks.engine.host_step $(ARGS)
 
 bench-exactness: $(STAMP).serve ## same seed, same text: every policy, draft source and load, both modes (about 25 minutes)

@@ -300,7 +300,7 @@ class EngineConfig(Settings):
         return self.draft is not None or self.drafter is not None
 
     @property
-    def may_use_suffix(self) -> bool:
+    def may_draft_from_text(self) -> bool:
         """True where trees may be made of text already seen; with "auto" the policy decides."""
         named = self.draft_sources == "auto" or drafts_from_text(self.draft_sources)
         return self.synthetic_acceptance is None and named

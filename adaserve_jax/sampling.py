@@ -58,7 +58,8 @@ def is_finite(value: object) -> bool:
 def require(ok: bool, param: str, expected: str, value: object, code: str = "invalid_value") -> None:
     """Raise RequestError naming the field at fault unless `ok`, with the beginning of what came."""
     if not ok:
-        raise RequestError(f"{param} must be {expected}, got {value!r:.200}", param=param, code=code)
+        shown = repr(value).removesuffix(".0")  # a body's 5 is read as 5.0 where a fraction may come
+        raise RequestError(f"{param} must be {expected}, got {shown:.200}", param=param, code=code)
 
 
 def is_unicode(text: str) -> bool:

@@ -172,7 +172,9 @@ class StepStats(Statistics):
         "arm", "1 for the arm in force at sizes of batch up to the bucket.", "bucket", "arm", default=dict[str, str]
     )
     arm_regret_s: float = gauge(
-        "arm_regret_seconds", "Seconds that the arms played are estimated to have cost beyond the best ones.",
+        "arm_regret_seconds",
+        "Seconds that the arms played are estimated to have cost beyond the best ones; 0 under policies that do not "
+        "estimate it, adaserve among them.",
         default=0.0,
     )  # fmt: skip
 

@@ -149,7 +149,7 @@ def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys, error: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "x", "--slo-tpot-ms", "-1"], "slo_tpot_ms must be a finite number above 0, got -1.0"),
+        (["generate", "x", "--slo-tpot-ms", "-1"], "slo_tpot_ms must be a finite number above 0, got -1\n"),
         (["generate", "x", "--temperature", "nan"], "temperature must be a number from 0 to 100, got nan"),
         (["generate", "x", "--page-size", "7"], "page_size must be one of 8, 16, 32, 64, 128, got 7"),
         (["bench", "--policies", "ar", "--rates", "0", "--duration", "1", "--out", "o"], "--rates must be numbers"),

@@ -111,7 +111,7 @@ def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
 def test_what_synthetic_acceptance_makes_meaningless_is_refused(options: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig(synthetic_acceptance="1.5", **options)
-    assert not EngineConfig(synthetic_acceptance="1.5").may_use_suffix
+    assert not EngineConfig(synthetic_acceptance="1.5").may_draft_from_text
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def exposed() -> dict[str, dict[str, set[str]]]:
         choice,
         replace(choice, metrics=replace(done, tpot_slo_s=0.1)),
         replace(choice, ending="rejected", metrics=None),
+        replace(choice, ending="cancelled"),
     ):
         metrics.observe_end(each)
     found: dict[str, dict[str, set[str]]] = {}
@@ -95,7 +96,7 @@ def check_names(where: str, expression: str, exposed: dict[str, dict[str, set[st
         known |= set(exposed[metric])
         for label, how, value in matched(matchers):
             assert label in OF_THE_SCRAPE | set(exposed[metric]), where
-            if how == "=":
+            if how in ("=", "!="):
                 assert value in exposed[metric][label], where
     grouped = {name.strip() for names in re.findall(r"\bby \(([^)]*)\)", expression) for name in names.split(",")}
     assert grouped <= known, where

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "neither folders nor records": (
         lambda _: report(),
-        "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with",
+        "expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, or the file of",
     ),
     "a size that has no name": (lambda _: _shape("7G", {}), "--params must be one of "),
     "an option of the other mode": (

@@ -366,7 +366,7 @@ def _run_suite(
             for last in runs.run(policy, place):
                 if isinstance(last, SuitePoint):
                     say(
-                        f"{policy} {last.stage} {last.rate_rps:g}/s: {last.attainment:.1%} met, worst class "
+                        f"{policy} {last.stage} {last.rate_rps:g} requests/s: {last.attainment:.1%} met, worst class "
                         f"{last.worst.name} {last.worst.attainment:.1%}, goodput {last.goodput_tps:.1f} tokens/s"
                     )
             if not isinstance(last, Submission):
@@ -554,8 +554,8 @@ class BenchBar(RunObserver):
             return ""
         minutes, seconds = divmod(round(self.left_s(time.monotonic())), 60)
         return (
-            f"{self._done}/{self._total} points, {self._name}: {self._flight} in flight, about {minutes}:{seconds:02d} "
-            "left"
+            f"{self._done}/{self._total} points, {self._name}: {self._flight} requests in flight, about {minutes} min "
+            f"{seconds} s left"
         )
 
     def _say(self, text: str) -> None:

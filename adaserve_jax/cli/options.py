@@ -45,7 +45,7 @@ SlosOption = Annotated[
     str | None,
     typer.Option(
         help=f"targets by class, ms: {EXAMPLE}; *: requests without a target whose class is not named; CLASS:none: no "
-        "target"
+        "target. What --slo-classes of adaserve serve writes chat=50:500 is chat:tpot=50,ttft=500 here"
     ),
 ]
 

@@ -42,8 +42,9 @@ def report(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="folders that `adaserve bench` or `adaserve simulate` wrote; several make one report. Or files that "
-            "`adaserve bench --suite` wrote: a page that compares them"
+            help="folders that `adaserve bench` or `adaserve simulate` wrote; several make one report. The file that "
+            "`adaserve serve --records` writes, or has written: a table of a time, or with -o a report of all of it. "
+            "Files that `adaserve bench --suite` wrote: a page that compares them"
         ),
     ] = None,
     out: Annotated[
@@ -71,55 +72,47 @@ def report(
     perfetto: Annotated[
         Path | None, typer.Option(help="file for that point's requests as trace events, which ui.perfetto.dev shows")
     ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option("--from", help="instead of folders: file that `adaserve serve --records` writes, or has written"),
-    ] = None,
     since: Annotated[
         str,
         typer.Option(
-            help="with --from: choices that ended since then: 30m, 1h, 7d before now, or such as 2026-01-31T08:00"
+            help="of records: choices that ended since then: 30m, 1h, 7d before now, or such as 2026-01-31T08:00"
         ),
     ] = SINCE,
     until: Annotated[str, typer.Option(help="and before then, written likewise; now: all there are")] = UNTIL,
-    slo_class: Annotated[str | None, typer.Option("--class", help="with --from: this SLO class only")] = None,
+    slo_class: Annotated[str | None, typer.Option("--class", help="of records: this SLO class only")] = None,
     key: Annotated[
-        str | None, typer.Option(help="with --from: requests that came with the API key of this name only")
+        str | None, typer.Option(help="of records: requests that came with the API key of this name only")
     ] = None,
-    format: Annotated[Format, typer.Option(help="with --from: how to write the report")] = Format.table,
+    format: Annotated[Format, typer.Option(help="of records: how to write the table")] = Format.table,
 ) -> None:
-    """Show what a run measured, as one file to read and to send; or, with --from, what a server did.
+    """Show what a run measured, as one file to read and to send; or what a server did.
 
     Definitions: docs/metrics.md; how to read a report: docs/reports.md. A time without a zone is the local one.
     """
-    of_folders = {"-o": out, "--against": against, "--title": title, "--timeline": timeline, "--rate": rate}
-    of_folders |= {"--perfetto": perfetto, "--subject": subject}
+    paths = folders or []
+    of_reports = {"-o": out, "--against": against, "--title": title, "--timeline": timeline, "--rate": rate}
+    of_reports |= {"--perfetto": perfetto, "--subject": subject}
     of_records = {"--since": since != SINCE, "--until": until != UNTIL, "--class": slo_class, "--key": key}
     of_records |= {"--format": format is not Format.table}
-    if records is not None and not folders:
-        _refuse(of_folders, "a folder that `adaserve bench` or `adaserve simulate` wrote, not to --from")
-        _report_records(records, since, until, slo_class, key, format)
-    elif folders and records is None:
-        _refuse(of_records, "--from with a server's records, not to folders")
-        if any(path.suffix == ".json" for path in folders):
-            del of_folders["-o"], of_folders["--title"]
-            _refuse(of_folders, "folders, not to the files of a suite")
-            write_suite_page(folders, out, title)
-            return
-        write_report(
-            folders, out, against, title=title, timeline=timeline, rate=rate, subject=subject, perfetto=perfetto
-        )
+    if any(path.suffix == ".json" for path in paths):
+        del of_reports["-o"], of_reports["--title"]
+        _refuse(of_reports | of_records, "folders or records, not to the files of a suite")
+        write_suite_page(paths, out, title)
+    elif len(paths) == 1 and paths[0].is_file() and not any(_is_given(value) for value in of_reports.values()):
+        _report_records(paths[0], since, until, slo_class, key, format)
     else:
-        raise ConfigError(
-            "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with the file of "
-            f"`adaserve serve --records`, got {'both' if folders else 'neither'}; give one of them"
-        )
+        _refuse(of_records, "the table of one server's records, not to a report")
+        write_report(paths, out, against, title=title, timeline=timeline, rate=rate, subject=subject, perfetto=perfetto)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
 
 
 def _refuse(options: dict[str, object], belongs: str) -> None:
     """Raise ConfigError for the first given option that has no effect here."""
     for name, value in options.items():
-        if value is not None and value is not False:
+        if _is_given(value):
             raise ConfigError(f"{name} belongs to {belongs}; leave it out")
 
 

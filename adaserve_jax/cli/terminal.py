@@ -158,8 +158,8 @@ def print_rows(rows: Sequence[ResultRow], *, by_class: bool = False) -> None:
 def point_line(done: int, total: int, rows: Sequence[ResultRow]) -> str:
     """Return one line with the result of a point, and with the settings that were chosen for it."""
     row = next(row for row in rows if row.slo_class == ALL_CLASSES)
-    tuned = f" ({row.label}: {row.max_prefill_tokens} prefill, {row.max_requests} running)" if row.label else ""
-    head = f"{done}/{total} {point_of(row)}{tuned}"
+    tuned = f"{row.label}: {row.max_prefill_tokens} prefill tokens, {row.max_requests} requests a step"
+    head = f"{done}/{total} {point_of(row)}{f' ({tuned})' if row.label else ''}"
     if not row.valid:
         return f"{head}: INVALID: {row.invalid_reason}"
     met = "no targets" if row.attainment is None else f"{row.attainment:.1%} met"

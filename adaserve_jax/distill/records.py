@@ -244,8 +244,8 @@ def wrong_nodes(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, o
     return last[there.any(axis=1) & ~right.any(axis=1) & emitted]
 
 
-class Promise(Protocol):
-    """Rows on their way to the host."""
+class PendingRows(Protocol):
+    """Rows on their way to the host: `runtime.capture.Pending`, which this file cannot import, since it has no jax."""
 
     def collect(self) -> ScoredRows: ...
 
@@ -270,11 +270,11 @@ class Watcher:
     order, then ends of prompts in row order. only_wrong: capture only positions where the draft was wrong.
     """
 
-    def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], Promise], *, only_wrong: bool):
+    def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], PendingRows], *, only_wrong: bool):
         self._recorder = recorder
         self._capture = capture
         self._only_wrong = only_wrong
-        self._promised: tuple[SampledRows, Promise] | None = None
+        self._pending: tuple[SampledRows, PendingRows] | None = None
         self._ended: list[tuple[str, FinishReason | None, np.ndarray]] = []
         """Id, finish reason and output i32[tokens] of the choices that ended in the last step."""
         self.left_out: dict[str, int] = {}
@@ -282,7 +282,7 @@ class Watcher:
     @property
     def is_waiting(self) -> bool:
         """True if `take_in` has something to do."""
-        return self._promised is not None or bool(self._ended)
+        return self._pending is not None or bool(self._ended)
 
     def begin(self, choice: Sequence, tenant: str) -> None:
         self._recorder.begin(choice.sequence_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
@@ -319,7 +319,7 @@ class Watcher:
         kept = watched[row]
         at, row, position = (part[kept].astype(np.int32) for part in (nodes, row, position))
         if len(at):
-            self._promised = SampledRows(choice_ids, row, position), self._capture(at)
+            self._pending = SampledRows(choice_ids, row, position), self._capture(at)
 
     def end(self, updates: StepUpdates) -> None:
         """Note the choices that ended in that step."""
@@ -331,9 +331,9 @@ class Watcher:
 
     def take_in(self) -> list[Record]:
         """Fetch the captured scores of the last step, and return records of the texts that ended in it."""
-        promised, self._promised = self._promised, None
-        if promised is not None:
-            sampled, rows = promised[0], promised[1].collect()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            sampled, rows = pending[0], pending[1].collect()
             self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, rows)
         ended, self._ended = self._ended, []
         records = []
@@ -347,7 +347,7 @@ class Watcher:
 
     def stop(self, reason: str) -> None:
         """Forget the watched choices and count them as left out; one where there is none, so that the reason shows."""
-        self._promised, self._ended = None, []
+        self._pending, self._ended = None, []
         self.leave_out(reason, max(len(self._recorder), 1))
         self._recorder.clear()
 

@@ -124,28 +124,34 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size.
+    """Describes a decoder: what `models.decoder` computes and what `models.loading` reads from the checkpoint.
 
-    max_position: longest context of the model, in tokens. eos_token_ids: any of them ends a text. qkv_bias, out_bias,
-    mlp_bias: products that add a bias. qk_norm: normalise queries and keys before the rotary embedding, those of each
-    head alone, or with joint_qk_norm those of all heads together. late_qk_norms: they are normalised behind the rotary
-    embedding instead: names in the checkpoint of the norms of queries and of keys. windows: sliding window of each
-    layer in tokens, the current one included; None: no window; empty: no windows. window_rope_theta: base of the rotary
-    embedding in layers with a window, there without scaling; None: as elsewhere. experts: None in a dense model.
-    activation: of the gate. offset_norms: norms multiply by 1 + weight. post_norms: attention and MLP have a norm
-    behind them too: names in the checkpoint of the norm before the MLP, and of the norms behind attention and MLP;
-    empty: they have none. The first is "" where attention and MLP have no norm before them. scaled_embedding:
-    embeddings are multiplied by sqrt(hidden_size). embedding_multiplier, residual_multiplier: embeddings, and what
-    attention and MLP add to the stream, are multiplied by them. logits_scaling: logits are divided by it. query_scalar:
-    scores are divided by its root; None: by that of head_dim. attention_softcap, logit_softcap: scores, and logits, s
-    become cap * tanh(s / cap); None: they stay. rotary_dim: features of each head, the first ones, that are rotated;
-    None: all. interleaved_rotary: pairs that are rotated lie side by side. nope_layers: layers without rotary
-    embedding. query_growth: how queries grow with their position (`layers.query_scale`); None: they do not. sinks: each
-    head has a score without a key. fused_tensors: weights that checkpoints hold as one tensor: "qkv" of queries, keys
-    and values, "gate_up" of gate and up. eagle3: of an EAGLE-3 head, which drafts for a target of its vocabulary; None:
-    a model of its own. medusa: of Medusa heads, likewise; they have no layers. mtp: of MTP layers in the checkpoint,
-    which are no part of the model; None: it has none. is_mtp: this is the first of them, which drafts for the model
-    (`mtp_head`). weight_format: of a quantised checkpoint; it does not tell models apart.
+    `from_folder` makes it from config.json and the `Family` of its architecture. A default is the decoder of Llama, so
+    that a family sets only what differs.
+
+    * Sizes. num_heads queries share num_kv_heads keys; head_dim is independent of hidden_size. max_position: longest
+      context of the model, in tokens. eos_token_ids: any of them ends a text.
+    * Attention. qkv_bias, out_bias, mlp_bias: products that add a bias. qk_norm: queries and keys are normalised before
+      the rotary embedding, those of each head alone, or with joint_qk_norm those of all heads together. late_qk_norms:
+      they are normalised after the rotary embedding instead: names in the checkpoint of the norms of queries and of
+      keys. windows: sliding window of each layer in tokens, the current one included; None: no window; empty: no
+      windows. query_scalar: scores are divided by its root; None: by that of head_dim. query_growth: how queries grow
+      with their position (`layers.query_scale`); None: they do not. attention_softcap, logit_softcap: scores, and
+      logits, s become cap * tanh(s / cap); None: they stay. sinks: each head has a score without a key.
+    * Rotary embedding. window_rope_theta: its base in layers with a window, there without scaling; None: as elsewhere.
+      rotary_dim: features of each head, the first ones, that are rotated; None: all. interleaved_rotary: pairs that
+      are rotated lie side by side. nope_layers: layers without it.
+    * MLP, norms and stream. experts: None in a dense model. activation: of the gate. offset_norms: norms multiply by
+      1 + weight. post_norms: attention and MLP have a norm behind them too: names in the checkpoint of the norm before
+      the MLP, and of the norms behind attention and MLP; empty: they have none. The first is "" where attention and MLP
+      have no norm before them. scaled_embedding: embeddings are multiplied by sqrt(hidden_size). embedding_multiplier,
+      residual_multiplier: embeddings, and what attention and MLP add to the stream, are multiplied by them.
+      logits_scaling: logits are divided by it.
+    * Checkpoint. fused_tensors: weights that it holds as one tensor: "qkv" of queries, keys and values, "gate_up" of
+      gate and up. weight_format: of a quantised checkpoint; it does not tell models apart.
+    * Heads, which draft for a target. eagle3: of an EAGLE-3 head; None: a model of its own. medusa: of Medusa heads,
+      likewise; they have no layers. mtp: of MTP layers in the checkpoint, which are no part of the model; None: it has
+      none. is_mtp: this is the first of them (`mtp_head`).
     """
 
     vocab_size: int

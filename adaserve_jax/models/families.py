@@ -143,18 +143,26 @@ _GLM_MTP = MtpNames(("model.layers.{layer}.",), "enorm", "hnorm", "eh_proj", "sh
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers. defaults: values of keys that config.json leaves out. knows: names of
-    `SETTINGS` that it implements. qkv_bias: queries, keys and values add a bias, whatever settings say.
-    bias_settings: settings that say so for queries, keys and values, for what attention gives, and for the MLP; "":
-    none. experts: names of experts, in a family that has them. normalised_experts: weights of a token's experts sum to
-    one, whatever settings say. activation: the setting that names the activation,
-    and the only value that the family has. mtp: names of MTP layers that checkpoints may have; its layers is a
-    pattern of an MTP layer's number among them (mtp) and among all layers (layer). gemma: norms by 1 + weight, and
-    a scaled embedding. window_rope: layers with a window have a rotary base of their own. partial_rotary: a share
-    of each head may be rotated. phi: rotary embedding is scaled by lists. query_growth: queries may grow with their
-    position. sinks: each head has a score without a key. nope_in_full: where some layers have a window, the others
-    have no rotary embedding. by_alpha: the rotary base may be multiplied by a power of alpha. joint_qk_norm,
-    late_qk_norms, post_norms, interleaved_rotary, fused_tensors: as in `ModelConfig`.
+    """Describes one architecture of transformers, an entry of FAMILIES; CONTRIBUTING.md says how to add one.
+
+    `ModelConfig.from_folder` reads config.json by it and gives the decoder what follows. Without more than `defaults`
+    a family is Llama. Fields of the same names are explained in `ModelConfig`: joint_qk_norm, late_qk_norms,
+    post_norms, interleaved_rotary, sinks, fused_tensors.
+
+    * What config.json means. defaults: values of keys that it leaves out, as the configuration class of transformers
+      has them. knows: names of `SETTINGS` that the family implements; one that is set and not known is refused.
+      activation: the key that names the activation, and the only value that the family has.
+    * Attention. qkv_bias: queries, keys and values add a bias, whatever settings say. bias_settings: keys that say so
+      for queries, keys and values, for the product behind attention, and for the MLP; "": no key, and no bias. qk_norm:
+      queries and keys are normalised. query_growth: queries may grow with their position, by rope_parameters.
+    * Rotary embedding. window_rope: layers with a window have a base of their own. partial_rotary: a share of each head
+      may be rotated (partial_rotary_factor). phi: lists of factors scale it, short and long, as in Phi-3. by_alpha: a
+      power of alpha multiplies the base, as in Hunyuan. nope_in_full: where some layers have a window, the others
+      have no rotary embedding.
+    * Experts. experts: names of their tensors, in a family that has them. normalised_experts: weights of a token's
+      experts sum to one, whatever settings say.
+    * The rest. gemma: norms multiply by 1 + weight, and embeddings by sqrt(hidden_size). mtp: names of MTP layers that
+      checkpoints may have, whose `layers` are patterns of a layer's number among them (mtp) or all layers (layer).
     """
 
     defaults: dict[str, Any]

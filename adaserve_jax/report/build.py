@@ -26,7 +26,10 @@ def load_folders(
     """Read the runs to report on, and the run that they are compared with; see `RunResults.load`. Raises ConfigError:
     no path is given, one is given twice or compared with itself, or one cannot be read."""
     if not paths:
-        raise ConfigError("expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, got none")
+        raise ConfigError(
+            "expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, or the file of "
+            "`adaserve serve --records`, got none"
+        )
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:

@@ -17,6 +17,7 @@ from adaserve_jax.report.estimates import listed, number, span
 from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.report.points import PointGroup
 from adaserve_jax.report.view import View
+from adaserve_jax.results.schema import SERVED
 
 QUANTILE = 99
 DEFINITION = (
@@ -81,7 +82,7 @@ def mlperf(view: View) -> Section | None:
         "mlperf", "99th percentiles within the targets", caption, columns, tuple(rows), frozenset(range(2, 8))
     )
     texts = [Text(DEFINITION)]
-    processes = sorted({s.process for s in view.slice_through("rate_rps")} - {"poisson"})
+    processes = sorted({s.process for s in view.slice_through("rate_rps")} - {"poisson", SERVED})
     if processes:
         texts.append(
             Text(f"Arrivals here were not Poisson's, as MLPerf wants them, but: {listed(processes)}.", warns=True)

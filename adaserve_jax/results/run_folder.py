@@ -46,7 +46,8 @@ class RunResults:
             return _load_server_file(path)
         if not (path / RESULTS).is_file():
             raise ConfigError(
-                f"expected a folder that `adaserve bench` or `adaserve simulate` wrote, found no {RESULTS} in {path}"
+                "expected a folder that `adaserve bench` or `adaserve simulate` wrote, or the file of `adaserve serve "
+                f"--records`, found no {RESULTS} in {path}"
             )
         notes: list[str] = []
         rows, note = read_good_rows(path / RESULTS, ResultRow)

@@ -147,7 +147,7 @@ def resolve(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
         page_size=config.page_size, num_pages=pages, max_depth=deepest if speculates else 0,
         max_width=config.max_width if speculates else 0,
-        suffix_depth=min(config.suffix_depth, max_tree) if config.may_use_suffix else 0, draft_is_head=is_head,
+        suffix_depth=min(config.suffix_depth, max_tree) if config.may_draft_from_text else 0, draft_is_head=is_head,
     )  # fmt: skip
     limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)

@@ -26,7 +26,7 @@ from adaserve_jax.scheduler.slo import deadline_rate, need_rate
 from adaserve_jax.types import DraftPlan, Limits, ScoredPrompts, StepPlan
 
 if TYPE_CHECKING:  # numba is imported where text drafts alone
-    from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, SuffixTrees
+    from adaserve_jax.scheduler.text_drafter import TextDrafter, TextTrees
 
 _NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
@@ -98,7 +98,7 @@ class PlannedStep:
     """A plan with what selection and commit need to know of its rows.
 
     slots: i64[R]. remaining: i64[num_decode], tokens to max_total. wait_ratio: as in `Load`. made_s:
-    when it was planned. decided_depth: depth that the controller chose, even if no row could use it. suffix: trees of
+    when it was planned. decided_depth: depth that the controller chose, even if no row could use it. text: trees of
     text already seen, where the step may verify any.
     """
 
@@ -109,27 +109,27 @@ class PlannedStep:
     wait_ratio: float
     made_s: float
     decided_depth: int
-    suffix: SuffixTrees | None = None
+    text: TextTrees | None = None
 
 
 class Planner:
     """Planner of one step after another."""
 
     def __init__(
-        self, batch: Batch, controller: Controller, draft: DraftPlanner, suffix: SuffixDrafter | None = None,
+        self, batch: Batch, controller: Controller, draft: DraftPlanner, text: TextDrafter | None = None,
         *, lengths: OutputLengths, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
         text_without_draft: bool = True, extends_horizon: bool = False,
     ):  # fmt: skip
         """Set up for one batch.
 
-        suffix: proposes from text already seen. lengths: what outputs still write. max_prefill: most prefill tokens of
+        text: proposes from text already seen. lengths: what outputs still write. max_prefill: most prefill tokens of
         a step. horizon: h, tokens within which a sequence may catch up. decision_limits: bounds of decisions, where
         they are not the batch's. text_without_draft: steps for which the controller decides depth 0 verify trees of
         text alone. extends_horizon: a sequence may catch up until the least length that it can be expected to have, if
         that is later.
         """
         self._batch = batch
-        self._suffix = suffix
+        self._text = text
         self._lengths = lengths
         self._extends_horizon = extends_horizon
         self._limits = batch.limits
@@ -150,12 +150,12 @@ class Planner:
             return None
         decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
-        suffix = None if self._suffix is None else self._suffix.propose(decode, remaining)
+        from_text = None if self._text is None else self._text.propose(decode, remaining)
         can_speculate = self._draft.can_speculate(remaining, lag)
         if self._limits.draft_is_head:
             can_speculate &= batch.table.num_tokens[decode] > 1  # it reads the feature of the token before
-        if suffix is not None:
-            can_speculate &= ~suffix.covered
+        if from_text is not None:
+            can_speculate &= ~from_text.covered
         free_positions = self._limits.max_tree_tokens - len(decode) - len(prefill)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
@@ -169,16 +169,16 @@ class Planner:
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
             ),
             can_draft=self._draft.can_draft,
-            suffix_f=None if suffix is None else suffix.f,
+            suffix_f=None if from_text is None else from_text.f,
             due_s=pace.due_s(now) if self._draft.remote or self._controller.reads_due else None,
             tpot_slo_s=pace.tpot_slo_s,
             prompt_rates=self._prompt_rates(prefill, now) if self._controller.reads_prompts else None,
         )
         decision = self._controller.decide(load)
         decision.check(self._decision_limits, load)
-        if suffix is not None and not decision.depth and self._text_without_draft:
+        if from_text is not None and not decision.depth and self._text_without_draft:
             decision = replace(decision, tree_token_cap=self._limits.max_tree_tokens)
-        if decision.depth or suffix is not None:
+        if decision.depth or from_text is not None:
             free_positions //= 2  # a long prompt would else stop speculation
         most = min(decision.prefill_tokens, self._limits.max_tokens - len(decode))
         chunks = _cut_chunks(prefill, most, free_positions)
@@ -192,9 +192,9 @@ class Planner:
         draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
         scored = _scored_prompts(prefill[: len(chunks)], chunks, len(decode)) if chunks else None
         if decision.tree_token_cap <= len(decode):
-            suffix = None
-        plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=suffix is not None)
-        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, suffix)
+            from_text = None
+        plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=from_text is not None)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, from_text)
 
     def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray | None:
         """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait.

@@ -455,7 +455,7 @@ def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
             f"policy must draft by a model with synthetic_acceptance, got {config.policy!r}: texts already seen cost "
             "no time to draft from, but would be accepted as often"
         )
-    if drafts_from_text(named) and not config.may_use_suffix:
+    if drafts_from_text(named) and not config.may_draft_from_text:
         raise ConfigError(
             f"policy {config.policy!r} drafts from text already seen, but draft_sources is {config.draft_sources!r}; "
             "leave draft_sources at auto"

@@ -53,7 +53,7 @@ from adaserve_jax.types import (
 )
 
 if TYPE_CHECKING:  # numba is imported where text drafts alone
-    from adaserve_jax.scheduler.suffix_drafter import MergedTrees, SuffixDrafter
+    from adaserve_jax.scheduler.text_drafter import MergedTrees, TextDrafter
 
 LEAST_PATIENCE_S = 1e-3
 """Patience, in seconds, of a sequence that cannot keep its deadline: it is late as soon as it comes."""
@@ -86,10 +86,10 @@ class Scheduler:
         self._corrected: CandidateTrees | None = None
         policy, sources = self._policy, sources_of(config, self._policy)
         uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources.split("+")
-        uses_suffix = policy.uses_draft and limits.suffix_depth > 0 and drafts_from_text(sources)
+        uses_text = policy.uses_draft and limits.suffix_depth > 0 and drafts_from_text(sources)
         # a policy that knows no suffix source takes text alone for a draft, of the same depths, that costs nothing
         decided = limits
-        text_as_draft = uses_suffix and not uses_model and not drafts_from_text(policy.sources)
+        text_as_draft = uses_text and not uses_model and not drafts_from_text(policy.sources)
         if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         self.costs = costs = CostTable(samples, decided)
@@ -127,24 +127,24 @@ class Scheduler:
             several_drafts=bool(config.drafts),
             remote=remote,
         )
-        self._suffix: SuffixDrafter | None = None
-        if uses_suffix:
-            from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter
+        self._text: TextDrafter | None = None
+        if uses_text:
+            from adaserve_jax.scheduler.text_drafter import TextDrafter
             from adaserve_jax.suffix.source import SuffixSource
 
             texts = SuffixSource(limits.max_requests, limits.suffix_depth, config.suffix_kept_tokens)
-            self._suffix = SuffixDrafter(self.batch, self._acceptance, texts, learn=config.calibrate)
+            self._text = TextDrafter(self.batch, self._acceptance, texts, learn=config.calibrate)
         self._merged: MergedTrees | None = None
         self._lengths = OutputLengths()
         self._planner = Planner(
-            self.batch, self.controller, self._draft, self._suffix, lengths=self._lengths, max_prefill=max_prefill,
+            self.batch, self.controller, self._draft, self._text, lengths=self._lengths, max_prefill=max_prefill,
             horizon=objective.horizon, decision_limits=decided, text_without_draft=not text_as_draft,
             extends_horizon=self._policy.bounds_lengths,
         )  # fmt: skip
         self._selector = Selector(
             self._policy, limits, costs, objective,
             search_budget=self._policy.search_budget and not isinstance(self.controller, ClosedFormController),
-            max_slo_nodes=config.max_slo_nodes, has_text=self._suffix is not None,
+            max_slo_nodes=config.max_slo_nodes, has_text=self._text is not None,
         )  # fmt: skip
         self._slack = SlackTracker(self.batch.capacity)
         self._states: dict[str, SequenceState] = {}
@@ -269,8 +269,8 @@ class Scheduler:
         self._merged = self._corrected = None
         if candidates.log_f.size and self._knows_adapters(plan):
             self._corrected = candidates = self._adapters.corrected(candidates, _slots(plan))
-        if self._suffix is not None and planned.suffix is not None:
-            self._merged = self._suffix.merge(candidates, planned.suffix)
+        if self._text is not None and planned.text is not None:
+            self._merged = self._text.merge(candidates, planned.text)
             candidates = self._merged.candidates
         trees = self._selector.trees(planned, candidates, now)
         self._stats.select_s += time.perf_counter() - started
@@ -297,8 +297,8 @@ class Scheduler:
         for row, update in updates.ended.items():
             state = updates.states[row]
             self._lengths.observe(state.sequence.slo_class, state.prompt_len, state.num_output)
-            if self._suffix is not None:
-                self._suffix.keep(state)
+            if self._text is not None:
+                self._text.keep(state)
             del self._states[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
@@ -350,7 +350,7 @@ class Scheduler:
     def stats(self) -> StepStats:
         """A copy of all totals and gauges. Changes nothing, so that any thread may ask."""
         pool, prefixes, calibrator, stats = self.batch.pool, self.batch.prefixes, self._calibrator, self._stats
-        suffix = self._suffix
+        text = self._text
         report = self.controller.arms()
         return replace(
             stats,
@@ -367,8 +367,8 @@ class Scheduler:
             arm_regret_s=report.regret_s,
             calibration_outcomes=calibrator.outcomes if calibrator is not None else {},
             calibration_error=calibrator.errors if calibrator is not None else {},
-            suffix_kept_tokens=suffix.source.kept_tokens if suffix is not None else 0,
-            suffix_calibration_error=suffix.calibrator.errors if suffix is not None else {},
+            suffix_kept_tokens=text.source.kept_tokens if text is not None else 0,
+            suffix_calibration_error=text.calibrator.errors if text is not None else {},
         )
 
     def check_integrity(self) -> None:
@@ -408,7 +408,7 @@ class Scheduler:
                     self._calibrator.mark_sent()
                 self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited, columns)
         elif plan.num_decode and self._policy.uses_draft:
-            if planned.suffix is None or not planned.suffix.covered.all():  # the draft was declined for its own worth
+            if planned.text is None or not planned.text.covered.all():  # the draft was declined for its own worth
                 self._acceptance.forget()
             if self._draft.remote:
                 self.costs.forget_draft()
@@ -416,10 +416,10 @@ class Scheduler:
         if plan.num_decode:
             step_s = now - planned.made_s
             feedback = feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected)
-        if merged is not None and self._suffix is not None:
-            assert planned.suffix is not None and columns is not None and feedback is not None
-            self._suffix.observe(
-                planned.suffix, merged.suffix_columns(trees), trees, outcome.accepted, plan.sampling.temperature,
+        if merged is not None and self._text is not None:
+            assert planned.text is not None and columns is not None and feedback is not None
+            self._text.observe(
+                planned.text, merged.text_columns(trees), trees, outcome.accepted, plan.sampling.temperature,
                 outcome.edited, self._stats,
             )  # fmt: skip
             if drafted is not None:  # shapes of the draft answer for its own nodes

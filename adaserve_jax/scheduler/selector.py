@@ -58,7 +58,7 @@ class Selector:
         if not candidates.log_f.size or plan.tree_token_cap <= plan.num_decode:
             return selection.roots_only(plan.root_token)
         speculates = np.ones(plan.num_decode, bool)
-        if planned.suffix is None and plan.draft is not None:
+        if planned.text is None and plan.draft is not None:
             speculates = plan.draft.speculates
         candidates = _within_reach(candidates, planned.remaining, speculates)
         left = plan.tree_token_cap - plan.num_decode

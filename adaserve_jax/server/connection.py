@@ -65,7 +65,12 @@ class DirectBody:
     @property
     def ready(self) -> bool:
         """True while the client reads fast enough; otherwise use `send`, which waits for it."""
-        return not self._flow.write_paused and not self._transport.is_closing()
+        return not self._flow.write_paused and not self.closed
+
+    @property
+    def closed(self) -> bool:
+        """True once the client is gone or the connection is closing: what is written then is lost."""
+        return self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Write one chunk; `data` must not be empty, which would end the body."""

@@ -269,9 +269,10 @@ class CompletionFormatter:
 
 @dataclass(frozen=True)
 class ChatFormatter:
-    """Format of /v1/chat/completions."""
+    """Format of /v1/chat/completions. service_tier: that of the request, which the answer repeats."""
 
     model: str
+    service_tier: str | None = None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -294,8 +295,9 @@ class ChatFormatter:
 
     def _chunk(self, choices: list[ChatChunkChoice], **extras: Usage | ResponseMetrics | None) -> BaseModel:
         return ChatChunk.model_validate(
-            {"id": self.id, "created": self.created, "model": self.model, "choices": choices, **extras}
-        )
+            {"id": self.id, "created": self.created, "model": self.model, "choices": choices,
+             "service_tier": self.service_tier, **extras}
+        )  # fmt: skip
 
     def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
         answers = [
@@ -309,7 +311,7 @@ class ChatFormatter:
         ]
         return ChatCompletion(
             id=self.id, created=self.created, model=self.model, choices=answers, usage=usage, metrics=metrics,
-            prompt_logprobs=_prompt_logprobs(choices[0]),
+            prompt_logprobs=_prompt_logprobs(choices[0]), service_tier=self.service_tier,
         )  # fmt: skip
 
 

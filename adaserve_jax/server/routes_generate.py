@@ -169,7 +169,7 @@ def router(state: ServerState) -> APIRouter:
         summary="Answer a conversation",
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        return await generate(state, body, http, ChatFormatter)
+        return await generate(state, body, http, partial(ChatFormatter, service_tier=body.service_tier))
 
     @routes.post(
         "/v1/responses",

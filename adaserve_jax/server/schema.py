@@ -640,6 +640,7 @@ class ChatCompletion(ResponseModel):
     )
     usage: Usage = Field(description="Counts of tokens.")
     metrics: ResponseMetrics = Field(description="What the request got.")
+    service_tier: str | None = Field(default=None, description="As requested, where it was.", exclude_if=_none)
 
 
 class Delta(ResponseModel):
@@ -673,6 +674,7 @@ class ChatChunk(ResponseModel):
     choices: list[ChatChunkChoice] = Field(description="Those that go on; empty in the event that has the counts only.")
     usage: Usage | None = Field(default=None, description="Counts of tokens, where stream_options ask for them.")
     metrics: ResponseMetrics | None = Field(default=None, description="What the request got, with the last event only.")
+    service_tier: str | None = Field(default=None, description="As requested, where it was.", exclude_if=_none)
 
 
 class ErrorDetail(ResponseModel):

@@ -219,8 +219,9 @@ class ServerSettings(HttpSettings):
         600_000.0, "loosest TTFT target, milliseconds; looser ones are lowered to it", Panel.TARGETS, gt=0
     )
     slo_classes: tuple[str, ...] = setting(
-        ("interactive=50", "chat=100", "batch="), "named targets, name=tpot_ms[:ttft_ms]; a request picks one by "
-        "slo_class or service_tier", Panel.TARGETS,
+        ("interactive=50", "chat=100", "batch="), "named targets, name=tpot_ms[:ttft_ms] (chat=50:500 is "
+        "chat:tpot=50,ttft=500 in --slos of adaserve bench); a request picks one by slo_class or "
+        "service_tier", Panel.TARGETS,
     )  # fmt: skip
     use_generation_config: bool = setting(
         True, "sampling that a request leaves out is that of the target's generation_config.json", Panel.LIMITS

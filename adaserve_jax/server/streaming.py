@@ -184,6 +184,8 @@ class EventStream(StreamingResponse):
             self._writer.generation.deliver_to(self._write_directly)
         self._sending = False
         async for text in self._events:
+            if direct is not None and direct.closed:  # asyncio logs each further write until uvicorn hears of it
+                raise ConnectionResetError("the client disconnected")
             self._sending = True
             yield text
             self._sending = False

@@ -81,7 +81,7 @@ class TextRows:
 
 
 class TextSource(Protocol):
-    """Propose trees from text; `SuffixDrafter` sees to pages, merging and learning for every such source."""
+    """Propose trees from text; `TextDrafter` sees to pages, merging and learning for every such source."""
 
     prior: np.ndarray
     """Chances that are assumed before anything was verified, f32[2, cells...]: at temperature 0, and above."""

@@ -29,10 +29,10 @@ def test_what_is_left_follows_from_what_points_took(monkeypatch: pytest.MonkeyPa
     bar.begins(POINTS[1])
     bar.in_flight(7)
     assert bar.left_s(100.0) == 36.0
-    assert bar.state() == "1/4 points, b@1/s: 7 in flight, about 0:36 left"
+    assert bar.state() == "1/4 points, b@1/s: 7 requests in flight, about 0 min 36 s left"
     assert bar.left_s(104.0) == 32.0 and bar.left_s(150.0) == 24.0
     now[0] = 120.0
-    bar.ended(POINTS[1], rows_of(1), ("a note",))
+    bar.ended(POINTS[1], rows_of(1, label="tuned", max_prefill_tokens=512, max_requests=16), ("a note",))
     bar.begins(POINTS[2])
     assert bar.left_s(125.0) == 15.0 + 20.0
     now[0] = 150.0
@@ -40,6 +40,7 @@ def test_what_is_left_follows_from_what_points_took(monkeypatch: pytest.MonkeyPa
     assert [each.point for each in bar.rows] == [POINTS[i].name for i in (0, 1, 2)]
     told = console.file.getvalue()
     assert "1 of 4 points are there already" in told and "  a note" in told
+    assert "2/4 b@1/s (tuned: 512 prefill tokens, 16 requests a step): 3 requests" in told
     assert "3/4 b@2/s: INVALID: interrupted" in told
 
 
@@ -52,5 +53,5 @@ def test_a_terminal_has_a_bar_and_it_is_removed(monkeypatch: pytest.MonkeyPatch)
         bar.in_flight(3)
         bar.ended(POINTS[0], rows_of(0), ())
     shown = screen.getvalue()
-    assert "1/4 points, a@1/s: 3 in flight" in shown and "1/4 a@1/s: 3 requests" in shown
+    assert "1/4 points, a@1/s: 3 requests in flight" in shown and "1/4 a@1/s: 3 requests" in shown
     assert shown.rstrip("\r\n").endswith("\x1b[2K"), "the bar's line is cleared"

@@ -23,7 +23,7 @@ def path(tmp_path_factory) -> Path:
 
 
 def run(path: Path, *arguments: str) -> str:
-    command = ["report", "--from", str(path), *arguments]
+    command = ["report", str(path), *arguments]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -117,8 +117,8 @@ def test_wrong_times_are_refused(text):
 
 def test_wrong_options_are_refused(path, tmp_path):
     for arguments, text in (
-        (["--from", str(path), "--since", "1h", "--until", "2h"], "--since must be before --until, got 1h and 2h"),
-        (["--from", str(tmp_path / "none")], "found no file"),
+        ([str(path), "--since", "1h", "--until", "2h"], "--since must be before --until, got 1h and 2h"),
+        ([str(tmp_path / "none")], "or the file of `adaserve serve --records`, found no results.jsonl in"),
     ):
         with pytest.raises(ConfigError, match=text):
             CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)

@@ -25,22 +25,20 @@ def refused(*arguments: str | Path) -> str:
     return str(caught.value)
 
 
-def test_folders_or_records_but_not_both(tmp_path):
-    assert "got neither; give one of them" in refused()
-    assert "got both; give one of them" in refused(tmp_path, "--from", tmp_path / "records.sqlite")
-
-
 @pytest.mark.parametrize(
     "arguments", [["--since", "2h"], ["--until", "1h"], ["--class", "chat"], ["--key", "k"], ["--format", "json"]]
 )
-def test_options_of_records_mean_nothing_for_folders(tmp_path, arguments):
-    assert refused(tmp_path, *arguments).startswith(f"{arguments[0]} belongs to --from with a server's records")
+def test_options_of_the_table_mean_nothing_for_a_report(tmp_path, arguments):
+    said = f"{arguments[0]} belongs to the table of one server's records, not to a report; leave it out"
+    assert refused(tmp_path, *arguments) == said
+    (tmp_path / "records.sqlite").touch()
+    assert refused(tmp_path / "records.sqlite", "-o", tmp_path / "report.md", *arguments) == said
+    assert refused(tmp_path / "records.sqlite", tmp_path, *arguments) == said
 
 
-@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--rate", "--subject"])
-def test_options_of_folders_mean_nothing_for_records(tmp_path, option):
-    said = refused("--from", tmp_path / "records.sqlite", option, "2")
-    assert said.startswith(f"{option} belongs to a folder that `adaserve bench` or `adaserve simulate` wrote")
+@pytest.mark.parametrize("option", ["--against", "--timeline", "--perfetto", "--rate", "--subject", "--since", "--key"])
+def test_options_of_folders_and_records_mean_nothing_for_the_files_of_a_suite(tmp_path, option):
+    assert refused(tmp_path / "suite.json", option, "2").startswith(f"{option} belongs to folders or records")
 
 
 @pytest.mark.parametrize("name", ["report.pdf", "report", "report.txt", "report.html.gz"])

@@ -18,6 +18,7 @@ from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.harness import costs_of
+from tests.slow import longer_when_slow
 
 
 def models_of(executor: ModelExecutor) -> list[DeviceModel]:
@@ -40,7 +41,7 @@ def test_no_program_of_the_engine_copies_a_pool(demo_engine: LocalEngine) -> Non
             assert re.search(r"input_output_alias=\{ \{0\}: \(0,.*\{1\}: \(1,", text)
 
 
-@pytest.mark.parametrize("num_steps", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", longer_when_slow([120, 1000]))
 def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(
     demo_engine: LocalEngine, num_steps: int
 ) -> None:

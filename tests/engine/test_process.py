@@ -451,6 +451,17 @@ def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatc
     assert process.CLOSE_LIMIT_S + seconds in waits
 
 
+def test_a_child_that_cannot_be_spawned_leaves_nothing(monkeypatch, tmp_path):
+    engine = ProcessEngine(EngineConfig(), factory=FACTORY)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "absent"))
+        with pytest.raises(FileNotFoundError):
+            engine.start()
+    assert engine.pid is None and engine.socket_folder and not Path(engine.socket_folder).exists()
+    with engine:  # nothing of the first attempt is in its way
+        assert engine.is_alive()
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

@@ -11,7 +11,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
 from tests.conftest import compiling
 from tests.engines import PLAIN
-from tests.slow import slow_after
+from tests.slow import longer_when_slow
 
 REPEATS = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n" * 2
 PROMPTS = [REPEATS + "class Queue:\n    def", "x = [1, 2, 1, 2, 1,", "for i in range(10):\n    for i in", "a b a b a b"]
@@ -32,7 +32,7 @@ def texts(llm: LLM, temperature: float, **changes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "sources"), slow_after(1, [(0.9, FEW_SOURCES), (0.9, SOURCES), (0.0, SOURCES)], several=True)
+    ("temperature", "sources"), longer_when_slow([(0.9, FEW_SOURCES), (0.9, SOURCES), (0.0, SOURCES)], several=True)
 )
 def test_deterministic_texts_are_the_same_whatever_drafts(
     deterministic: LLM, temperature: float, sources: tuple[str, ...]

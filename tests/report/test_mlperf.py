@@ -10,6 +10,7 @@ from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.report.mlperf import Tail, mlperf
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View
+from adaserve_jax.results.schema import SERVED
 from tests.report.made import folder, point, request
 
 
@@ -71,6 +72,11 @@ def test_other_arrivals_than_poisson_are_said():
         item for item in mlperf(view_of(point(requests(0), arrival_process="trace"))).items if isinstance(item, Text)
     ]
     assert texts[-1] == Text("Arrivals here were not Poisson's, as MLPerf wants them, but: trace.", warns=True)
+
+
+def test_arrivals_at_a_server_are_as_they_are():
+    items = mlperf(view_of(point(requests(0), arrival_process=SERVED))).items
+    assert not any(item.warns for item in items if isinstance(item, Text))
 
 
 def test_of_fewer_than_100_requests_all_must_be_in_time():

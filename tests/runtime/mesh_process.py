@@ -1,7 +1,17 @@
-"""Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on some of them.
+"""Logits, heads and texts of targets divided over CPU devices; test_mesh.py runs this in a process of its own.
 
-Writes logits.npz and report.json into the folder that it is given, of the quick cases or of all; with "heads" and their
-kinds behind it heads.npz and heads.json, with "taught" taught.json, with a number of devices and a draft texts.json.
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.runtime.mesh_process FOLDER WHAT
+
+What is written into FOLDER by WHAT:
+
+* `quick`, `all`: logits.npz, by case and number of devices, and report.json: bytes of each device, the ledger's bytes,
+  programs of READ, texts and refusals. `quick` runs QUICK alone, without texts.
+* `heads KIND ...`: heads.npz and heads.json, of draft heads of these kinds beside a divided target.
+* `taught`: taught.json, of heads that learn there.
+* `N [DRAFT]`: texts.json, on N devices.
+
+A family is added by a name in WRITTEN, which makes its checkpoint, and a line in CASES; docs/models.md has both in its
+table.
 """
 
 from __future__ import annotations

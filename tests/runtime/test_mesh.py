@@ -18,6 +18,7 @@ from adaserve_jax import LLM
 from tests.conftest import ROOT
 from tests.runtime.mesh_process import CASES, QUICK, READ, texts_of
 from tests.runtime.test_programs import copies_of
+from tests.slow import longer_when_slow
 
 LIMIT_S = 400
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(LIMIT_S + 20)]
@@ -54,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
     return found_by("all", tmp_path_factory.mktemp("mesh"))
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=longer_when_slow(["quick", "all"]))
 def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mesh:
     """Run the quick cases, or all of them."""
     if request.param == "all":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from adaserve_jax.server.dashboard.requests import ALL, CAUSES, ChoiceHistory, r
 from adaserve_jax.server.dashboard.series import KEPT_SAMPLES, EngineHistory, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice, Origin
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.settings import ServerSettings, SloClass
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.stats import StepStats
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
@@ -79,7 +79,9 @@ def live(clock) -> Iterator[DashboardMonitor]:
     engine.dead = False
     engine.totals = StepStats()
     engine.stats = lambda: EngineStats(engine.totals)
-    state = ServerState(engine, ServerSettings(slo_classes=("fast=20", "chat=100:200")))
+    state = ServerState(
+        engine, ServerSettings(classes=(SloClass("soon", e2e_ms=500),), slo_classes=("fast=20", "chat=100:200"))
+    )
     state.become_ready(ByteTokenizer())
     watching = DashboardMonitor(state, clock, clock.wall)
     watching.sample()
@@ -112,7 +114,7 @@ def test_attainment_and_goodput_by_class_and_window(live, clock):
     }
     assert rows[60.0] == {
         ALL: (5, 3, 1, 0.333333, 1), "default": (1, 0, 0, None, 0), "fast": (0, 0, 0, None, 0),
-        "chat": (4, 3, 1, 0.333333, 1),
+        "chat": (4, 3, 1, 0.333333, 1), "soon": (0, 0, 0, None, 0),
     }  # fmt: skip
     assert rows[300.0]["fast"] == rows[900.0]["fast"] == (2, 2, 1, 0.5, 0)
     assert rows[900.0][ALL] == (8, 6, 2, 0.333333, 1)
@@ -259,14 +261,18 @@ def test_a_sample_carries_the_minute_before_it(live, clock):
 
 def test_the_last_requests_are_the_newest_first_and_few(live):
     for number in range(KEPT_REQUESTS + 3):
-        live.observe(replace(ended(target_s=0.02, accepted_tokens=6, verify_steps=4, cached_tokens=2), index=number))
+        live.observe(
+            replace(
+                ended(target_s=0.02, e2e_slo_s=0.25, accepted_tokens=6, verify_steps=4, cached_tokens=2), index=number
+            )
+        )
     last = live.snapshot().last_requests
     assert [request.index for request in last] == list(range(KEPT_REQUESTS + 2, 2, -1))
     assert asdict(last[0]) | {"index": 0} == {
         "ended_unix_s": 1e9, "request_id": "id", "index": 0, "slo_class": "chat", "ending": "stop",
         "error_code": None, "cause": None, "met": True, "prompt_tokens": 5, "cached_tokens": 2, "output_tokens": 11,
         "queue_ms": 20.0, "ttft_ms": 100.0, "ttft_target_ms": None, "tpot_ms": 10.0, "tpot_target_ms": 20.0,
-        "mean_accepted": 1.5,
+        "e2e_ms": 200.0, "e2e_target_ms": 250.0, "mean_accepted": 1.5,
     }  # fmt: skip
 
 
@@ -277,8 +283,9 @@ def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     first = live.snapshot()
     assert (first.status, first.model, first.policy, first.device) == ("ok", "scripted", "scripted", "cpu")
     assert first.baseline_ms == 10.0
-    assert [(c.name, c.tpot_target_ms, c.ttft_target_ms) for c in first.classes] == [
-        ("default", None, None), ("fast", 20.0, None), ("chat", 100.0, 200.0),
+    assert [astuple(each) for each in first.classes] == [
+        ("default", None, None, None), ("soon", None, None, 500.0), ("fast", 20.0, None, None),
+        ("chat", 100.0, 200.0, None),
     ]  # fmt: skip
     assert (first.preemptions, first.swaps, first.arms, first.seq) == (2, {"expand": 1}, {"8": "4x2"}, 2)
 

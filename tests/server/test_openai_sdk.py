@@ -44,6 +44,7 @@ def test_every_sampling_argument_of_the_client_is_taken(client, server):
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == ((7,), True, 2)
     answer = made.parse()
     assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.service_tier == "auto"
     assert answer.metrics["slo"]["tpot_target_ms"] == 25 and answer.usage.completion_tokens == 24
     for choice in answer.choices:
         assert choice.message.content == PROMPT.encode()[:12].decode() and choice.message.refusal is None
@@ -56,11 +57,12 @@ def test_every_sampling_argument_of_the_client_is_taken(client, server):
 def test_a_stream_of_several_choices_with_log_probabilities_and_usage(client):
     made = client.chat.completions.create(
         model="scripted", messages=MESSAGES, max_tokens=len(PROMPT.encode()), n=2, logprobs=True, stream=True,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True}, service_tier="flex",
     )  # fmt: skip
     texts, tokens, last = ["", ""], [b"", b""], None
     for chunk in made:
         last = chunk
+        assert chunk.service_tier == "flex"
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             if choice.logprobs is not None:

@@ -213,7 +213,8 @@ class Unhurried:
 
     async def run(self, script: Callable[[], Awaitable[None]]) -> list[str]:
         """The texts in the order in which they were written, by either way."""
-        direct = SimpleNamespace(ready=True, write=lambda data: self.sent.append(data.decode()))
+        direct = SimpleNamespace(ready=True, closed=False, write=lambda data: self.sent.append(data.decode()))
+        self.direct = direct
         scope = {"http_version": "1.1", "method": "POST", "extensions": {DIRECT_BODY: direct}}
         responding = asyncio.ensure_future(self.stream(scope, asyncio.Event().wait, self.send))
         await script()
@@ -259,3 +260,21 @@ def test_nothing_overtakes_an_end_of_the_same_step():
         return await world.run(script)
 
     assert asyncio.run(main()) == ["a", "b", "c", "d"]
+
+
+def test_behind_a_lost_connection_nothing_is_written():
+    """Ends of choices come in one turn of the loop, before the server hears that the client is gone."""
+
+    async def main() -> list[str]:
+        world = Unhurried()
+
+        async def script() -> None:
+            world.say("a")
+            await asyncio.sleep(0.01)
+            world.direct.ready, world.direct.closed = False, True
+            world.say("b", "stop")
+            world.say("c", "stop", choice=1)
+
+        return await world.run(script)
+
+    assert asyncio.run(main()) == ["a"]

@@ -97,7 +97,7 @@ def test_what_is_no_target_is_refused(marked: Running) -> None:
         answer = marked.post(CHAT, **MESSAGES, slo_thinking_tpot_ms=value)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "slo_thinking_tpot_ms", value
     answer = marked.post(CHAT, **MESSAGES, slo_thinking_tpot_ms=-1).json()["error"]
-    assert answer["message"] == "slo_thinking_tpot_ms must be a finite number above 0, got -1.0"
+    assert answer["message"] == "slo_thinking_tpot_ms must be a finite number above 0, got -1"
     assert answer["code"] == "invalid_slo"
 
 

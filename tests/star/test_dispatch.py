@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.service.limits import BatchTimes, Quotas
-from tests.slow import slow_after
+from tests.slow import longer_when_slow
 from tests.star.toys import ToyService, close, draft, hello, limits, opened
 
 TIMES = {"level_s": {(1, 3): 0.010, (4, 3): 0.016}, "catchup_s": {4: 0.004, 16: 0.012}}
@@ -168,7 +168,7 @@ def longest_prefix(shapes, takes_s, *, now: float, max_rows: int, max_feed: int)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "least_more", "least_total"), slow_after(1, [(150, 10, 300), (300, 20, 600)], several=True)
+    ("rounds", "least_more", "least_total"), longer_when_slow([(150, 10, 300), (300, 20, 600)], several=True)
 )
 def test_company_is_never_late_nor_slower_and_no_fewer_than_the_plain_rule_has(
     rounds: int, least_more: int, least_total: int

@@ -21,7 +21,7 @@ from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.wire import read_service_frame, service_frame
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan
-from tests.slow import slow_after
+from tests.slow import longer_when_slow
 from tests.star import toys
 from tests.star.scripted import HELLO, VOCABULARY, Frame, Row, Scene, ScriptedStream, Service
 
@@ -297,7 +297,7 @@ def turns(drawn: np.random.Generator, count: int) -> Iterator[Turn]:
         )
 
 
-@pytest.mark.parametrize("examples", slow_after(1, [12, 25]))
+@pytest.mark.parametrize("examples", longer_when_slow([12, 25]))
 def test_whatever_happens_every_tree_is_of_its_rows_text(examples: int) -> None:
     @settings(max_examples=examples)
     @given(st.integers(1, 3), st.integers(0, 2**32))
@@ -307,7 +307,7 @@ def test_whatever_happens_every_tree_is_of_its_rows_text(examples: int) -> None:
     check()
 
 
-@pytest.mark.parametrize("examples", slow_after(1, [6, 12]))
+@pytest.mark.parametrize("examples", longer_when_slow([6, 12]))
 def test_nor_with_the_draft_services_own_sessions_order_and_batches(examples: int) -> None:
     chances = ChanceTable(np.full((2, 1, 1, 11), 0.5, np.float32), np.zeros((2, 10), np.float32))
 

@@ -50,6 +50,8 @@ class LastRequest:
     ttft_target_ms: float | None
     tpot_ms: float | None
     tpot_target_ms: float | None
+    e2e_ms: float | None
+    e2e_target_ms: float | None
     mean_accepted: float
 
 
@@ -60,6 +62,7 @@ class ClassTargets:
     name: str
     tpot_target_ms: float | None
     ttft_target_ms: float | None
+    e2e_target_ms: float | None
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ class DashboardMonitor:
             cached_tokens=metrics.cached_tokens if metrics is not None else 0, output_tokens=record.output_tokens,
             queue_ms=_ms(record.queue_s), ttft_ms=_ms(record.ttft_s), ttft_target_ms=_ms(record.ttft_slo_s),
             tpot_ms=_ms(tpot_s), tpot_target_ms=_ms(tpot_slo_s),
+            e2e_ms=_ms(record.e2e_s), e2e_target_ms=_ms(record.e2e_slo_s),
             mean_accepted=round(metrics.mean_accepted, 3) if metrics is not None else 0.0,
         ))  # fmt: skip
 
@@ -207,7 +211,9 @@ class DashboardMonitor:
             device=info.device if info is not None else None,
             draft=info.draft if info is not None else None,
             baseline_ms=_ms(info.baseline_s) if info is not None else None,
-            classes=[ClassTargets(name, slo.tpot_ms, slo.ttft_ms) for name, slo in state.classes.items()],
+            classes=[
+                ClassTargets(name, slo.tpot_ms, slo.ttft_ms, slo.e2e_ms) for name, slo in state.classes.items()
+            ],
             over_target_edges=list(RATIO_EDGES), in_flight=state.slots.used, ended_requests=len(self._choices),
             step_age_s=round(stats.step_age_s, 3), compiles_after_ready=stats.compiles_after_ready,
             preemptions=steps.preemptions, swaps=dict(steps.elastic_moves), swap_s=dict(steps.elastic_s),

@@ -185,13 +185,14 @@ export class Panels {
 
   last(requests) {
     const cell = (text, kind = "") => el("td", kind ? { class: kind } : {}, text);
-    const against = (value, target) => el("td", { class: "num" }, value === null ? "–" : number(value),
+    const against = (value, target, kind = "num") => el("td", { class: kind }, value === null ? "–" : number(value),
       ...(target === null ? [] : [el("small", { class: "muted" }, ` / ${number(target)}`)]));
     $("last").tBodies[0].replaceChildren(...requests.map((one) => {
       const outcome = one.met === null ? "none" : one.met ? "met" : "missed";
       const words = one.ending === "cancelled" ? "cancelled" : one.met === null ? "no target" : one.met ? "met" : CAUSES[one.cause] ?? "missed";
       return el("tr", {}, cell(new Date(1000 * one.ended_unix_s).toLocaleTimeString("en-GB")), cell(one.slo_class),
         cell(words, `outcome ${outcome}`), against(one.tpot_ms, one.tpot_target_ms), against(one.ttft_ms, one.ttft_target_ms),
+        against(one.e2e_ms, one.e2e_target_ms, "num opt"),
         cell(milliseconds(one.queue_ms), "num opt"), cell(`${one.prompt_tokens}, ${one.output_tokens}`, "num opt"),
         cell(number(one.mean_accepted), "num opt"), cell(one.error_code ?? ENDINGS[one.ending], "opt"),
         el("td", { class: "opt", title: one.request_id }, one.request_id + (one.index ? ` #${one.index}` : "")));
@@ -216,5 +217,6 @@ function targets(one) {
   const parts = [];
   if (one.tpot_target_ms !== null) parts.push(`${number(one.tpot_target_ms)} ms per token`);
   if (one.ttft_target_ms !== null) parts.push(`first in ${number(one.ttft_target_ms)} ms`);
+  if (one.e2e_target_ms !== null) parts.push(`all in ${number(one.e2e_target_ms)} ms`);
   return parts.join(", ") || "none";
 }

@@ -1,6 +1,6 @@
 """Candidate trees from text already seen, beside those of the draft: proposals, merging, and learned chances.
 
-The suffix source costs no device time, so that it proposes before anything is decided: the controller sees what its
+A source of text costs no device time, so that it proposes before anything is decided: the controller sees what its
 trees are worth, and rows for which no draft could bring more are left out of the draft's work.
 """
 
@@ -25,8 +25,8 @@ _NO_EDGES = np.full((2, BINS - 1), np.inf, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
-class SuffixTrees:
-    """Trees of the suffix source for the decode rows of a step.
+class TextTrees:
+    """Trees of a source of text for the decode rows of a step.
 
     f: f64[num_decode, C], of each row's candidates, best first, 0 for absent ones. covered: bool[num_decode], rows for
     which no tree of the draft is expected to bring as much.
@@ -41,26 +41,26 @@ class SuffixTrees:
 class MergedTrees:
     """Candidates of both sources as one tree per row: first the draft's columns, then those that only text proposed.
 
-    A token under the same parent is one node, with the larger chance of the two. suffix_column: i32[R, C], column in
-    the suffix source's candidates, -1 for nodes that it did not propose. num_drafted: columns of the draft.
+    A token under the same parent is one node, with the larger chance of the two. text_column: i32[R, C], column in
+    the candidates of text, -1 for nodes that it did not propose. num_drafted: columns of the draft.
     """
 
     candidates: CandidateTrees
-    suffix_column: np.ndarray
+    text_column: np.ndarray
     num_drafted: int
 
     def drafted_columns(self, trees: DraftTrees) -> np.ndarray:
         """Return i32[N], the draft's column of each packed node; -1 for roots and nodes of text alone."""
         return np.where(trees.candidate < self.num_drafted, trees.candidate, -1)
 
-    def suffix_columns(self, trees: DraftTrees) -> np.ndarray:
-        """Return i32[N], the suffix source's column of each packed node; -1 for roots and nodes of the draft alone."""
-        column = self.suffix_column[trees.row, np.maximum(trees.candidate, 0)]
+    def text_columns(self, trees: DraftTrees) -> np.ndarray:
+        """Return i32[N], the column of text of each packed node; -1 for roots and nodes of the draft alone."""
+        column = self.text_column[trees.row, np.maximum(trees.candidate, 0)]
         return np.where(trees.candidate < 0, -1, column)
 
 
 def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
-    """Merge the draft's candidates and the suffix source's of the same rows."""
+    """Merge the candidates of the draft and those of text, of the same rows."""
     rows, width = proposed.token.shape
     num_drafted = drafted.token.shape[1]
     if not num_drafted:
@@ -68,14 +68,14 @@ def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
         return MergedTrees(proposed, np.where(proposed.log_f > -np.inf, own, np.int32(-1)), 0)
     shape = (rows, num_drafted + width)
     token, parent, log_f = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-    suffix_column = np.full(shape, -1, np.int32)
+    text_column = np.full(shape, -1, np.int32)
     # copies, because a kernel is compiled again for arrays that are read-only, as those from a device may be
     merge_rows(
         drafted.token.copy(), drafted.parent.copy(), drafted.log_f.copy(), drafted.depth.copy(), proposed.token,
-        proposed.parent, proposed.log_f, token, parent, log_f, suffix_column,
+        proposed.parent, proposed.log_f, token, parent, log_f, text_column,
     )  # fmt: skip
     depth = np.concatenate([drafted.depth, proposed.depth])
-    return MergedTrees(CandidateTrees(token, parent, log_f, depth), suffix_column, num_drafted)
+    return MergedTrees(CandidateTrees(token, parent, log_f, depth), text_column, num_drafted)
 
 
 @cache
@@ -90,8 +90,8 @@ def compile_kernels() -> None:
     merge(candidates, candidates)
 
 
-class SuffixDrafter:
-    """Suffix source of one scheduler, with the chances that its proposals are accepted."""
+class TextDrafter:
+    """Drafter of one scheduler from a source of text, with the chances that its proposals are accepted."""
 
     def __init__(self, batch: Batch, acceptance: LearnedAcceptance, source: TextSource, *, learn: bool = True):
         """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
@@ -103,7 +103,7 @@ class SuffixDrafter:
         self.source = source
         self.calibrator = Calibrator(ChanceTable(self.source.prior, _NO_EDGES), learn=learn)
 
-    def propose(self, slots: np.ndarray, remaining: np.ndarray) -> SuffixTrees | None:
+    def propose(self, slots: np.ndarray, remaining: np.ndarray) -> TextTrees | None:
         """Return the trees of the decode rows in `slots`, which hold the pages of all their nodes; None without any.
 
         slots, remaining: i64[num_decode]; remaining: tokens to each row's end.
@@ -135,9 +135,9 @@ class SuffixDrafter:
             log_f[short] = np.where(candidates.depth <= room[:, None], log_f[short], np.float32(-np.inf))
             candidates = replace(candidates, log_f=log_f)
         f = -np.sort(-np.exp(candidates.log_f.astype(np.float64)), axis=1)
-        return SuffixTrees(candidates, f, f.sum(axis=1) >= max(float(self._acceptance.expected().sum()), 1e-9))
+        return TextTrees(candidates, f, f.sum(axis=1) >= max(float(self._acceptance.expected().sum()), 1e-9))
 
-    def merge(self, drafted: CandidateTrees, proposed: SuffixTrees) -> MergedTrees:
+    def merge(self, drafted: CandidateTrees, proposed: TextTrees) -> MergedTrees:
         """Merge the draft's candidates with those proposed for the same step."""
         return merge(drafted, proposed.candidates)
 
@@ -147,12 +147,12 @@ class SuffixDrafter:
             self.source.keep(state.token_ids[: state.num_tokens], state.sequence.cache_salt)
 
     def observe(
-        self, proposed: SuffixTrees, columns: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
+        self, proposed: TextTrees, columns: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
         temperature: np.ndarray, edited: np.ndarray | None, stats: StepStats,
     ) -> None:  # fmt: skip
         """Learn from a verification, and count it.
 
-        columns: i32[N], of `MergedTrees.suffix_columns`. accepted: bool[N]. temperature: f32[R]. edited: bool[R], rows
+        columns: i32[N], of `MergedTrees.text_columns`. accepted: bool[N]. temperature: f32[R]. edited: bool[R], rows
         whose logits were changed.
         """
         stats.suffix_tokens += int(np.count_nonzero(columns >= 0))

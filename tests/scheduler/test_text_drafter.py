@@ -21,7 +21,7 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.sequence import SequenceState
-from adaserve_jax.scheduler.suffix_drafter import SuffixDrafter, merge
+from adaserve_jax.scheduler.text_drafter import TextDrafter, merge
 from adaserve_jax.suffix import kernels
 from adaserve_jax.suffix.source import SuffixSource
 from adaserve_jax.types import CandidateTrees
@@ -74,13 +74,13 @@ def test_merging_unites_the_paths_and_takes_the_larger_chance(one: dict, other: 
         assert log_f == pytest.approx(expected, abs=1e-4)
         assert merged.candidates.depth[column] == len(path)
         assert (column < merged.num_drafted) == (path in mine)
-        assert merged.suffix_column[0, column] == (theirs[path][0] if path in theirs else -1)
+        assert merged.text_column[0, column] == (theirs[path][0] if path in theirs else -1)
 
 
-def drafter_of(limits) -> tuple[SuffixDrafter, Batch]:
+def drafter_of(limits) -> tuple[TextDrafter, Batch]:
     batch = Batch(limits, "arrival")
     source = SuffixSource(limits.max_requests, limits.suffix_depth, kept_tokens=256)
-    return SuffixDrafter(batch, LearnedAcceptance(limits.max_depth, limits.max_width), source), batch
+    return TextDrafter(batch, LearnedAcceptance(limits.max_depth, limits.max_width), source), batch
 
 
 def start(batch: Batch, name: str, prompt: list[int], salt: str = "", tokens: int = 40) -> SequenceState:
@@ -166,7 +166,7 @@ def compiled() -> dict[str, int]:
 
 def test_no_kernel_is_compiled_by_a_step() -> None:
     code = """
-from tests.scheduler.test_suffix_drafter import compiled, drafter_of, limits_of, np, start
+from tests.scheduler.test_text_drafter import compiled, drafter_of, limits_of, np, start
 from tests.slow import slow_after
 
 drafter, batch = drafter_of(limits_of())
