@@ -49,7 +49,7 @@ def test_stop_takes_one_string_or_several() -> None:
 
 @pytest.mark.parametrize("field", ["tpot_ms", "ttft_ms", "relative", "thinking_tpot_ms"])
 def test_bad_targets(field: str) -> None:
-    for value in (0, -1, math.nan, math.inf, -math.inf, 10**400, "fast", True):
+    for value in (0, 1e-322, -1, math.nan, math.inf, -math.inf, 10**400, "fast", True):
         with pytest.raises(RequestError, match=f"slo_{field} must be a finite number above 0, got"):
             SLO(**{field: value})
 

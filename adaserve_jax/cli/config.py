@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.policies import names_a_file, policy_of, sources_of
+from adaserve_jax.scheduler.policies import names_a_file, policy_of
 from adaserve_jax.server.config_file import example, read_config
 
 
@@ -29,7 +29,7 @@ def config(
     engine, server = file.engine, file.server
     if not names_a_file(engine.policy):
         try:
-            sources_of(engine, policy_of(engine))
+            policy_of(engine)
         except ConfigError as error:
             raise ConfigError(f"{check}: [engine] {error}") from error
     # with classes the default of slo_classes is gone, which the file does not write

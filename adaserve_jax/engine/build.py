@@ -197,7 +197,8 @@ class Assembly:
         """Compile, measure, connect to draft services and load what was learned before. Raises AdaServeError."""
         self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
         config, limits = self.config, self.executor.limits
-        find_policy(config.policy, longest_chain(config, limits.max_depth))  # Medusa heads may be fewer than max_depth
+        # Medusa heads may be fewer than max_depth, and trees smaller than suffix_depth
+        find_policy(config.policy, longest_chain(config, limits.max_depth, limits.suffix_depth))
         earlier = None if self._warm_folder is None else self._warm_folder.load(config, limits)
         samples = self.executor.warm_up(self._progress, None if earlier is None else earlier.samples)
         self.samples = samples

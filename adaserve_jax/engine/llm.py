@@ -247,8 +247,10 @@ class LLM:
         adapter: str | Sequence[str],
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
-        sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
-        slos = _one_each(slo or SLO(), len(many), "slo")
+        if sampling_params is None:
+            sampling_params = self.info.defaults.sampling_params()
+        sampling = _one_each(sampling_params, len(many), "sampling_params")
+        slos = _one_each(SLO() if slo is None else slo, len(many), "slo")
         for each in sampling:
             require(isinstance(each, SamplingParams), "sampling_params", "SamplingParams", each)
         for each in slos:

@@ -27,7 +27,6 @@ from adaserve_jax.engine.client import (
     EngineInfo,
     EngineStats,
     GenerateRequest,
-    OutputChunk,
     Sink,
     Sinks,
     check_request,
@@ -268,10 +267,12 @@ class ProcessEngine:
                     if chunks or stats.scheduler.steps != self._stats.scheduler.steps:
                         self._stepped_s = time.monotonic()
                     self._stats, self._received = stats, received
-                for request_id in self._sinks.deliver([chunk for chunk in chunks if not self._is_death_report(chunk)]):
+                alive = [each for each in chunks if not self._is_death_report(each.error_code, each.error)]
+                for request_id in self._sinks.deliver(alive):
                     self.abort(request_id)
             case ipc.Refused(request_id, fault):
-                self._sinks.fail(request_id, fault.message, fault.code, fault.param)
+                if not self._is_death_report(fault.code, fault.message):
+                    self._sinks.fail(request_id, fault.message, fault.code, fault.param)
             case ipc.AdapterReply(call, adapters, fault):
                 with self._lock:
                     assert self._info is not None
@@ -290,13 +291,13 @@ class ProcessEngine:
             case ipc.Failed(fault):
                 self._error = ipc.to_error(fault)
 
-    def _is_death_report(self, chunk: OutputChunk) -> bool:
-        """Note a death that the engine reports in a chunk; return True for such a chunk. The process ends then, and
-        `_end` gives the same error to every request."""
-        if chunk.error_code != EngineDeadError.code or self._error is not None:
+    def _is_death_report(self, code: str | None, error: str | None) -> bool:
+        """Note a death that the engine reports in a chunk or a refusal; return True for such a one. The process ends
+        then, and `_end` gives the same error to every request."""
+        if code != EngineDeadError.code or self._error is not None:
             return False
         if self._reported_death is None:
-            self._reported_death = time.monotonic(), chunk.error or "the engine died"
+            self._reported_death = time.monotonic(), error or "the engine died"
         return True
 
     def _end(self, why: str) -> None:

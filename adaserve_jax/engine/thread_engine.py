@@ -102,12 +102,16 @@ class LocalEngine:
         try:
             assembly.get_ready()
             self._core = self._build_core(assembly.config)
-            self._info = assembly.describe(assembly.config)
+            info = assembly.describe(assembly.config)
+            with self._lock:
+                if self._stopping:
+                    raise EngineDeadError("the engine was closed while it started")
+                self._info = info
+                self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+                self._thread.start()
         except BaseException:
             assembly.release()
             raise
-        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
-        self._thread.start()
 
     def _build_core(self, config: EngineConfig) -> EngineCore:
         core = self._assembly.build_core(config)

@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, context_load
+from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, context_load, scaled_samples
 
 LATEST = 4096
 """Steps whose predictions are kept."""
@@ -235,11 +235,14 @@ class CostTable:
     to be as long as they were lately.
     """
 
-    def __init__(self, samples: CostSamples, limits: Limits):
-        self.samples = samples
+    def __init__(self, samples: CostSamples, limits: Limits, *, drafts_cost: bool = True):
+        """Set up from samples. drafts_cost: False where text already seen is the draft, so that a step that drafts
+        takes what one of the same size without takes, whatever draft is loaded."""
+        self._drafts_cost = drafts_cost
+        self.samples = self._charged(samples)
         """Samples as measured at the start; after `retime_draft`, with the draft's times of a service."""
         self._limits = limits
-        self.grid = CostGrid(samples, limits)
+        self.grid = CostGrid(self.samples, limits)
         self._predictions: deque[tuple[tuple[float, float], ...]] = deque(maxlen=LATEST)
         self.served = ServedTimes()
         self._edges = limits.token_edges
@@ -260,11 +263,14 @@ class CostTable:
 
     def retime_draft(self, samples: CostSamples) -> None:
         """Use the draft's times in these samples from now on, and forget what was learned about the old ones."""
-        self.samples = samples
-        self.grid = CostGrid(samples, self._limits)
+        self.samples = self._charged(samples)
+        self.grid = CostGrid(self.samples, self._limits)
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
         self._draft_ratios = DriftRatios(max(len(self.grid.level_rows), 1))
         self._draft_drift = 1.0
+
+    def _charged(self, samples: CostSamples) -> CostSamples:
+        return samples if self._drafts_cost else scaled_samples(samples, verify=1.0, draft=0.0)
 
     def predictions(self) -> np.ndarray:
         """Return f64[steps, KINDS, 2], predicted and measured seconds of the last LATEST steps, oldest first.
@@ -293,7 +299,7 @@ class CostTable:
         While steps have edits of logits it is that of steps with edits, whose second program counts as overhead. A kind
         that was never seen counts as free, so that it is tried.
         """
-        return self._overhead_s[self._edits, drafting]
+        return self._overhead_s[self._edits, drafting and self._drafts_cost]
 
     def verify_s(self, rows: int, load: float | None = None) -> np.ndarray:
         """Return f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""

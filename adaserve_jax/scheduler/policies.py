@@ -439,8 +439,14 @@ def expand_groups(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def policy_of(config: EngineConfig) -> Policy:
-    """Return the policy of a configuration before anything is loaded. Raises ConfigError as `find_policy` does."""
-    return find_policy(config.policy, longest_chain(config, config.max_depth if config.speculates else 0))[0]
+    """Return the policy of a configuration before anything is loaded.
+
+    Raises ConfigError as `find_policy` and `sources_of` do.
+    """
+    max_depth = config.max_depth if config.speculates else 0
+    policy, _ = find_policy(config.policy, longest_chain(config, max_depth, config.suffix_depth))
+    sources_of(config, policy)
+    return policy
 
 
 def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
@@ -464,13 +470,16 @@ def sources_of(config: EngineConfig, policy: Policy) -> DraftSources:
     return policy.sources if found == "auto" else found
 
 
-def longest_chain(config: EngineConfig, max_depth: int) -> int:
-    """Return the longest chain that the draft sources in force can propose. max_depth: of the draft; 0 without one."""
+def longest_chain(config: EngineConfig, max_depth: int, suffix_depth: int) -> int:
+    """Return the longest chain that the draft sources in force can propose.
+
+    max_depth: of the draft; 0 without one. suffix_depth: of text already seen.
+    """
     named = named_sources(config.policy)
     sources = config.draft_sources if named == "auto" else named
     if max_depth and (sources == "auto" or "model" in sources.split("+")):
         return max_depth
-    return config.max_depth if drafts_from_text(sources) else 0
+    return min(config.max_depth, suffix_depth) if drafts_from_text(sources) else 0
 
 
 def named_sources(name: str) -> DraftSources:

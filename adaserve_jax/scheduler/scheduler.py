@@ -77,7 +77,9 @@ class Scheduler:
         draft that is not there.
         """
         self.limits = limits
-        self._policy, parameter = find_policy(config.policy, longest_chain(config, limits.max_depth))
+        self._policy, parameter = find_policy(
+            config.policy, longest_chain(config, limits.max_depth, limits.suffix_depth)
+        )
         self._config = config
         self._calibrator = calibrator
         self._draft_sessions = draft_sessions
@@ -92,7 +94,7 @@ class Scheduler:
         text_as_draft = uses_text and not uses_model and not drafts_from_text(policy.sources)
         if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
-        self.costs = costs = CostTable(samples, decided)
+        self.costs = costs = CostTable(samples, decided, drafts_cost=not text_as_draft)
         """Predicted seconds of steps; learns from every commit."""
         self._acceptance = LearnedAcceptance(decided.max_depth, decided.max_width)
         parts = Parts(
@@ -115,7 +117,8 @@ class Scheduler:
         self.elastic_memory: ElasticMemory | None = None
         """Expansion of the KV pool into the draft's memory; None where the draft always stays."""
         if may_expand(self._policy.elastic, limits, config):
-            worth = PageWorth(self.batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
+            weighs = self._policy.weighs_pages and uses_model
+            worth = PageWorth(self.batch, parts.chain_costs, self._stats) if weighs else None
             self.elastic_memory = ElasticMemory(self.batch, elastic_rule or ElasticRule(), self._stats, worth)
         self._draft = DraftPlanner(
             self.batch,
@@ -304,7 +307,7 @@ class Scheduler:
         self._feasibility.forget()
         self._count(plan, trees, verified, outcome)
         if self.elastic_memory is not None:
-            self.elastic_memory.speculates = planned.decided_depth > 0 if plan.num_decode else None
+            self.elastic_memory.speculates = self._draft.used and planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         self._report_released_slots()
         return updates

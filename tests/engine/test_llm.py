@@ -97,6 +97,10 @@ def test_one_value_for_all_or_one_per_prompt(engine: LocalEngine) -> None:
     assert [output.metrics.tpot_slo_s for output in outputs] == [0.005, 2 * engine.info.baseline_s]
     with pytest.raises(RequestError, match=r"slo must be one for all or one per prompt \(2\), got 1"):
         llm.generate([[3], [3]], SHORT, slo=[SLO()])
+    with pytest.raises(RequestError, match=r"slo must be one for all or one per prompt \(1\), got 0"):
+        llm.generate([[3]], SHORT, slo=[])
+    with pytest.raises(RequestError, match=r"sampling_params must be one for all or one per prompt \(1\), got 0"):
+        llm.generate([[3]], [])
     with pytest.raises(RequestError, match=r"slo must be an SLO, such as SLO\(tpot_ms=40\), got 40"):
         llm.generate([[3]], SHORT, slo=40)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="sampling_params must be SamplingParams, got 'short'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from typing import Any
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,21 @@ def test_a_start_that_fails_frees_the_device(machines: list[Machine], monkeypatc
     assert machines[0].closed == 1
     engine.close()
     assert machines[0].closed == 1
+
+
+def test_an_engine_that_is_closed_while_it_starts_frees_the_device(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, warm_up = LocalEngine(EngineConfig()), Machine.warm_up
+
+    def closing(*given: Any) -> CostSamples:
+        engine.close()
+        return warm_up(*given)
+
+    monkeypatch.setattr(Machine, "warm_up", closing)
+    with pytest.raises(EngineDeadError, match="the engine was closed while it started"):
+        engine.start()
+    assert machines[0].closed == 1 and not engine.is_alive()
 
 
 def test_a_pool_smaller_than_the_baseline_measurement(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -544,12 +544,13 @@ def test_the_age_of_the_step_grows_while_the_process_hangs(processes):
     wait_until(lambda: engine.stats().step_age_s == 0.0)
 
 
-def test_an_engine_thread_that_dies_takes_its_process_along(monkeypatch):
+@pytest.mark.parametrize("how", ["Dying", "Refusing"])
+def test_an_engine_thread_that_dies_takes_its_process_along(monkeypatch, how: str):
     """What its requests are told is decided by the supervisor, not by the engine's own last words."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     told = []
     engine = ProcessEngine(
-        EngineConfig(), factory="tests.engine.test_supervision:Dying", on_death=lambda *died: verdict(told, *died)
+        EngineConfig(), factory=f"tests.engine.test_supervision:{how}", on_death=lambda *died: verdict(told, *died)
     )
     engine.start()
     sink = Collected()
@@ -581,3 +582,11 @@ class Dying:
     def submit(self, request: GenerateRequest, sink) -> None:
         self.scripted.dead = True
         sink(OutputChunk(request.request_id, 0, "", [], "error", None, "the engine stopped: a bug", "engine_dead"))
+
+
+class Refusing(Dying):
+    """An engine whose thread has failed just before its first request."""
+
+    def submit(self, request: GenerateRequest, sink) -> None:
+        self.scripted.dead = True
+        raise EngineDeadError("the engine stopped: a bug")

@@ -12,19 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.joint import JointController
 from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.elastic import ElasticRule
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES, find_policy, longest_chain, sources_of
+from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES, find_policy, longest_chain, policy_of, sources_of
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.text_drafter import TextDrafter, merge
 from adaserve_jax.suffix import kernels
 from adaserve_jax.suffix.source import SuffixSource
-from adaserve_jax.types import CandidateTrees
+from adaserve_jax.types import CandidateTrees, Sequence
 from tests.scheduler.harness import Run, costs_of, limits_of, request_of
 from tests.slow import slow_after
 
@@ -132,8 +134,6 @@ def test_the_choice_counts_what_text_brings_before_it_drafts() -> None:
 
 
 def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() -> None:
-    from adaserve_jax.config import EngineConfig
-
     for policy, sources, expected in (
         ("adaserve", "auto", "suffix+model"), ("adaserve", "model", "model"), ("adaserve@none", "suffix", "none"),
         ("spec:2", "auto", "model"), ("spec:2@suffix", "auto", "suffix"), ("nightjar", "suffix+model", "suffix+model"),
@@ -142,21 +142,63 @@ def test_sources_are_those_of_the_name_else_the_configuration_else_the_policy() 
         assert sources_of(config, find_policy(policy, 4)[0]) == expected
     with pytest.raises(ConfigError, match="drafts from text already seen, but draft_sources is 'model'"):
         sources_of(EngineConfig(policy="spec:2@suffix", draft_sources="model"), find_policy("spec:2", 4)[0])
-    assert longest_chain(EngineConfig(policy="spec:4@suffix", draft=None), 0) == EngineConfig.max_depth
-    assert longest_chain(EngineConfig(policy="spec:4", draft=None), 0) == 0
+    assert longest_chain(EngineConfig(policy="spec:4@suffix", draft=None), 0, 16) == EngineConfig.max_depth
+    assert longest_chain(EngineConfig(policy="spec:4", draft=None), 0, 16) == 0
     with pytest.raises(ConfigError, match="after the @ of a policy may stand none, model, suffix, suffix"):
         find_policy("adaserve@text", 4)
     assert POLICIES["adaserve"].sources == "suffix+model"
+
+
+def twice(load: list[Sequence]) -> list[Sequence]:
+    """Return the requests, and again a minute later, when their texts are known."""
+    again = [replace(each, sequence_id=f"{each.sequence_id}-again", arrival_s=each.arrival_s + 60.0) for each in load]
+    return [*load, *again]
 
 
 @pytest.mark.parametrize("name", slow_after(10, [*POLICIES, *ABLATIONS]))
 def test_every_policy_drafts_from_text_where_there_is_no_draft(name: str) -> None:
     limits = limits_of(max_depth=0, max_width=0, suffix_depth=8)
     run = Run.of(limits, policy=f"{name.replace('<k>', '3')}@suffix", draft=None)
-    repeats = np.tile(np.arange(1, 9, dtype=np.int32), 5)
-    load = [replace(request_of(f"{index}", tokens=30, tpot_slo_s=0.04), prompt_ids=repeats) for index in range(6)]
+    load = twice([request_of(f"{index}", tokens=30, tpot_slo_s=0.014) for index in range(6)])
     run.serve(load)
     assert {request.sequence_id for request in load} == run.last.keys()
+    policy, _ = find_policy(name.replace("<k>", "3"), 8)
+    assert (run.scheduler.totals.suffix_tokens > 0) == (policy.uses_draft and name != "off")
+
+
+@pytest.mark.parametrize("name", ["spec:4@suffix", "dspark:4@suffix"])
+def test_a_chain_longer_than_text_proposes_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match="needs max_depth of at least 4, but it is 3"):
+        policy_of(EngineConfig(policy=name, suffix_depth=3))
+    with pytest.raises(ConfigError, match="needs max_depth of at least 4, but it is 3"):
+        Run.of(limits_of(suffix_depth=3), policy=name)
+
+
+@pytest.mark.parametrize("named", [{"draft_sources": "model"}, {"synthetic_acceptance": "1.5"}])
+def test_sources_that_exclude_each_other_are_refused_before_anything_is_loaded(named: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"texts? already seen"):
+        policy_of(EngineConfig(policy="adaserve@suffix", **named))
+
+
+def test_where_text_is_the_draft_a_draft_that_is_loaded_costs_nothing_and_may_leave() -> None:
+    load, found = twice([request_of(f"{index}", tokens=30) for index in range(6)]), []
+    for loaded in (True, False):
+        depths = {} if loaded else {"max_depth": 0, "max_width": 0}
+        run = Run.of(limits_of(suffix_depth=8, **depths), policy="turbospec@suffix", max_depth=4, max_width=4)
+        run.serve(load)
+        costs = run.scheduler.costs
+        assert costs.catchup_s(8) == 0.0 and not costs.level_s(4).any()
+        assert costs.overhead_s(drafting=True) == costs.overhead_s(drafting=False)
+        found.append((run.text, run.steps, run.scheduler.totals.suffix_tokens))
+    assert found[0] == found[1] and found[0][2] > 0
+
+
+@pytest.mark.parametrize("name", ["nightjar@suffix", "adaserve@suffix", "adaserve@none"])
+def test_a_draft_that_is_never_asked_makes_room_for_pages(name: str) -> None:
+    limits = limits_of(suffix_depth=8, num_pages=12, extension_pages=24)
+    run = Run.of(limits, policy=name, elastic="on", elastic_rule=ElasticRule(persist_steps=1))
+    run.serve([request_of(f"{index}", tokens=30) for index in range(8)])
+    assert run.scheduler.stats.elastic_moves["expand"] > 0
 
 
 def compiled() -> dict[str, int]:

@@ -97,6 +97,11 @@ class Load:
         """Number of decode rows."""
         return len(self.need_rate)
 
+    @property
+    def speculates(self) -> bool:
+        """True if any row can use a draft, or text already seen proposes nodes."""
+        return self.suffix_f is not None or bool(self.can_speculate.any())
+
 
 @dataclass(frozen=True)
 class Decision:

@@ -290,7 +290,7 @@ class FastestChain(ChainController):
 
     def decide(self, load: Load) -> Decision:
         depth = 0
-        if load.num_decode and load.can_speculate.any():
+        if load.num_decode and load.speculates:
             seconds, tokens = self.chains.predicted(load.num_decode)
             depth = int((tokens / seconds).argmax())
         return fill(self.limits, load, depth=depth, width=min(depth, 1))

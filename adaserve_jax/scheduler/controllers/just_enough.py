@@ -40,7 +40,7 @@ class JustEnough(ChainController):
         rate = tokens / seconds
         enough = rate >= needed
         depth = 0
-        if load.can_speculate.any():
+        if load.speculates:
             depth = int(enough[0].argmax() if enough[0].any() else rate[0].argmax())
         chunk = int(chunks[enough[:, depth]].max(initial=least))
         cap = min(rows * (1 + depth), self.limits.max_tree_tokens, self.limits.max_tokens - chunk)
