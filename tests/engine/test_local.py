@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Any
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
