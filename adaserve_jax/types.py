@@ -283,7 +283,7 @@ class StepPlan:
 
 @dataclass(frozen=True, eq=False)
 class CandidateTrees:
-    """Candidate nodes of every decode row, in beam order: index = (depth - 1) * width + rank in the beam.
+    """Candidate nodes of every decode row, parents first; a beam's index is (depth - 1) * width + rank in the beam.
 
     token, parent: i32[num_decode, C]; parent is a candidate index of the same row, -1 for the root. log_f:
     f32[num_decode, C], -inf for an absent node. depth: i32[C], from 1. cell: i32[num_decode, C], index into [D, ranks,

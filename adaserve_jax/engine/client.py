@@ -128,7 +128,7 @@ class EngineInfo:
     def deadline_key_s(self, arrival_s: float, priority: int, patience_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner.
 
-        Policies of another order serve in that one, so that predictions of a wait are off by as much as the two differ.
+        Under a policy of another order, predicted waits are wrong by the difference between the two orders.
         patience_s: seconds to the TTFT target or the deadline; before a deadline the scheduler also leaves the time
         that the output takes, so that it serves such a request sooner than this says.
         """

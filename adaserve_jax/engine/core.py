@@ -59,7 +59,8 @@ _OVERDUE = {
 }
 """Messages of choices that did not begin in time, by the error's code."""
 MOST_ENDED = 64
-"""Entries of `_latest_begins` beyond four for each open request at which those of ended requests are dropped."""
+"""Slack of `_latest_begins`: entries of ended requests are dropped once it holds more than this and four for each open
+request."""
 
 
 class EngineCore:
@@ -116,8 +117,9 @@ class EngineCore:
     def deliver_beside_device(self, deliver: Callable[[list[OutputChunk]], None]) -> None:
         """Decode and deliver a step's text while the device runs the next step, where that is possible.
 
-        Steps then leave those chunks out. Text is delivered at once where a step must wait for it: behind grammars,
-        with a learner, and when nothing else runs.
+        Steps then leave those chunks out. Text is delivered at once where a step must wait for it: while any
+        open choice has constraints (grammars, penalties, log probabilities), with a learner, and when nothing else
+        runs.
         """
         self._deliver = deliver
 
@@ -195,8 +197,8 @@ class EngineCore:
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
 
     def step(self) -> list[OutputChunk]:
-        """Run one step and return the chunks that it brought, but those of `deliver_beside_device`; none if nothing can
-        run."""
+        """Run one step and return its chunks, except those that `deliver_beside_device` hands out itself; empty if
+        nothing can run."""
         sequence_ids: list[str] = []
         constrained = self._constraints.active
         at_once = self._deliver is None or constrained or self._learner is not None
@@ -251,7 +253,10 @@ class EngineCore:
         return [replace(chunk, metrics=None) for chunk in chunks]  # nothing of them ran
 
     def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str], at_once: bool) -> list[OutputChunk]:
-        """Return the chunks of a committed step, after ending choices that cannot go on. at_once: the text's, too."""
+        """Return the chunks of a committed step, after ending choices that cannot go on.
+
+        at_once: those with text too; otherwise `_deliver_rest` makes them later.
+        """
         step, updates = result.step, result.updates
         if self._learner is not None:
             capture = not self.scheduler.is_loaded(result.ended_s)

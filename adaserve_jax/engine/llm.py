@@ -312,7 +312,7 @@ class _Collector:
             self._changed.notify_all()
 
     def wait(self, choices: int = 0, most_open: int = 0) -> OutputChunk | None:
-        """Wait until a request of `choices` keeps the number of open choices within `most_open`, or is alone; count it.
+        """Wait until `choices` more fit within `most_open` open choices, or none is open; then count them as open.
 
         So an offline batch of any size never fills the engine's queue. Without arguments, wait until all requests have
         ended. Return at once the last chunk of a refused request, if there is one.

@@ -40,9 +40,9 @@ from adaserve_jax.types import Progress
 HEARTBEAT_LIMIT_S = 60.0
 """Silence after which the engine process is killed."""
 LAST_LOOK_MS = 250
-"""ZeroMQ's thread hands over what the child sent at last so long after the child has ended, or sooner."""
+"""Wait for messages that the child sent just before it ended."""
 LOOK_LIMIT_S = 1.0
-"""Most silence that one look for messages counts."""
+"""Most silence that one poll counts: this process may have been suspended, and its child with it."""
 CLOSE_LIMIT_S = 15.0
 """Time that the process has to end after `close`, before it is killed."""
 DYING_LIMIT_S = 1.0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from adaserve_jax.types import (
 
 
 @dataclass(frozen=True, eq=False)
-class StepUpdates(Sequence[SequenceUpdate]):
-    """Updates of one step: columns for readers that count, a sequence made one by one for readers that stream.
+class StepUpdates:
+    """Updates of one step: columns for readers that count; iterating makes one update after the other, to stream.
 
     U sequences got tokens. states: [U]. numbers: i64[U], `SequenceState.number`. token_ids: i32[U, max_tree_depth + 1],
     of which the first counts[u] are new; counts: i64[U]. ended: the updates that end their sequence, by index in
@@ -39,9 +39,6 @@ class StepUpdates(Sequence[SequenceUpdate]):
     counts: np.ndarray
     ended: dict[int, SequenceUpdate]
 
-    def __len__(self) -> int:
-        return len(self.states)
-
     def __iter__(self) -> Iterator[SequenceUpdate]:
         tokens, counts = self.token_ids.tolist(), self.counts.tolist()
         for index, state in enumerate(self.states):
@@ -49,13 +46,6 @@ class StepUpdates(Sequence[SequenceUpdate]):
             if update is None:
                 update = SequenceUpdate(state.sequence.sequence_id, tuple(tokens[index][: counts[index]]))
             yield update
-
-    @overload
-    def __getitem__(self, index: int) -> SequenceUpdate: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SequenceUpdate]: ...
-    def __getitem__(self, index: int | slice) -> SequenceUpdate | list[SequenceUpdate]:
-        return list(self)[index]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Plan of a step: which sequences run, how much of each prompt, what the draft is fed, and how many tree tokens may be
 verified.
 
-The planner admits and preempts, asks the controller for depth, width, budget and prefill tokens, and lays out a
-StepPlan. Symbols: docs/equations.md.
+The planner admits and preempts, asks the controller for depth, width, most tree tokens and prefill tokens, and lays out
+a StepPlan. Symbols: docs/equations.md.
 """
 
 from __future__ import annotations

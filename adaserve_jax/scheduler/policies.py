@@ -103,7 +103,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Policy:
-    """Controller (depth, width, budget) x selection rule x order of admission x memory rule.
+    """Controller (depth, width, most tree tokens) x selection rule x order of admission x memory rule.
 
     about: description in the table of policies. selector: which drafted nodes are verified, one of SELECTION_RULES or a
     function of the policy's own. need, slo_order: how the SLO phase counts tokens and its order of service.

@@ -231,7 +231,7 @@ class WaitingQueue:
         self._count(state, -1)
 
     def _count(self, state: SequenceState, change: int) -> None:
-        """Keep the numbers by which `instead_of` searches no queue in vain."""
+        """Keep the counts that let `instead_of` skip searches that would find nothing."""
         self._untargeted += change * state.is_untargeted
         self._demanding += change * state.is_demanding
 

@@ -102,7 +102,7 @@ class Scheduler:
             config.seed,
         )  # fmt: skip
         self.controller = self._policy.controller(parts)
-        """Decides depth, width and budget; for benchmarks."""
+        """Decides depth, width and most tree tokens; for benchmarks."""
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         solo = SoloSpeed(decided, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self.controller, solo, max_prefill=max_prefill)

@@ -182,7 +182,7 @@ def arm_name(depth: int, width: int = 1) -> str:
 
 
 class Controller(Protocol):
-    """Choice of depth, width, budget and prefill tokens for each step.
+    """Choice of depth, width, most tree tokens and prefill tokens for each step.
 
     Explicit subclasses that learn nothing, have no arms and admit everything inherit `learn`, `arms`, `sustains` and
     `fastest_alone`. reads_due, reads_prompts: `decide` reads `Load.due_s`, `Load.prompt_rates`; plans compute these for
