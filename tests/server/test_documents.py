@@ -1,4 +1,4 @@
-"""docs/http.md and the OpenAPI document are complete: no route, field, header, code, setting or metric is missing."""
+"""docs/http.md, prometheus.md and the OpenAPI document lack no route, field, header, code, setting or metric."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other(server
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     exposed = {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
     exposed = {name: family for name, family in exposed.items() if not name.endswith("_created")}  # by the library
-    documented = {row.names[0]: row for row in rows(section("http.md", "## Metrics"))}
+    documented = {row.names[0]: row for row in rows(section("prometheus.md", "## Server"))}
     assert sorted(exposed) == sorted(documented)
     for name, family in exposed.items():
         kind, *labels = documented[name].cells[1].replace("`", "").split(", ")

@@ -305,7 +305,7 @@ def test_metrics_say_what_the_documents_say(service: DraftService, model: DraftM
     registry.register(ServiceCollector(service.worker, service.audit, model))
     exposition = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(exposition)}
-    documented = (ROOT / "docs" / "star.md").read_text()
+    documented = (ROOT / "docs" / "prometheus.md").read_text()
     assert [name for name in families if f"`{name}" not in documented] == []
     named = set(re.findall(r"^\| `(adaserve_draft_service_\w+?)(?:_total)?`", documented, re.MULTILINE))
     assert named == set(families)
