@@ -208,7 +208,8 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"{'https' if state.settings.tls_cert else 'http'}://{host}:{port}"
     pages = f"API: {url}/docs" + (f", dashboard: {url}/dashboard" if state.settings.dashboard else "")
-    print(f"adaserve serves {state.model_name} on {url}  ({pages})\n{example(url, state)}", flush=True)
+    about = f"draft: {state.info.draft or 'none'}, {pages}"
+    print(f"adaserve serves {state.model_name} on {url}  ({about})\n{example(url, state)}", flush=True)
 
 
 def example(url: str, state: ServerState) -> str:
