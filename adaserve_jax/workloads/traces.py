@@ -84,7 +84,8 @@ def adjusted(
 
 
 def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
-    """Make a trace of a workload's lengths and targets, at its own times or at those of a schedule.
+    """Make a trace of a workload's lengths and targets, at its own times, counted from the earliest, or at those of a
+    schedule.
 
     Raises ConfigError when a request has no lengths, or there are no times.
     """
@@ -98,7 +99,8 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
         note = f"{schedule.process} {schedule.rate_rps!r}/s {schedule.duration_s!r} s seed {schedule.seed}"
         sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
     elif workload.has_arrivals:
-        due = [(item.arrival_s or 0.0, item) for item in workload.items]
+        first_s = min(item.arrival_s or 0.0 for item in workload.items)
+        due = [((item.arrival_s or 0.0) - first_s, item) for item in workload.items]
         sha256, name = workload.sha256, workload.name
     else:
         raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")

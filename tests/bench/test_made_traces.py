@@ -93,6 +93,15 @@ def test_a_rate_moves_times_and_nothing_else() -> None:
         at_rate(trace_of((0.0, "code", 1)), 2.0)
 
 
+def test_a_trace_that_begins_late_has_the_rate_at_which_its_requests_come() -> None:
+    items = tuple(
+        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, 300.0 + at, lengths=Lengths(10, 9)) for at in range(61)
+    )
+    made = traces.trace_of(Workload("w", "0" * 64, items))
+    assert [each.due_s for each in made.requests] == [float(at) for at in range(61)]
+    assert at_rate(made, 2.0).duration_s == pytest.approx(61 / 2)
+
+
 def test_a_mix_draws_requests_of_each_class_and_keeps_the_times() -> None:
     long = with_requests(FOUR, 4000, 0)
     mixed = with_mix(long, {"code": 3.0, "chat": 1.0}, 7)
@@ -143,7 +152,8 @@ def test_a_saved_trace_is_read_as_it_was(tmp_path: Path, name: str) -> None:
     made = fluctuating_trace(seed=3, ttft_slo_s=4.0)
     save_trace(made, tmp_path / name)
     read = load_trace(tmp_path / name, ttft_slo_s=4.0)
-    assert [r.due_s for r in read.requests] == pytest.approx([r.due_s for r in made.requests], abs=1e-8)
+    first_s = made.requests[0].due_s
+    assert [r.due_s for r in read.requests] == pytest.approx([r.due_s - first_s for r in made.requests], abs=1e-8)
     bodies = [[(r.prompt_tokens, r.output_tokens, r.slo, r.slo_class) for r in t.requests] for t in (read, made)]
     assert bodies[0] == bodies[1]
     with pytest.raises(ConfigError, match=r"cannot write trace .*choose another folder"):
