@@ -149,7 +149,7 @@ class UrlOptions:
             spare_connections=self.spare_connections,
             silence_timeout_s=self.silence_timeout,
         )
-        return UrlEngine(settings) if policy is None else UrlEngine(settings, policy=policy)
+        return UrlEngine(settings, policy=policy, on_note=say)
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
