@@ -397,7 +397,7 @@ def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, du
     drawn = _stream(seed, _SEEDS).integers(0, 2**63, len(items)).tolist()
     arrivals = tuple(Arrival(*each) for each in zip(times.tolist()[:count], items, drawn, strict=False))
     text = spec.text if spec.process == TRACE else TRACE
-    return Schedule(text, count / lasts_s if rate_rps is None else rate_rps, lasts_s, arrivals, seed)
+    return Schedule(text, count / lasts_s, lasts_s, arrivals, seed)
 
 
 def _check_count(rate_rps: float, duration_s: float) -> None:
