@@ -150,7 +150,7 @@ def run_bench(
     engine = open_engine(todo[0].policy)
     try:
         _check_policies(plan.policies, engine)
-        check_alike(out, begun, engine.about.columns())
+        check_alike(out, begun, {**engine.about.columns(), "system": engine.about.system})
         check_baseline(out, begun, engine.about.baseline_s)
         drop_unfinished(out, begun)
         provenance = _provenance(plan, begun, workload, engine, about)

@@ -121,9 +121,11 @@ class UrlOptions:
     silence_timeout: Annotated[float, _url_option("silence_timeout_s")] = _URL["silence_timeout_s"].default
 
     def about(self) -> dict[str, Any]:
-        """Return the options that a resumed run must share; no key."""
-        return {"url": self.url, "model": self.model, "endpoint": self.endpoint, "send_slo": self.send_slo,
-                "baseline_ms": self.baseline_ms, "extra_body": self.extra_body}  # fmt: skip
+        """Return the options that a resumed run must share; no key, and of headers no value, which may be one."""
+        return {"url": self.url, "system": self.system, "model": self.model, "endpoint": self.endpoint,
+                "send_slo": self.send_slo, "baseline_ms": self.baseline_ms, "extra_body": self.extra_body,
+                "spare_connections": self.spare_connections, "silence_timeout": self.silence_timeout,
+                "headers": sorted(_header(text)[0].lower() for text in self.header or ())}  # fmt: skip
 
     def check_unused(self) -> None:
         """Raise ConfigError for options that mean nothing without --url."""
