@@ -45,7 +45,7 @@ CLASS_REQUESTS, LONGEST = 20, 10.0
 """A point takes longer until each class has so many requests on average, at most so many times its duration."""
 PRECISION = 1.15
 """The search for a rate ends when the rate that misses a level is at most so many times the one that keeps it."""
-MOST, LEAST = 64.0, 1 / 8
+MOST, LEAST = 1024.0, 1 / 8
 """The search ends at so many times the first rate, above and below."""
 OVERLOAD, CALM = 2.0, 0.7
 """Rates of overload and of the calm before and after a burst, over the highest rate of the first level."""
@@ -192,7 +192,7 @@ def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float
     if not found:
         return _rounded(start)
     lowest, highest = min(found), max(found)
-    if found[highest] >= levels[0] and highest < start * MOST:
+    if found[highest] >= levels[0] and highest * PRECISION < start * MOST:
         return _rounded(2 * highest)
     for level in levels:
         missed = min((rate for rate, least in found.items() if least < level), default=None)

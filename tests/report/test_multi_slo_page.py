@@ -65,6 +65,13 @@ def test_the_headline_has_the_rates_of_each_system():
     assert "worst class" in text and "chat (25%): TPOT 33 ms, TTFT 2000 ms" in text
 
 
+def test_a_level_that_no_rate_missed_has_a_least_rate():
+    headline = multi_slo_page([submission("quick", "ar", (1, 100, 100), (2, 99, 96))]).headline
+    assert headline is not None
+    (table,) = (item for item in headline.items if isinstance(item, Table))
+    assert table.rows[0][1:4] == ("at least 2", "at least 2", "1 (2)")
+
+
 def test_a_level_that_no_search_was_for_is_left_out():
     """With 20 requests of a class, one miss decides about 99 %."""
     few = [replace(each, definition=replace(each.definition, least_requests=20)) for each in (OURS, THEIRS)]
