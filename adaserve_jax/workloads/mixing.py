@@ -14,8 +14,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.items import Lengths, Message, Workload, WorkloadItem
 from adaserve_jax.workloads.workload import with_relative
 
-MOST_COPIES, SHARE_ERROR = 100, 0.002
-"""A workload without times is repeated, at most so often, until a share of its requests can be hit this closely."""
+MOST_COPIES, SHARE_ERROR = 100, 0.01
+"""A workload without times is repeated, at most so often, until a share of its requests can be hit this closely. 60
+requests, as the packaged ones, are never repeated: a short run over many copies would be a random draw of them."""
 
 
 def with_urgent_share(workload: Workload, share: float, *, urgent: str | None = None, seed: int = 0) -> Workload:

@@ -34,7 +34,7 @@ def counts(workload: Workload) -> Counter[str]:
     return Counter(each.slo_class for each in workload.items)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.33, 0.515, 0.6, 0.9, 1.0])
 def test_the_share_is_hit_and_the_others_keep_their_proportion(share: float):
     """The packaged workload: 36 code, 12 chat, 12 summary."""
     mixed = with_urgent_share(load_workload(), share)
