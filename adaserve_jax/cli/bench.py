@@ -62,6 +62,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.settings import Endpoint, UrlSettings
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.report.multi_slo import targets_text
+from adaserve_jax.results.jsonl import read_good_rows
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.results.submission import FILE as SUBMISSION
 from adaserve_jax.results.submission import Submission, SuitePoint
@@ -469,7 +472,9 @@ def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
 def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool, by_class: bool) -> None:
     """Print the rows. Raises typer.Exit with a status if the run was interrupted or a point is not valid."""
     if rows:
-        print_rows(rows, by_class=by_class)
+        file, repeated = folder / REQUESTS, any(row.repeat for row in rows)
+        records = read_good_rows(file, RequestRecord)[0] if repeated and file.exists() else []
+        print_rows(rows, by_class=by_class, records=records)
         say_next_step(folder)
     if interrupted or any(row.invalid_reason == INTERRUPTED for row in rows):
         say(f"interrupted; to go on: {_resume_command(folder)}")

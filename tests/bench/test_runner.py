@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.workloads.workload import Workload, load_workload
@@ -193,7 +195,7 @@ def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path
         run_bench(BenchPlan(("ar",), (None,), 1.0), workload, never, tmp_path)
 
 
-def shown(rows: list[ResultRow], width: int, **more: bool) -> list[str]:
+def shown(rows: list[ResultRow], width: int, **more: Any) -> list[str]:
     """Return the lines of the table on a terminal of so many columns."""
     console = Console(width=width, force_terminal=True, color_system=None, file=StringIO())
     console.print(result_table(rows, **more))
@@ -218,6 +220,15 @@ def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
     (line,) = (line.split() for line in shown(repeats, 80) if line.strip().startswith("ar"))
     assert line[:4] == ["ar", "60", "300", "66.7%"], "200 of 300 requests"
     assert "10.5" in line and "-" in line
+    some = [replace(row, repeat=n, point=f"p{n}", requests_with_slo=with_slo, attainment_tpot=share, attainment_ttft=1.0)
+            for n, (with_slo, share) in enumerate([(10, 1.0), (30, 0.0)])]  # fmt: skip
+    (record,) = read_rows(tmp_path / REQUESTS, RequestRecord)[:1]
+    records = [replace(record, point=f"p{n}", tpot_met=met) for n, met, count in
+               [(0, True, 10), (1, False, 5), (1, None, 25)] for _ in range(count)]  # fmt: skip
+    (line,) = (line.split() for line in shown(some, 80, records=records) if line.strip().startswith("ar"))
+    assert line[4] == "66.7%", "10 of the 15 that have a TPOT target"
+    (line,) = (line.split() for line in shown(some, 80) if line.strip().startswith("ar"))
+    assert line[4] == "-", "rows alone do not say how many have one"
     without = replace(row, requests_with_slo=0, attainment=None, attainment_tpot=None, goodput_tps=0.0)
     (line,) = (line.split() for line in shown([without], 80) if line.strip().startswith("ar"))
     assert line[3:6] == ["-", "-", "-"], "no targets, so no goodput"
