@@ -224,6 +224,14 @@ def test_the_targets_of_a_preset_are_multiples_of_the_baseline_or_limits(workloa
     assert {(each.tpot_ms, each.ttft_ms) for each in limits.classes} == {(15.0, 1500.0)}
 
 
+@pytest.mark.parametrize("name", ["team:chat", "a;b", " x", "*", "none"])
+def test_a_preset_for_every_class_takes_any_name_of_a_class(workload: Workload, name: str):
+    named = replace(workload, items=tuple(replace(item, slo_class=name) for item in workload.items))
+    definition, targeted = define(replace(SETTINGS, preset="mlperf-deepseek-r1"), named, 20.0)
+    assert [each.name for each in definition.classes] == [name]
+    assert {item.slo for item in targeted.items} == {SLO(tpot_ms=15.0, ttft_ms=1500.0)}
+
+
 def test_what_cannot_be_asked_of_a_system_is_refused(workload, tmp_path: Path):
     with pytest.raises(ConfigError, match=f"--preset must be one of {', '.join(PRESETS)}, workload, got 'fast'"):
         SuiteSettings("fast")
@@ -232,6 +240,8 @@ def test_what_cannot_be_asked_of_a_system_is_refused(workload, tmp_path: Path):
         define(SETTINGS, other, 1.0)
     with pytest.raises(ConfigError, match=r"class 'chat' of w.jsonl must have the same targets in every request"):
         define(replace(SETTINGS, preset="workload"), workload, 1.0)
+    with pytest.raises(ConfigError, match="preset adaserve with a baseline of 0 ms: slo_tpot_ms"):
+        define(SETTINGS, workload, 0.0)
     definition, _ = define(SETTINGS, workload, 20.0)
     begin(tmp_path, definition, None)
     with pytest.raises(ConfigError, match="holds another suite; give another --out, or --resume"):

@@ -220,8 +220,8 @@ def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
     (line,) = (line.split() for line in shown(repeats, 80) if line.strip().startswith("ar"))
     assert line[:4] == ["ar", "60", "300", "66.7%"], "200 of 300 requests"
     assert "10.5" in line and "-" in line
-    some = [replace(row, repeat=n, point=f"p{n}", requests_with_slo=with_slo, attainment_tpot=share, attainment_ttft=1.0)
-            for n, (with_slo, share) in enumerate([(10, 1.0), (30, 0.0)])]  # fmt: skip
+    some = [replace(row, repeat=n, point=f"p{n}", requests_with_slo=count, attainment_tpot=share, attainment_ttft=1.0)
+            for n, (count, share) in enumerate([(10, 1.0), (30, 0.0)])]  # fmt: skip
     (record,) = read_rows(tmp_path / REQUESTS, RequestRecord)[:1]
     records = [replace(record, point=f"p{n}", tpot_met=met) for n, met, count in
                [(0, True, 10), (1, False, 5), (1, None, 25)] for _ in range(count)]  # fmt: skip
