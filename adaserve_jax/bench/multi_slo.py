@@ -305,7 +305,7 @@ class Suite:
                 return rows, None
             own = read_rows(folder / REQUESTS, RequestRecord)
             wall_s += sum(row.wall_s for row in total)
-            duration_s += plan.duration_s
+            duration_s += plan.duration_s * plan.repeats
             records += own
             if stage == "burst":
                 recovered = recovery_s(((r.due_s, r.slo_met is True) for r in own), ends_s)

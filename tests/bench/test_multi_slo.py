@@ -151,12 +151,16 @@ def workload(tmp_path: Path) -> Workload:
 SETTINGS = SuiteSettings(duration_s=0.03, drain_s=1.0, max_late_s=60.0, warmup_requests=0)
 
 
-def run_suite(engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS):
+def begun_suite(engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS):
     definition, targeted = define(settings, workload, engine.about.baseline_s * 1e3)
     begin(out, definition, held_definition(out, resume=True))
     suite = Suite(definition, settings, targeted, lambda _: engine, lambda plan: nullcontext(RunObserver()), about={},
                   policy_files={})  # fmt: skip
-    return list(suite.run("ar", out / "ar"))
+    return suite.run("ar", out / "ar")
+
+
+def run_suite(engine, workload: Workload, out: Path):
+    return list(begun_suite(engine, workload, out))
 
 
 def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, workload, tmp_path: Path):
@@ -212,6 +216,15 @@ def test_a_doubted_rate_is_measured_again_and_both_measurements_count(
     assert again.duration_s == 2 * first.duration_s
     assert first not in submission.points and again in submission.points
     assert submission.verdict.levels[1].rate_rps == second.rate_rps
+
+
+def test_the_duration_of_a_load_is_that_of_all_its_repeats(make_bench, workload: Workload, tmp_path: Path):
+    settings = replace(SETTINGS, class_requests=1)
+    once, twice = (
+        next(begun_suite(make_bench(), workload, tmp_path / f"{repeats}", replace(settings, repeats=repeats)))
+        for repeats in (1, 2)
+    )
+    assert twice.rate_rps == once.rate_rps and twice.duration_s == pytest.approx(2 * once.duration_s)
 
 
 def test_the_targets_of_a_preset_are_multiples_of_the_baseline_or_limits(workload):
