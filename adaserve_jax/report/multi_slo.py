@@ -20,6 +20,10 @@ METHOD = (
 )
 
 
+_ASKED = {"classes": "targets", "least_requests": "requests of each class"}
+"""Words for fields of a definition whose names do not say it."""
+
+
 def multi_slo_page(submissions: Sequence[Submission], title: str | None = None) -> Document:
     """Build the page. Raises ConfigError: there is no submission, or two cannot be told apart."""
     if not submissions:
@@ -71,9 +75,9 @@ def _warnings(submissions: Sequence[Submission]) -> list[Text]:
     """Return a sentence for everything in which the systems were not asked the same."""
     first = submissions[0].definition
     found = []
-    for name in ("preset", "classes", "workload_hash", "seed", "repeats", "duration_s"):
+    for name in ("preset", "classes", "workload_hash", "seed", "repeats", "duration_s", "least_requests"):
         if any(getattr(each.definition, name) != getattr(first, name) for each in submissions):
-            what = "targets" if name == "classes" else name.replace("_", " ")
+            what = _ASKED.get(name, name.replace("_", " "))
             found.append(Text(f"The systems differ in {what}, so that their rates cannot be compared.", warns=True))
     found += [Text(f"{each.system.name}: {note}", warns=True) for each in submissions for note in each.system.notes]
     return found

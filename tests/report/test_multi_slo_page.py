@@ -83,11 +83,15 @@ def test_a_level_that_no_search_was_for_is_left_out():
 
 
 def test_systems_that_were_asked_something_else_are_named():
-    slower = submission("theirs", "plain", (1, 100, 93), seed=1)
+    slower = submission("theirs", "plain", (1, 100, 93), seed=1, least_requests=20)
     document = multi_slo_page([OURS, replace(slower, system=replace(slower.system, notes=("a busy machine",)))])
     assert document.headline is not None
     warned = [item.text for item in document.headline.items if isinstance(item, Text) and item.warns]
-    assert warned == ["The systems differ in seed, so that their rates cannot be compared.", "theirs: a busy machine"]
+    assert warned == [
+        "The systems differ in seed, so that their rates cannot be compared.",
+        "The systems differ in requests of each class, so that their rates cannot be compared.",
+        "theirs: a busy machine",
+    ]
 
 
 def test_two_policies_of_one_system_are_told_apart_and_the_same_twice_is_refused():
