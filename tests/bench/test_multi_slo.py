@@ -346,6 +346,8 @@ def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
     assert found.verdict.levels[0].rate_rps is None and found.verdict.overload_rps is None
     with pytest.raises(ConfigError, match="rate 2 lacks a run of class 'chat'"):
         from_aiperf.points_of(runs[:1], definition.classes)
+    with pytest.raises(ConfigError, match="a run of 2:code is given twice, the second as .*code.jsonl; give each once"):
+        from_aiperf.points_of([*runs, runs[0]], definition.classes)
     with pytest.raises(ConfigError, match="expected RATE:CLASS=FILE with a class of chat, code, summary, got 'code=x'"):
         from_aiperf.points_of(["code=x"], definition.classes)
     (tmp_path / "rest.jsonl").write_text("{}\n")
