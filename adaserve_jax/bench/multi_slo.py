@@ -340,7 +340,6 @@ class Suite:
                 self._open,
                 folder,
                 observer,
-                close=False,
                 use="resume",
                 about=self._about,
                 policy_files=self._policy_files,

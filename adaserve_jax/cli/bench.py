@@ -343,9 +343,7 @@ def bench(
                 plan = replace(plan, rates=_auto_rates(folder, use, requests, engine))
             with bench_bar(plan) as bar:
                 rows = bar.rows
-                run_bench(
-                    plan, requests, engine, folder, bar, close=False, use=use, about=about, policy_files=policy_files
-                )
+                run_bench(plan, requests, engine, folder, bar, use=use, about=about, policy_files=policy_files)
     except KeyboardInterrupt:
         interrupted = True
     _finish(rows, folder, interrupted=interrupted, by_class=by_class)
@@ -357,7 +355,7 @@ def _run_suite(
 ) -> None:  # fmt: skip
     """Run the suite under every policy, and print the headline of its page. Raises typer.Exit as `_finish` does."""
     held = held_definition(out, resume=resume)
-    facts = engine("").about
+    facts = engine().about
     baseline_ms = facts.baseline_s * 1e3 if held is None else float(held["baseline_ms"])
     definition, targeted = define(settings, workload, baseline_ms)
     begin(out, definition, held)
@@ -416,7 +414,7 @@ class _LazyEngine:
         self._open = open_engine
         self._engine: BenchEngine | None = None
 
-    def __call__(self, policy: str = "") -> BenchEngine:
+    def __call__(self) -> BenchEngine:
         """Return the engine, which serves by any policy."""
         if self._engine is None:
             self._engine = self._open()
@@ -458,7 +456,7 @@ def _auto_rates(folder: Path, use: FolderUse, requests: Workload, engine: OpenEn
     held = planned(folder) if use == "resume" else None
     if held is not None:
         return tuple(held["rates"])
-    return default_rates(requests, engine("").about.baseline_s)
+    return default_rates(requests, engine().about.baseline_s)
 
 
 def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
