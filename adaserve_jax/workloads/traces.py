@@ -15,7 +15,7 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import arrivals as intensity
-from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S, Schedule
+from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S
 from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.workload import SloTable, load_workload
@@ -83,9 +83,8 @@ def adjusted(
     return replace(trace, sha256=derived_hash(trace.sha256, note), requests=requests)
 
 
-def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
-    """Make a trace of a workload's lengths and targets, at its own times, counted from the earliest, or at those of a
-    schedule.
+def trace_of(workload: Workload) -> Trace:
+    """Make a trace of a workload's lengths and targets, at its own times, counted from the earliest.
 
     Raises ConfigError when a request has no lengths, or there are no times.
     """
@@ -94,20 +93,12 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
             f"workload {workload.name} has texts and not the lengths that a simulation needs; give a trace, such as "
             "AdaServe's, Azure's, Mooncake's or BurstGPT's"
         )
-    if schedule is not None:
-        due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
-        note = f"{schedule.process} {schedule.rate_rps!r}/s {schedule.duration_s!r} s seed {schedule.seed}"
-        sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
-    elif workload.has_arrivals:
-        first_s = min(item.arrival_s or 0.0 for item in workload.items)
-        due = [((item.arrival_s or 0.0) - first_s, item) for item in workload.items]
-        sha256, name = workload.sha256, workload.name
-    else:
-        raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")
-    if not due:
-        raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
-    requests = sorted((_request(at, item) for at, item in due), key=lambda request: request.due_s)
-    return Trace(name, sha256, tuple(requests), workload.notes)
+    if not workload.has_arrivals:
+        raise ConfigError(f"workload {workload.name} says no times, which a simulation needs; give a trace")
+    first_s = min(item.arrival_s or 0.0 for item in workload.items)
+    due = ((item.arrival_s or 0.0) - first_s for item in workload.items)
+    requests = sorted(map(_request, due, workload.items), key=lambda request: request.due_s)
+    return Trace(workload.name, workload.sha256, tuple(requests), workload.notes)
 
 
 def save_trace(trace: Trace, path: Path) -> None:

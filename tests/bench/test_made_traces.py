@@ -13,7 +13,6 @@ from adaserve_jax.bench.simulate import Varied
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import traces
-from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.reshaping import Reshaping, at_rate, reshape, with_mix, with_requests, with_slo_scale
 from adaserve_jax.workloads.traces import (
@@ -38,20 +37,6 @@ def trace_of(*requests: tuple[float, str, int]) -> Trace:
 
 
 FOUR = trace_of((1.0, "code", 10), (2.0, "chat", 20), (4.0, "chat", 30), (8.0, "code", 40))
-
-
-def test_lengths_at_drawn_times_are_a_trace_of_their_own() -> None:
-    short, long = (
-        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, None, lengths=Lengths(tokens, 9)) for tokens in (10, 20)
-    )
-    workload = Workload("w", "0" * 64, (short, long))
-    schedule = Schedule("poisson", 2.0, 3.0, (Arrival(1.5, long, 0), Arrival(0.5, short, 1)), seed=4)
-    made = traces.trace_of(workload, schedule)
-    assert [(each.due_s, each.prompt_tokens, each.slo) for each in made.requests] == [(0.5, 10, CHAT), (1.5, 20, CHAT)]
-    assert made.name == "w poisson 2.0/s 3.0 s seed 4" and made.rate_rps == pytest.approx(2 / 1.5)
-    assert made.sha256 not in (workload.sha256, traces.trace_of(workload, replace(schedule, seed=5)).sha256)
-    with pytest.raises(ConfigError, match="no request of workload w arrives; raise the rate or the duration"):
-        traces.trace_of(workload, replace(schedule, arrivals=()))
 
 
 def test_a_fluctuating_trace_is_cut_to_the_machines_context():
