@@ -18,7 +18,7 @@ from adaserve_jax.workloads import arrivals as intensity
 from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S
 from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO
-from adaserve_jax.workloads.workload import SloTable, load_workload
+from adaserve_jax.workloads.workload import load_workload
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,12 @@ class Trace:
 
 
 def load_trace(
-    path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
-    ttft_slo_s: float | None = None, time_scale: float = 1.0,
+    path: Path, *, format: str = AUTO, slo_class: str | None = None, ttft_slo_s: float | None = None
 ) -> Trace:  # fmt: skip
-    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`; the rest as of
+    """Read a workload file that has times and lengths. format, slo_class: as of `load_workload`; ttft_slo_s: as of
     `adjusted`. Raises ConfigError naming file, line and field."""
-    workload = load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False)
-    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+    workload = load_workload(path, format=format, slo_class=slo_class, texts=False)
+    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s)
 
 
 def adjusted(
