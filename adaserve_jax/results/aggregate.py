@@ -16,7 +16,7 @@ import numpy as np
 
 from adaserve_jax.results.record_store import FileExtent, read_records
 from adaserve_jax.results.records import (
-    Cause,
+    CAUSES,
     RequestRecord,
     ServedRecord,
     ServerRun,
@@ -27,7 +27,6 @@ from adaserve_jax.results.records import (
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 STATUSES: tuple[Status, ...] = get_args(Status)
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 TIMES = (
     "due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s",
     "thinking_tpot_s", "answer_tpot_s", "thinking_tpot_slo_s", "e2e_slo_s",

@@ -143,6 +143,9 @@ class Summary:
     attainment_e2e: float | None = None
 
 
+CAUSE_COLUMNS = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultRow(Summary, Conditions, Provenance):
     """One line of results.jsonl.

@@ -22,8 +22,8 @@ requests, as the packaged ones, are never repeated: a short run over many copies
 def with_urgent_share(workload: Workload, share: float) -> Workload:
     """Return the workload with `share` of its requests of the urgent class, the others in their proportion.
 
-    That class is the only one with relative targets; without any, that of the least TPOT target. The fewest requests are
-    replaced by others of the workload, at the same times; with a greater share, those that were urgent stay so. A
+    That class is the only one with relative targets; without any, that of the least TPOT target. The fewest requests
+    are replaced by others of the workload, at the same times; with a greater share, those that were urgent stay so. A
     workload without times is repeated where a whole number of its requests is not close to the share.
 
     Raises ConfigError: no such share, no one class that is the most urgent, or nothing to replace requests by.
