@@ -53,7 +53,7 @@ OVERLOAD, CALM = 2.0, 0.7
 BEFORE, UNTIL = 1 / 3, 1 / 2
 """Parts of the time after which a burst begins and ends."""
 AGAIN_SEED = 1_000_003
-"""Added to the seed where a load is measured a second time; a repeat adds 1."""
+"""Added to the seed where a load is measured a second time; far from any seed that a user gives."""
 DEFINITION = "definition.json"
 OWN = "workload"
 ANY = "*"

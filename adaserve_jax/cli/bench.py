@@ -32,7 +32,7 @@ from adaserve_jax.bench.multi_slo import (
     held_definition,
 )
 from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
-from adaserve_jax.bench.resume import FolderUse, check_folder, planned
+from adaserve_jax.bench.resume import FolderUse, check_folder, read_settings
 from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
 from adaserve_jax.cli.options import (
     ByClassOption,
@@ -453,7 +453,7 @@ def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | Draf
 
 def _auto_rates(folder: Path, use: FolderUse, requests: Workload, engine: OpenEngine) -> tuple[float | None, ...]:
     """Return rates that fit this machine; a resumed run keeps its own, since a new measurement differs a little."""
-    held = planned(folder) if use == "resume" else None
+    held = read_settings(folder) if use == "resume" else None
     if held is not None:
         return tuple(held["rates"])
     return default_rates(requests, engine().about.baseline_s)

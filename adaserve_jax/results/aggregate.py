@@ -40,7 +40,7 @@ ROW = np.dtype(
     [("slo_class", "i4"), ("status", "i1"), ("late_tokens", "i4"), ("gaps", "i4")]
     + [(name, "f8") for name in TIMES] + [(name, "i8") for name in COUNTS] + [(name, "i1") for name in OUTCOMES]
 )  # fmt: skip
-"""About 150 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
+"""163 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
 index of STATUSES. gaps: number of tokens after the first whose times are known."""
 Percentiles = tuple[float | None, float | None, float | None]
 """50th, 90th and 99th percentile."""

@@ -1,4 +1,4 @@
-"""Columns of results.jsonl: one flat row per policy, rate and SLO class, with everything needed to repeat it.
+"""Columns of results.jsonl: one flat row per point and SLO class, with everything needed to repeat it.
 
 docs/metrics.md defines every column.
 """

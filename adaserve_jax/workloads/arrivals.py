@@ -369,7 +369,8 @@ def _peaks(workload: Workload, spec: ArrivalSpec, rate_rps: float, duration_s: f
 
 
 def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, duration_s: float, seed: int) -> Schedule:
-    """arrival_s counted from the earliest, multiplied by the scale, or so that their mean rate is `rate_rps`."""
+    """Schedule the workload's own times, counted from the earliest and multiplied by the scale or to the mean rate
+    `rate_rps`."""
     if spec.process not in (TRACE, POISSON):
         raise ConfigError(
             f"arrivals {spec.text} need rates as numbers; the workload's own times go with poisson or trace"
