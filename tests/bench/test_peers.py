@@ -17,7 +17,7 @@ import pytest
 from adaserve_jax.models.config import DEMO_FOLDER
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
-from tests.bench.scripts import FOLDER, imported
+from tests.bench.scripts import FOLDER, modules_of
 
 PEERS = FOLDER / "peers"
 STAND_IN = Path(__file__).with_name("stand_in_peer.py")
@@ -27,17 +27,14 @@ NEW_HELP = (
 OLD_HELP = "--draft, --draft-n, --draft-max N   number of tokens to draft"
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with imported(
-        "peers.common",
-        "peers.llama_cpp",
-        "peers.vllm",
-        "peers.transformers_serve",
-        "peers.adaserve",
-        "peers.assisted_server",
-    ) as read:
-        yield read
+scripts = modules_of(
+    "peers.common",
+    "peers.llama_cpp",
+    "peers.vllm",
+    "peers.transformers_serve",
+    "peers.adaserve",
+    "peers.assisted_server",
+)
 
 
 def options(scripts, *given: str, **more):

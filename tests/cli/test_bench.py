@@ -128,7 +128,8 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(bench, tmp_path: Path, 
     command = shlex.split(told.partition("to go on: ")[2].strip())
     assert command[:2] == ["adaserve", "bench"] and command[-1] == "--resume"
     overall = [row for row in RunResults.load(tmp_path / "o dir").rows if row.slo_class == ALL_CLASSES]
-    assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", False)]
+    ended = [(row.point, row.valid, row.invalid_reason) for row in overall]
+    assert ended == [("ar@60/s", True, None), ("spec:4@60/s", False, "interrupted")]
     bench.on_submit = lambda request: None
     assert bench(*command[2:]) == 0
     folder = RunResults.load(tmp_path / "o dir")
