@@ -192,6 +192,10 @@ def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypa
             "--policies names the one policy that a server at --url runs, got 'ladder'",
         ),
         (("--url", "http://h:1", "--record"), "--record needs an engine in this process; leave it out with --url"),
+        (
+            ("--record", "--synthetic-acceptance", "1.5"),
+            "--record keeps the draft's own acceptance; leave it out with --synthetic-acc",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(bench, capsys, arguments: tuple[str, ...], message: str):
