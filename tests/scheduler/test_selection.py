@@ -146,6 +146,19 @@ def test_equal_share_fills_level_by_level():
     assert counts == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [2, 2, 1], [3, 2, 2], [3, 2, 3]]
 
 
+@pytest.mark.parametrize(("order", "expected"), [("slowest-first", [1, 0]), ("fastest-first", [0, 1])])
+def test_who_is_served_first_has_the_last_node(order, expected):
+    """One node is left for two requests, of which the first needs more."""
+    f, need = np.array([[0.9, 0.8], [0.9, 0.8]]), np.array([2.5, 1.5])
+    assert selection.slo_phase(f, need, budget=3, order=order).tolist() == expected
+
+
+def test_a_request_that_cannot_reach_its_need_is_served_last():
+    """The first wants 1 node and would still be short of 3 tokens; the second reaches 2.5 tokens with 2 nodes."""
+    f = np.array([[0.5, 0.0], [0.9, 0.7]])
+    assert selection.slo_phase(f, np.array([3.0, 2.5]), budget=4).tolist() == [0, 2]
+
+
 def test_an_equal_rest_is_shared_level_by_level_beyond_what_was_taken():
     """The first request has one of three already; the second has two to give, and takes part from its first on."""
     ranked = selection.Ranked(
