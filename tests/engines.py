@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime.compile import compile_all
 from adaserve_jax.runtime.executor import ModelExecutor
@@ -41,3 +42,16 @@ def compile_only(executor: ModelExecutor, wanted: Callable[[tuple[Any, ...]], bo
             lambda declared, progress: compile_all([each for each in declared if wanted(each.key)], progress),
         )  # fmt: skip
         executor.compile()
+
+
+def seeded_texts(
+    llm: LLM, prompts: list[str], temperature: float, tokens: int, *, seed: int = 0, **changes: Any
+) -> list[list[int]]:
+    """Return the tokens of each prompt's choices, with seeds from `seed` on. The target is hard to meet, so that
+    `adaserve` spends its budget on trees."""
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=temperature, seed=each, ignore_eos=True, **changes)
+        for each in range(seed, seed + len(prompts))
+    ]
+    outputs = llm.generate(prompts, params, slo=SLO(tpot_ms=0.5))
+    return [choice.token_ids for output in outputs for choice in output.choices]

@@ -11,7 +11,6 @@ import pytest
 
 import adaserve_jax
 from adaserve_jax import errors, sampling
-from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models import chat_prompt
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord
@@ -171,7 +170,3 @@ def test_modules_that_users_import_have_complete_types_and_are_listed():
     as_module = [path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for path in listed]
     assert shown == as_module
     assert all((ROOT / path).exists() for path in listed)
-
-
-def test_the_learning_options_are_those_of_the_configuration_page():
-    assert set(fields_of(LearnConfig)) < set(names(section("configuration.md", "## `[learn]`")))

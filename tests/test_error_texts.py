@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from adaserve_jax.cluster.run_folder import MAX_SOCKET_PATH, ClusterFolder
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.grammar import Vocabulary
 from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.engine import process_main
 from adaserve_jax.engine.client import MAX_SALT_CHARS, EngineInfo, GenerateRequest, check_request
@@ -296,9 +294,3 @@ def test_checkpoints_that_do_not_belong_together_are_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(tensors, "_weight_files", lambda folder: [folder / "gone.safetensors"])
     with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing; expected the checkpoint's weights in"):
         tensors.TensorFiles(tmp_path)
-
-
-def test_structured_output_without_its_package_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match="structured output needs the package llguidance, which is not installed; in"):
-        Vocabulary("{}", 16, frozenset())

@@ -30,7 +30,6 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.types import StepPlan
 from adaserve_jax.workloads.workload import parse_slos
 from tests.conftest import ROOT
@@ -263,9 +262,3 @@ def test_pages_that_are_not_there_are_counted():
     expected = "asked for 3 KV pages, 2 of 2 are free; preempt or finish a request, or raise num_pages"
     with pytest.raises(errors.OutOfPagesError, match=expected):
         pool.alloc(3)
-
-
-@pytest.mark.parametrize("address", ["7070", "host:", ":7070", "host:70000", "::1:7070"])
-def test_an_address_is_host_and_port(address: str):
-    with pytest.raises(errors.ConfigError, match=r"listen must be host:port, like 127.0.0.1:7070 or \[::1\]:7070, got"):
-        DraftServiceSettings(listen=address)

@@ -69,14 +69,6 @@ def test_every_variable_is_a_setting():
         assert set(re.findall(r"\bADASERVE_[A-Z_]+", text)) <= known
 
 
-def test_the_documents_commands_exist():
-    text = (ROOT / "docs" / "deploy.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"adaserve ((?:serve|config) [^|`\n#]*)", text)
-    assert len(commands) >= 2
-    for command in commands:
-        check_command(command.split())
-
-
 def test_a_container_gets_the_time_that_the_document_says_to_end():
     (said,) = re.findall(r"--time (\d+)", (ROOT / "docs" / "deploy.md").read_text())
     assert float(said) > ServerSettings().shutdown_timeout + AFTER_DRAIN_S

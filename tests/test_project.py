@@ -46,14 +46,6 @@ def repository_files() -> list[Path]:
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-def modules_after(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter holds after `statement`."""
-    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
 def test_files_that_are_run_first_are_there():
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
@@ -200,22 +192,6 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     assert "fastapi" in front and not heavy & front
     heavy |= {"torch", "transformers", *SERVER_PACKAGES}
     assert {name: found for name, modules in loaded.items() if (found := heavy & set(modules))} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["engine.remote_draft", "cli.app", "engine.process_engine"])
-def test_these_load_no_grpc_and_only_remote_drafts_may_load_jax(module: str):
-    loaded = modules_after(f"import adaserve_jax.{module}")
-    assert "grpc" not in loaded
-    assert module == "engine.remote_draft" or not {"jax", "jaxlib", "flax"} & loaded
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["cli", "results"])
-def test_these_import_without_the_servers_packages(module: str):
-    if not list(PACKAGE.glob(module.replace(".", "/") + "*")):
-        pytest.skip(f"adaserve_jax.{module} does not exist")
-    assert not {"jax", *SERVER_PACKAGES} & modules_after(f"import adaserve_jax.{module}")
 
 
 def test_imports_go_downward():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -190,9 +191,10 @@ class _Bench:
         loaded = self.loads[point.load]
         self._check_file(point.policy)
         self.engine.set_policy(point.policy)
-        due = [Due(arrival.due_s, self.engine.prepare(self._ask(point, number, arrival)))
-               for number, arrival in enumerate(loaded.schedule.arrivals)]  # fmt: skip
-        self._warm_up(point, loaded)
+        asks = self._asks(point, loaded)
+        due = [Due(arrival.due_s, self.engine.prepare(ask))
+               for arrival, ask in zip(loaded.schedule.arrivals, asks, strict=True)]  # fmt: skip
+        self._warm_up(asks[: self.plan.warmup_requests])
         if self.plan.record:
             self._recorded(point, loaded)  # of the warm-up, and dropped
         compiled = self.engine.compiles_after_ready()
@@ -232,14 +234,24 @@ class _Bench:
         about = {"run_id": self.provenance.run_id, "policy": point.policy, "rate_rps": loaded.schedule.rate_rps}
         return cast(RecordingEngine, self.engine).recorder.take(names, **about)
 
-    def _ask(self, point: Point, number: int, arrival: Arrival) -> Ask:
+    def _asks(self, point: Point, loaded: PreparedLoad) -> list[Ask]:
+        """Return the requests of a point. Each time that the workload comes around has a salt of its own: a request
+        must not draft from the answer to its own copy."""
+        times: Counter[int] = Counter()
+        asks = []
+        for number, arrival in enumerate(loaded.schedule.arrivals):
+            asks.append(self._ask(point, number, arrival, f"{point.name} {times[id(arrival.item)]}"))
+            times[id(arrival.item)] += 1
+        return asks
+
+    def _ask(self, point: Point, number: int, arrival: Arrival, salt: str) -> Ask:
         item = arrival.item
         return Ask(
             request_id=_request_id(point, number),
             item=item,
             seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
             slo=self._slo(item.slo),
-            cache_salt=f"{self.provenance.run_id} {point.name}",
+            cache_salt=f"{self.provenance.run_id} {salt}",
             max_tokens=item.max_tokens,
             number=number,
         )
@@ -249,10 +261,8 @@ class _Bench:
             return slo
         return replace(slo, relative=None, tpot_ms=slo.relative * self.held_baseline_s * 1e3)
 
-    def _warm_up(self, point: Point, loaded: PreparedLoad) -> None:
-        """Send the first few requests, shortened, all at once; their results are dropped."""
-        asks = [self._ask(point, number, arrival)
-                for number, arrival in enumerate(loaded.schedule.arrivals[: self.plan.warmup_requests])]  # fmt: skip
+    def _warm_up(self, asks: Sequence[Ask]) -> None:
+        """Send requests, shortened, all at once; their results are dropped."""
         due = [
             Due(0.0, self.engine.prepare(replace(
                 ask, request_id=f"warmup-{ask.request_id}", cache_salt=f"warmup {ask.cache_salt}",

@@ -393,7 +393,9 @@ NEEDED = {
     "DeepseekV3ForCausalLM": "latent attention, and routing by groups",
     "Llama4ForCausalLM": "attention in chunks, and experts weighed before they compute",
     "PhimoeForCausalLM": "routing by sparse mixer, and LayerNorm",
-    "GemmaForCausalLM": "Gemma's norms and embedding without norms behind attention and MLP",
+    "GemmaForCausalLM": "Gemma's norms and embedding without norms after attention and MLP",
+    "StableLmForCausalLM": "LayerNorm",
+    "Starcoder2ForCausalLM": "LayerNorm, and an MLP without a gate",
     "Gemma3nForConditionalGeneration": "alternating updates of several streams, and embeddings of each layer",
 }
 """Says what the decoder lacks for architectures that are asked for."""
@@ -403,5 +405,5 @@ SETTINGS = (
     "use_mrope", "use_qk_norm", "n_routed_experts", "attn_logit_softcapping", "final_logit_softcapping",
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
     "clip_qkv", "alibi", "no_rope_layers", "num_experts", "num_local_experts", "query_pre_attn_scalar",
-    "sliding_window_pattern", "use_bidirectional_attention", "use_cla",
+    "sliding_window_pattern", "use_bidirectional_attention", "use_cla", "use_parallel_residual", "qk_layernorm",
 )  # fmt: skip

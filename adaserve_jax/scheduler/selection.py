@@ -43,7 +43,8 @@ class Offered:
     """Describe the nodes that a policy's own selector chooses from.
 
     f: f64[R, C], probability that the whole path to each node is accepted, likeliest first in each row; 0: no node.
-    need: f64[R], tokens that each request must gain in this step, the root's counted. most: nodes that fit the step.
+    need: f64[R], tokens that each request must gain in this step, the root's counted, so that up to 1 needs no node; 0
+    without a target and for hopeless ones. most: nodes that fit the step.
     """
 
     f: np.ndarray

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -69,11 +70,10 @@ def merge(drafted: CandidateTrees, proposed: CandidateTrees) -> MergedTrees:
     shape = (rows, num_drafted + width)
     token, parent, log_f = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
     text_column = np.full(shape, -1, np.int32)
-    # copies, because a kernel is compiled again for arrays that are read-only, as those from a device may be
-    merge_rows(
-        drafted.token.copy(), drafted.parent.copy(), drafted.log_f.copy(), drafted.depth.copy(), proposed.token,
-        proposed.parent, proposed.log_f, token, parent, log_f, text_column,
-    )  # fmt: skip
+    # copies in rows, because a kernel is compiled again for arrays that are read-only, as those from a device may be,
+    # or lie in columns
+    given = drafted.token, drafted.parent, drafted.log_f, drafted.depth, proposed.token, proposed.parent, proposed.log_f
+    merge_rows(*(each.copy("C") for each in given), token, parent, log_f, text_column)
     depth = np.concatenate([drafted.depth, proposed.depth])
     return MergedTrees(CandidateTrees(token, parent, log_f, depth), text_column, num_drafted)
 
@@ -95,8 +95,13 @@ class TextDrafter:
 
     def __init__(self, batch: Batch, acceptance: LearnedAcceptance, source: TextSource, *, learn: bool = True):
         """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
-        chances of the start.
+        chances of the start. Raises ConfigError: the source's table of chances has another shape than it needs.
         """
+        if source.prior.ndim != 4 or len(source.prior) != 2:
+            raise ConfigError(
+                f"prior of a source of text must be f32[2, D, ranks, bins], got the shape {source.prior.shape}; fix "
+                "the source"
+            )
         compile_kernels()
         self._batch = batch
         self._acceptance = acceptance

@@ -84,7 +84,8 @@ class TextSource(Protocol):
     """Propose trees from text; `TextDrafter` sees to pages, merging and learning for every such source."""
 
     prior: np.ndarray
-    """Chances that are assumed before anything was verified, f32[2, cells...]: at temperature 0, and above."""
+    """Chances that are assumed before anything was verified, f32[2, D, ranks, bins]: at temperature 0, and above. What
+    is learned never falls along bins, which are of growing confidence."""
 
     @property
     def kept_tokens(self) -> int:

@@ -7,13 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
-
-@pytest.fixture(scope="module")
-def modules():
-    with imported("server.client_accuracy", "engine.cpu_time") as found:
-        yield found
+modules = modules_of("server.client_accuracy", "engine.cpu_time")
 
 
 def test_the_paced_server_writes_its_clock_into_each_token(modules):

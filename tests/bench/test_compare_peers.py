@@ -11,17 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bench.scripts import FOLDER, imported
+from tests.bench.scripts import FOLDER, modules_of
 from tests.waiting import wait_until
 
 STAND_IN = Path(__file__).with_name("stand_in_peer.py")
 TARGETS_MS = {"tight": 200.0, "relaxed": 1000.0}
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with imported("peers.compare", "peers.to_gguf", "peers.common") as read:
-        yield read
+scripts = modules_of("peers.compare", "peers.to_gguf", "peers.common")
 
 
 def stand_in(compare, name: str):

@@ -12,25 +12,22 @@ from typer.testing import CliRunner
 
 from adaserve_jax.types import CostSamples
 from benchmarks.kernels.attention_specs import TINY
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = ("device", "kernels.ceilings", "kernels.kernels", "nightjar.elastic")
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with imported(*NAMES) as found:
-        yield SimpleNamespace(**found)
+modules = modules_of(*NAMES)
 
 
 @pytest.fixture
 def ceilings(modules):
-    return modules.ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
+    return modules["ceilings"].Ceilings("float32", 0, 10e9, 0, 1e12)
 
 
 def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
     samples = CostSamples({(1, 1): 0.08, (256, 4): 0.1}, {}, {})
-    small, large = modules.device.step_times(samples, ceilings, 100_000_000, 400_000_000)
+    small, large = modules["device"].step_times(samples, ceilings, 100_000_000, 400_000_000)
     assert (small.tokens, small.rows, small.bound_s) == (1, 1, pytest.approx(0.04))  # 400 MB at 10 GB/s
     assert small.of_bound == pytest.approx(0.5)
     assert large.bound_s == pytest.approx(0.0512)  # 2 x 1e8 x 256 operations at 1e12/s
@@ -38,7 +35,7 @@ def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
 
 def test_steps_stand_beside_the_times_of_the_data_sheet(modules, ceilings):
     samples = CostSamples({(1, 1): 0.08, (256, 4): 0.1}, {}, {})
-    steps = modules.device.step_times(samples, ceilings, 1, 1, lambda tokens, rows: tokens / rows)
+    steps = modules["device"].step_times(samples, ceilings, 1, 1, lambda tokens, rows: tokens / rows)
     assert [step.computed_s for step in steps] == [1, 64]
 
 
@@ -50,14 +47,14 @@ def test_steps_stand_beside_the_times_of_the_data_sheet(modules, ceilings):
     ],
 )  # fmt: skip
 def test_a_data_sheet_is_found_by_jaxs_name_of_the_device(modules, kind, name):
-    sheet = modules.device.data_sheet(kind)
+    sheet = modules["device"].data_sheet(kind)
     assert (None if sheet is None else sheet.name) == name
 
 
 @pytest.fixture
 def run(modules, monkeypatch, tmp_path):
     """Run the command on measurements that only note their names; returns the file, and what was measured."""
-    device, kernels, noted = modules.device, modules.kernels, []
+    device, kernels, swaps, noted = modules["device"], modules["kernels"], modules["elastic"].Swaps, []
 
     def note(name, result):
         noted.append(name)
@@ -65,13 +62,13 @@ def run(modules, monkeypatch, tmp_path):
             raise MemoryError(f"{name} needs more")
         return result
 
-    ceilings = modules.ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
+    ceilings = modules["ceilings"].Ceilings("float32", 0, 10e9, 0, 1e12)
     times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [])
     monkeypatch.setattr(device, "measure_ceilings", lambda _: note("ceilings", ceilings))
     monkeypatch.setattr(device, "measure_programs", lambda *_: note("programs", times))
     monkeypatch.setattr(device, "measure_serving", lambda *_: note("bench", []))
     monkeypatch.setattr(device, "measure_step_parts", lambda *_: note("parts", []))
-    monkeypatch.setattr(device, "run_swaps", lambda *_: (note("swaps", modules.elastic.Swaps(1, 1, 1, 1, 1, 1)), None))
+    monkeypatch.setattr(device, "run_swaps", lambda *_: (note("swaps", swaps(1, 1, 1, 1, 1, 1)), None))
     monkeypatch.setattr(device, "show_swaps", lambda *_: None)
     monkeypatch.setattr(device, "as_result", lambda timed: {"pages": 1})
     monkeypatch.setattr(device, "result_table", lambda rows: "")
@@ -118,11 +115,11 @@ def test_the_same_command_measures_what_is_missing_and_nothing_else(run):
 
 def test_no_part_is_begun_after_the_time(run, modules, monkeypatch):
     later = iter([0.0, 1.0, 59.0])
-    monkeypatch.setattr(modules.device, "time", SimpleNamespace(monotonic=lambda: next(later, 61.0)))
+    monkeypatch.setattr(modules["device"], "time", SimpleNamespace(monotonic=lambda: next(later, 61.0)))
     found, noted = run("--minutes", "1")
     assert noted == ORDER[:2]
     assert found["not_begun"] == ["programs", "bench", "kernels.times", "kernels.picks", "parts", "swaps"]
-    monkeypatch.setattr(modules.device, "time", time)
+    monkeypatch.setattr(modules["device"], "time", time)
     assert run("--minutes", "1")[1] == ORDER[2:]
 
 
@@ -133,7 +130,7 @@ def test_parts_that_need_the_ceilings_say_so(run):
 
 
 def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
-    ceilings = modules.ceilings
+    ceilings = modules["ceilings"]
     monkeypatch.setattr(ceilings, "BATCH_S", 0.0)
     calls = []
 
@@ -148,7 +145,7 @@ def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
 
 @pytest.mark.slow
 def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, monkeypatch):
-    kernels = modules.kernels
+    kernels = modules["kernels"]
     right = kernels.api.paged_tree_attention
     assert [each.ok for each in kernels.check_attention(TINY["tree"], ["xla", "cpu"])] == [True, True]
     monkeypatch.setattr(kernels.api, "paged_tree_attention", lambda *args, **options: right(*args, **options) * 1.001)
@@ -165,7 +162,7 @@ def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, 
 
 @pytest.mark.slow
 def test_the_naive_form_is_the_same_attention(modules, ceilings):
-    kernels = modules.kernels
+    kernels = modules["kernels"]
     spec = TINY["chain"]
     case = kernels.make_case(spec, seed=0)
     # The naive form reads whole pages: what is not of a context must be finite.
@@ -178,7 +175,7 @@ def test_the_naive_form_is_the_same_attention(modules, ceilings):
 
 @pytest.mark.slow
 def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, ceilings, monkeypatch):
-    kernels = modules.kernels
+    kernels = modules["kernels"]
     monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})
     times = kernels.time_attention(TINY["chain"], ceilings, naive=True)
     assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("naive", 0.01)]
@@ -187,7 +184,7 @@ def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, c
 
 
 def test_swaps_are_judged_by_copies_of_the_same_run(modules):
-    swaps = modules.elastic.Swaps(256, 82, 41, 1, 1, 1)
+    swaps = modules["elastic"].Swaps(256, 82, 41, 1, 1, 1)
     swaps.seconds |= {
         "copy_cache": [2.0, 1.0, 3.0], "copy_pages": [0.1, 0.2, 0.3], "expand": [0.1, 0.4, 0.2],
         "move": [0.1, 0.1, 0.5], "contract": [0.001, 0.4, 0.002], "draft_ready": [0.0001] * 3,
@@ -202,7 +199,7 @@ def test_swaps_are_judged_by_copies_of_the_same_run(modules):
 
 def test_the_copy_that_swaps_are_held_against_copies(modules):
     pool = jnp.zeros((2, 9, 1, 4, 8))
-    copied = modules.elastic._copier(pool, 3)()
+    copied = modules["elastic"]._copier(pool, 3)()
     for into in copied:
         assert into.shape == (4, 2, 1, 4, 8)
         assert (into[:3] == 1).all() and (into[3:] == 0).all()

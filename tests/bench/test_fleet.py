@@ -13,7 +13,7 @@ from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import LeastLoaded, SloAware, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.sim.simulation import SimulationPlan, _Simulation, simulate
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 from tests.oracles import routers as oracles
 
@@ -100,43 +100,12 @@ def test_slo_aware_chooses_as_one_that_looks_at_every_step_and_request(seed: int
         traffic.comes(request, chosen if traffic.rng.random() < 0.7 else int(traffic.rng.integers(4)))
 
 
-class Both:
-    """The router of a simulation, held to its oracle at every arrival."""
-
-    def __init__(self, fast, slow) -> None:  # type: ignore[no-untyped-def]
-        self.fast, self.slow, self.asked = fast, slow, 0
-
-    def choose(self, request: Assigned, replicas: Fleet, now: float) -> int:
-        chosen, self.asked = self.fast.choose(request, replicas, now), self.asked + 1
-        assert chosen == self.slow.choose(request, list(replicas), now)
-        return chosen
-
-    def ended(self, request: Assigned) -> None:
-        self.fast.ended(request)
-        self.slow.ended(request)
-
-
 @pytest.mark.parametrize(("e2e_slo_s", "off_pace"), [(None, 0), (1e6, 0), (10.001, 1)])
 def test_a_deadline_that_no_step_can_keep_puts_its_request_off_pace(e2e_slo_s: float | None, off_pace: int) -> None:
     """256 tokens are expected, in 1 ms: no step of the machine brings 256,000 tokens per second."""
     fleet = Fleet.of([[Assigned("chat", 10, 0.0, None, None, received=1, first_token_s=9.0, e2e_slo_s=e2e_slo_s)]])
     found, _ = SloAware(COSTS, LIMITS).off_pace(fleet, np.zeros(1, np.int64), 10.0)
     assert found.tolist() == [off_pace]
-
-
-@pytest.mark.parametrize(("name", "oracle"), [("least-loaded", oracles.LeastLoaded), ("slo-aware", oracles.SloAware)])
-def test_a_simulation_routes_as_with_the_oracle(name: str, oracle) -> None:  # type: ignore[no-untyped-def]
-    trace = fluctuating_trace(seed=7, rate_rps=12.0, ttft_slo_s=4.0)
-    short = tuple(replace(each, output_tokens=5 + number % 20) for number, each in enumerate(trace.requests[:40]))
-    trace = Trace("short", "", short)
-    plan = SimulationPlan((), router=name, max_requests=4, keep_token_times=False)
-    simulation = _Simulation("spec:3", plan, MACHINE, trace, ("", ""), 3, None, False)
-    limits = plan.limits(MACHINE)
-    simulation._router = both = Both(simulation._router, oracle(CostTable(MACHINE.samples(limits), limits), limits))
-    found = simulation.run()
-    assert both.asked == len(found.records) == 40
-    simulation._fleet.check_integrity()
-    assert not simulation._fleet.open_counts.any()
 
 
 def test_a_sample_of_all_replicas_is_all_and_a_smaller_one_its_best() -> None:
@@ -164,14 +133,6 @@ def test_a_sample_of_all_replicas_is_all_and_a_smaller_one_its_best() -> None:
 def test_a_sample_of_no_number_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="d is how many replicas are looked at, at least 1, got"):
         find_router(name)
-
-
-def test_a_cluster_repeated_is_the_same() -> None:
-    trace = fluctuating_trace(seed=2, rate_rps=9.0, ttft_slo_s=4.0)
-    trace = Trace("short", "", tuple(replace(each, output_tokens=12) for each in trace.requests[:30]))
-    plan = SimulationPlan((), router="slo-aware:2", max_requests=8)
-    one, two = (simulate("ar", plan, MACHINE, trace, replicas=5) for _ in range(2))
-    assert one.records == two.records and one.wall_s == two.wall_s
 
 
 def test_rows_without_records_are_those_of_the_records() -> None:

@@ -10,14 +10,10 @@ import time
 
 import pytest
 
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 from tests.server.conftest import running
 
-
-@pytest.fixture(scope="module")
-def modules():
-    with imported("server.http_load", "server.front_end", "adaserve.overload", "server.soak") as found:
-        yield found
+modules = modules_of("server.http_load", "server.front_end", "adaserve.overload", "server.soak")
 
 
 @pytest.fixture(scope="module")

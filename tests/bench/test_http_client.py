@@ -161,14 +161,6 @@ def ending(record: RequestRecord) -> tuple[str, str | None, int]:
     return record.status, record.error_code, record.output_tokens
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_each_odd_answer_ends_as_it_must(engine, name):
-    (odd,) = drive(engine, name)
-    assert (*ending(odd), engine.token_source) == EXPECTED[name]
-    assert len(odd.token_offsets_s) == odd.output_tokens
-    assert ending(drive(engine, "plain")[0]) == ("finished", None, 3)
-
-
 def test_all_of_them_at_once_do_not_disturb_each_other(engine):
     records = drive(engine, *EXPECTED)
     assert {name: ending(record) for name, record in zip(EXPECTED, records, strict=True)} == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.http_client.connection import MAX_HEAD_BYTES, HttpConnection
+from adaserve_jax.http_client.connection import HttpConnection
 
 BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
@@ -68,14 +68,6 @@ def case() -> Case:
     return Case()
 
 
-def test_one_answer_after_another(case: Case) -> None:
-    for _ in range(2):
-        heard = case.ask()
-        case.connection.data_received(BODY)
-        assert heard.all == [200, b"hi", "end"]
-    assert case.told == ["idle", "idle"] and case.transport.did == ["write", "write"]
-
-
 def test_bytes_that_nobody_asked_for_close_it(case: Case) -> None:
     case.ask()
     case.connection.data_received(BODY)
@@ -88,14 +80,6 @@ def test_more_than_was_asked_for_is_not_heard_and_ends_its_use(case: Case) -> No
     case.connection.data_received(BODY + BODY.replace(b"hi", b"no"))
     assert heard.all == [200, b"hi", "end"]
     assert case.told == [] and case.transport.did == ["write", "abort"]
-
-
-def test_a_head_before_the_head_is_passed_over(case: Case) -> None:
-    heard = case.ask()
-    case.connection.data_received(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
-    assert heard.all == []
-    case.connection.data_received(BODY)
-    assert heard.all == [200, b"hi", "end"]
 
 
 @pytest.mark.parametrize(
@@ -115,15 +99,6 @@ def test_the_server_closes(case: Case, first: bytes, broken: bool, expected: lis
         case.connection.data_received(first)
     case.connection.connection_lost(ConnectionResetError() if broken else None)
     assert heard.all == expected and case.told == ["closed"]
-
-
-@pytest.mark.parametrize("data", [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\nx: " + b"y" * MAX_HEAD_BYTES])
-def test_what_is_no_answer_is_told_and_closes_it(case: Case, data: bytes) -> None:
-    heard = case.ask()
-    case.connection.data_received(data)
-    assert heard.all == [("malformed_http", True)] and case.transport.did == ["write", "abort"]
-    case.connection.connection_lost(None)
-    assert heard.all == [("malformed_http", True)], "told once"
 
 
 def test_who_closes_for_an_answer_closes_for_that_one_only(case: Case) -> None:

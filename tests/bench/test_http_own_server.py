@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
-from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem, load_workload
+from adaserve_jax.workloads.workload import WorkloadItem
 from tests.program import run_program
 from tests.server.conftest import Running, running, serving
 from tests.server.scripted import BASELINE_S, ByteTokenizer, ScriptedEngine
@@ -148,21 +146,3 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
         assert {r.status for r in records} == {"finished"} and len(records) > 3
         assert all(r.output_tokens == 3 + r.prompt_tokens // 2 for r in records)
     assert all(KEY not in path.read_text() for path in out.iterdir())
-
-
-@pytest.mark.slow
-def test_the_embedded_pair_has_the_same_tokens_by_http_and_in_process(demo_engine):
-    tokenizer = load_tokenizer("demo")
-    items = [replace(each, temperature=0.9, seed=i, max_tokens=96)
-             for i, each in enumerate(load_workload().items[:6]) if each.prompt is not None]  # fmt: skip
-    local = ClientEngine(demo_engine, lambda each, _: tokenizer.encode(each.prompt), lambda _: None)
-    with serving(demo_engine, tokenizer, ServerSettings()) as server:
-        engine = UrlEngine(UrlSettings(server.url))
-        assert engine.about.baseline_s == pytest.approx(demo_engine.info.baseline_s)
-        here, there = driven(local, items), driven(engine, items)
-        assert engine.token_source == "usage"
-        engine.close()
-    counts = [[(r.status, r.prompt_tokens, r.output_tokens) for r in each] for each in (here, there)]
-    assert counts[0] == counts[1]
-    assert len({tokens for _, _, tokens in counts[0]}) > 1, "lengths differ, so that counts say something"
-    assert [r.tpot_slo_s for r in there] == pytest.approx([r.tpot_slo_s for r in here])

@@ -25,7 +25,7 @@ from adaserve_jax.bench.http_probe import (
 )
 from adaserve_jax.http_client.connection import STALE_S, HttpConnection
 from adaserve_jax.types import SLO
-from tests.bench.fake_server import DONE, event, token
+from tests.bench.fake_server import DONE, token
 
 PREPARED = PreparedRequest("r", b"POST / HTTP/1.1\r\n\r\n", SLO(), "chat", 8)
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
@@ -156,13 +156,6 @@ def test_a_refusal_is_told_in_the_servers_words(raw: bytes, code: str, error: st
 def test_what_is_no_stream_of_events_is_not_read_as_one(status: int, headers: dict[str, str], outcome):
     probe = told(sent(Connection()), head(status, headers), body(token("a", finish="stop") + DONE), end)
     assert (probe.outcome, probe.token_times_s) == (outcome, [])
-
-
-def test_an_error_event_ends_the_request_and_the_tokens_before_it_stay():
-    failing = event({"error": {"message": "boom", "code": "engine_error"}})
-    probe = told(sent(Connection()), head(), body(token("a")), body(failing + token("b"), 2.0), end)
-    assert (probe.outcome, probe.error) == (("failed", "engine_error"), "boom")
-    assert (probe.token_times_s, probe.ended_at_s) == ([1.0], 2.0)
 
 
 ODD = (

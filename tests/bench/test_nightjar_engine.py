@@ -14,16 +14,12 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from scripts.results_nightjar import nightjar_tables
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = tuple(f"nightjar.{name}" for name in ("engine", "offload", "judged", "requests", "rounds", "points"))
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files by name, `nightjar_` left out."""
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("nightjar_"): module for name, module in found.items()}
+modules = modules_of(*NAMES, left_out="nightjar_")
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = tuple(f"nightjar.{name}" for name in ("tables", "points", "paper", "views", "report", "summary"))
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files by name, `nightjar_` left out."""
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("nightjar_"): module for name, module in found.items()}
+modules = modules_of(*NAMES, left_out="nightjar_")
 
 
 def test_the_papers_averages_are_the_means_of_its_cells_ratios(modules) -> None:

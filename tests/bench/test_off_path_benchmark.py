@@ -10,7 +10,7 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from scripts.results_table import off_path_table
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 CONFIG = EngineConfig(  # few and small programs
     max_requests=4, max_context=256, num_pages=16, max_depth=1, max_width=1, max_tree_tokens=32, token_edges=(32,),
@@ -18,10 +18,7 @@ CONFIG = EngineConfig(  # few and small programs
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with imported("engine.off_path", "engine.throughput_systems") as found:
-        yield found
+modules = modules_of("engine.off_path", "engine.throughput_systems")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ a stand-in through the real client."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -17,7 +16,8 @@ import pytest
 from adaserve_jax.models.config import DEMO_FOLDER
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
-from tests.bench.scripts import FOLDER, imported
+from tests.bench.scripts import FOLDER, modules_of
+from tests.waiting import is_alive
 
 PEERS = FOLDER / "peers"
 STAND_IN = Path(__file__).with_name("stand_in_peer.py")
@@ -27,17 +27,14 @@ NEW_HELP = (
 OLD_HELP = "--draft, --draft-n, --draft-max N   number of tokens to draft"
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with imported(
-        "peers.common",
-        "peers.llama_cpp",
-        "peers.vllm",
-        "peers.transformers_serve",
-        "peers.adaserve",
-        "peers.assisted_server",
-    ) as read:
-        yield read
+scripts = modules_of(
+    "peers.common",
+    "peers.llama_cpp",
+    "peers.vllm",
+    "peers.transformers_serve",
+    "peers.adaserve",
+    "peers.assisted_server",
+)
 
 
 def options(scripts, *given: str, **more):
@@ -248,18 +245,11 @@ def test_a_server_that_never_gets_ready_is_ended_with_what_it_started(scripts, t
     with pytest.raises(SystemExit), common.running([sys.executable, "-c", code], log) as server:
         common.wait_ready(server, f"http://127.0.0.1:{common.free_port()}/health", log, limit_s=0.5)
     assert server.returncode is not None
-    child = Path(f"/proc/{log.read_text().splitlines()[-1]}/stat")
+    child = int(log.read_text().splitlines()[-1])
     end = time.monotonic() + 10.0
-    while alive(child) and time.monotonic() < end:
+    while is_alive(child) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not alive(child)
-
-
-def alive(stat: Path) -> bool:
-    """Of a process's file in /proc. A zombie is not."""
-    with contextlib.suppress(OSError):
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    assert not is_alive(child)
 
 
 @pytest.mark.slow

@@ -18,17 +18,13 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.reshaping import at_rate, with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = ("adaserve.sweeps", "adaserve.sweeps_points", "adaserve.sweeps_tables")
 FIGURES = "benchmarks.adaserve.sweeps_figures"
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files by name, its own left out."""
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("sweeps").lstrip("_") or "main": module for name, module in found.items()}
+modules = modules_of(*NAMES, left_out="sweeps")
 
 
 def folder_of(tmp_path: Path, *names: str) -> Path:

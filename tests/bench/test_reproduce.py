@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.traces import load_trace
 from benchmarks.nightjar.segments import busiest_swing
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 from tests.conftest import ROOT
 
 NAMES = (
@@ -33,11 +33,7 @@ EXPECTED = {
 STATUS = ROOT / "benchmarks" / "results" / "reproduce.json"
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files by name, `papers.` left out."""
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("papers."): module for name, module in found.items()}
+modules = modules_of(*NAMES)
 
 
 def run(modules, *arguments: object):

@@ -11,17 +11,14 @@ import pytest
 
 from scripts import results_learning
 from scripts.results_table import POLICY_PARTS
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = ("papers.learning_reading", "papers.data", "papers.entry", "papers.running", "papers.online", "osd.views",
          "osd.prompts")  # fmt: skip
 WHERE = {"commit": "c0ffee", "machine": "m", "policy": "spec:4", "max_tokens": 64, "temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("papers."): module for name, module in found.items()}
+modules = modules_of(*NAMES)
 
 
 def run(name: str, points: dict[int, dict[str, float]]) -> dict[str, Any]:

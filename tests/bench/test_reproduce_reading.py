@@ -16,7 +16,7 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 READERS = ("bench", "engine", "nightjar", "over_time", "sweep")
 NAMES = (
@@ -25,10 +25,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def modules():
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("papers."): module for name, module in found.items()}
+modules = modules_of(*NAMES)
 
 
 def line(

@@ -20,7 +20,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import RequestError
 from adaserve_jax.results.provenance import machine_name
 from adaserve_jax.stats import DrafterStats, StepStats
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPTS = (
@@ -37,10 +37,7 @@ ABOUT = {"commit": "c0ffee", "machine": machine_name(), "draft": "draft-10M", "t
 SHAPE = {"depth": 4, "width": 1, "verify_s": 0.015}
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    with imported(*SCRIPTS, *NAMES) as found:
-        yield {name.removeprefix("papers."): module for name, module in found.items()}
+modules = modules_of(*SCRIPTS, *NAMES)
 
 
 def row(n: int, batched: bool, tps: float, rounds_per_s: float, load: float) -> dict[str, Any]:

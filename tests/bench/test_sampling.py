@@ -124,12 +124,6 @@ def test_samples_of_a_simulation_add_up_to_what_its_records_say(replicas: int):
     assert simulate("spec:4", SimulationPlan(("spec:4",)), machine, trace(4)).samples == []
 
 
-def test_a_simulation_repeated_has_the_same_samples_and_records():
-    machine, plan = load_machine("llama-70b"), SimulationPlan(("adaserve",), seed=3)
-    one, other = (simulate("adaserve", plan, machine, trace(12), sample=True, **ABOUT) for _ in range(2))
-    assert (one.samples, one.records, one.wall_s) == (other.samples, other.records, other.wall_s)
-
-
 def test_of_several_replicas_counts_are_added_and_depths_the_greatest():
     replicas = [
         StepStats(

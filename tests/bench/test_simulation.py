@@ -83,25 +83,6 @@ def test_a_trace_is_read_as_it_was_published(tmp_path: Path) -> None:
     assert trace.rate_rps == pytest.approx(2 / 3.0)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "two.jsonl:1: expected one JSON object per line, got invalid JSON: Expecting"),
-        ('{"t_ms": 0}', "two.jsonl:1: prompt_id: expected a non-empty string, got nothing"),
-        (
-            '{"t_ms": 0, "prompt_id": "a-1", "slo_ratio": 1, "output_length": 0, "input_length": 4}',
-            "two.jsonl:1: output_length: expected an integer from 1 to 1048576, got 0",
-        ),
-        ("", "holds no request"),
-    ],
-)
-def test_a_bad_trace_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "two.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(ConfigError, match=message):
-        load_trace(path)
-
-
 def test_a_bad_machine_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no machine 'gone': give .*qwen-32b, .*or the path of a JSON file"):
         load_machine("gone")

@@ -1,26 +1,16 @@
 """The benchmark of the simulator runs, and its load is what it says."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from adaserve_jax.sim.machines import load_machine
-
-PATH = Path(__file__).parents[2] / "benchmarks" / "engine" / "simulator_speed.py"
+from tests.bench.scripts import imported
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("simulator_speed", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulator_speed"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["simulator_speed"]
+    with imported("engine.simulator_speed") as found:
+        yield found["simulator_speed"]
 
 
 def test_the_load_is_a_poisson_stream_of_200_tokens(benchmark):

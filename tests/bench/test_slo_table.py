@@ -9,7 +9,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import WorkloadItem
-from adaserve_jax.workloads.workload import parse_slos, with_relative
+from adaserve_jax.workloads.workload import parse_slos
 
 ITEM = WorkloadItem("p", (), 8, "chat", SLO(), 1.0, None, None)
 
@@ -39,12 +39,3 @@ def test_a_class_that_the_workload_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="slos: workload w has no class 'poems'; it has chat, code, math"):
         parse_slos("code:tpot=5;poems:tpot=5").apply(ITEMS, "w")
     assert parse_slos("*:tpot=5").apply([], "w") == []
-
-
-def test_a_scale_is_for_relative_targets_alone():
-    relative = item("code", SLO(relative=1.2, ttft_ms=9.0))
-    assert with_relative([*ITEMS, relative], 2.5, "w") == [*ITEMS, item("code", SLO(relative=2.5, ttft_ms=9.0))]
-    with pytest.raises(ConfigError, match="SLO scale: w has no request whose target is relative to the baseline"):
-        with_relative(ITEMS, 2.5, "w")
-    with pytest.raises(ConfigError, match="SLO scale: slo_relative must be a finite number above 0"):
-        with_relative([relative], -1.0, "w")

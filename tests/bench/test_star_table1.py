@@ -14,15 +14,12 @@ from adaserve_jax.star.client.sessions import SessionTable
 from adaserve_jax.types import CandidateTrees, StepPlan
 from benchmarks.starsd.closed_forms import accepted_tokens as mean_accepted
 from scripts.results_star import table1_tables
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 VOCABULARY = 3
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    with imported("starsd.targets", "starsd.service", "starsd.table1", "starsd.figures") as found:
-        yield found
+scripts = modules_of("starsd.targets", "starsd.service", "starsd.table1", "starsd.figures")
 
 
 def random_trees(rng: np.random.Generator, rows: int, depth: int, width: int) -> CandidateTrees:

@@ -6,7 +6,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from benchmarks.engine.throughput_rows import read_rows
-from tests.bench.scripts import imported
+from tests.bench.scripts import modules_of
 
 NAMES = ("engine.throughput", "engine.throughput_figures", "engine.throughput_prompts", "engine.throughput_systems")
 POLICIES = ("ar", "spec:4", "adaserve")
@@ -16,11 +16,7 @@ CONFIG = EngineConfig(  # the programs of the `demo_engine` fixture, so that the
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The benchmark's files by name, its own left out."""
-    with imported(*NAMES) as found:
-        yield {name.removeprefix("throughput").lstrip("_") or "main": module for name, module in found.items()}
+modules = modules_of(*NAMES, left_out="throughput")
 
 
 @pytest.fixture(scope="module")

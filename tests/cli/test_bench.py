@@ -128,7 +128,8 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(bench, tmp_path: Path, 
     command = shlex.split(told.partition("to go on: ")[2].strip())
     assert command[:2] == ["adaserve", "bench"] and command[-1] == "--resume"
     overall = [row for row in RunResults.load(tmp_path / "o dir").rows if row.slo_class == ALL_CLASSES]
-    assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", False)]
+    ended = [(row.point, row.valid, row.invalid_reason) for row in overall]
+    assert ended == [("ar@60/s", True, None), ("spec:4@60/s", False, "interrupted")]
     bench.on_submit = lambda request: None
     assert bench(*command[2:]) == 0
     folder = RunResults.load(tmp_path / "o dir")
@@ -191,6 +192,10 @@ def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypa
             "--policies names the one policy that a server at --url runs, got 'ladder'",
         ),
         (("--url", "http://h:1", "--record"), "--record needs an engine in this process; leave it out with --url"),
+        (
+            ("--record", "--synthetic-acceptance", "1.5"),
+            "--record keeps the draft's own acceptance; leave it out with --synthetic-acc",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(bench, capsys, arguments: tuple[str, ...], message: str):

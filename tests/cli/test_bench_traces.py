@@ -59,7 +59,6 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         engine.close()
 
 
-BRIEF = ("--policies", "ar", "--warmup-requests", "0", "--max-late-ms", "5000", "--duration", "0.1", "--rates", "80")
 QUICK = ("--policies", "ar", "--warmup-requests", "0", "--max-late-ms", "5000", "--duration", "0.3")
 
 
@@ -86,29 +85,6 @@ def test_prompts_of_mooncake_share_what_the_trace_says_they_do(bench):
     assert [request.sampling.max_tokens for request in engine.submitted] == [3, 2, 3]
     assert first[:256] == second[:256] and first[256:270] != second[256:270]
     assert first[:10] != third[:10]
-
-
-def test_every_way_to_change_a_workload_changes_the_hash_in_its_rows(bench):
-    slos = ("--slos", "default:relative=3")
-    ways = {
-        "as it is": (),
-        "targets": slos,
-        "scale": (*slos, "--slo-scales", "2,4"),
-        "lengths": ("--lengths", "scale=0.5"),
-        "shorter": ("--lengths", "scale=0.5,output=3"),
-        "class": ("--slos", "default:tpot=70"),
-    }
-    hashes = []
-    for number, arguments in enumerate(ways.values()):
-        bench(*BRIEF, "--workload", "azure.csv", *arguments, "--out", f"o{number}")
-        rows = overall(f"o{number}")
-        hashes += [row.workload_hash for row in rows]
-        assert all(row.workload.startswith("azure.csv") for row in rows)
-    assert len(hashes) == len(ways) + 1 == len(set(hashes))
-    for number, arguments in enumerate([(), ("--as-chat",), ("--urgent-shares", "0.2,0.8")]):
-        bench(*BRIEF, *arguments, "--out", f"p{number}")
-        hashes += [row.workload_hash for row in overall(f"p{number}")]
-    assert len(set(hashes)) == len(ways) + 1 + 4
 
 
 def test_rows_say_how_a_workload_was_changed_and_what_varied(bench):

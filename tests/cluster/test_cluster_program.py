@@ -17,7 +17,6 @@ import pytest
 
 from adaserve_jax.cluster.run_folder import give_order
 from tests.cluster.test_local import Up
-from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
 from tests.waiting import wait_until
 
@@ -95,11 +94,3 @@ def test_targets_are_replaced_while_requests_are_answered(cluster):
     done.set()
     asking.join()
     assert sum(line.endswith("is used again") for line in lines) == 2 and answers and all(answers)
-
-
-def test_down_leaves_no_process(cluster):
-    pids = list(cluster.pids().values())
-    pids += [child for pid in pids for child in children(pid)]
-    list(give_order(cluster.folder.socket, "down"))
-    wait_until(lambda: not cluster.folder.is_held)
-    assert not any(map(is_alive, pids))

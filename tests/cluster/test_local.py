@@ -31,10 +31,9 @@ from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 from tests.cluster.conftest import BODY
-from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
 from tests.program import run_program
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 UP = Path(__file__).parent / "up_members.py"
 

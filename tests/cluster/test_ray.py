@@ -13,9 +13,8 @@ import pytest
 from adaserve_jax.cluster.run_folder import ClusterFolder, give_order
 from adaserve_jax.errors import ConfigError
 from tests.cluster.test_local import UP, Up
-from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,7 +18,7 @@ from adaserve_jax.cluster import child_process
 from adaserve_jax.cluster.plan import free_ports
 from adaserve_jax.cluster.supervisor import Member, MemberFailed, RestartBackoff, Supervisor, SupervisorTiming
 from tests.conftest import ROOT
-from tests.waiting import wait_until
+from tests.waiting import is_alive, wait_until
 
 MEMBER = str(Path(__file__).parent / "member.py")
 FAST = SupervisorTiming(
@@ -30,14 +30,6 @@ def member(tmp_path: Path, *options: str, timing: SupervisorTiming = FAST) -> Me
     (port,) = free_ports(1, "127.0.0.1")
     command = (sys.executable, "-S", MEMBER, str(port), *options)
     return Member("m", command, f"http://127.0.0.1:{port}/health", tmp_path / "m.log", timing=timing)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether it runs; what ended and nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @contextlib.asynccontextmanager

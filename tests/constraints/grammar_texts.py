@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.errors import RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.sampling import ToolCalls
+from adaserve_jax.sampling import GrammarKind, ToolCalls
 
 V, EOS = 2048, 0
 OBJECT = {"type": "object"}
@@ -129,3 +131,28 @@ def assert_person(value: Any) -> None:
         assert list(link) == ["deep"]
         link = link["deep"]
     assert link in (7, None)
+
+
+def mask(grammars: Grammars, name: str) -> set[int]:
+    masks = np.zeros((1, 64), np.uint32)
+    grammars.fill(name, np.zeros(1, np.int32), np.full(1, -1, np.int32), masks)
+    return ids_of(masks[0])
+
+
+def check_ends_in_time(grammars: Grammars, kind: GrammarKind, source: str, code: str) -> None:
+    """Check that a grammar is refused, or followed: then each mask is bounded as well, and a text at its limit is left
+    with nothing."""
+    began = time.process_time()  # of all threads, whatever else the machine does
+    try:
+        start = grammars.prepare(source, kind).result()
+    except RequestError as error:
+        assert error.code == code
+    else:
+        grammars.add("hostile", start)
+        rng = np.random.default_rng(2)
+        for _ in range(30):
+            allowed = mask(grammars, "hostile")
+            if not allowed or grammars.advance("hostile", [int(rng.choice(sorted(allowed)))]):
+                break
+        grammars.discard("hostile")
+    assert time.process_time() - began < 20

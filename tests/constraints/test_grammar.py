@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.constraints.grammar_texts import EOS, FINITE, OBJECT, PERSON, V, Writer, assert_person, ids_of, write
-from tests.oracles.json_texts import all_texts
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
 
@@ -22,53 +20,6 @@ pytest.importorskip("llguidance", reason="llguidance is not installed; `make tes
 def others(tokenizer: Tokenizer) -> Grammars:
     """Shares nothing with `grammars`."""
     return Grammars(tokenizer.backend_json(), V, (EOS,))
-
-
-@pytest.fixture(scope="module")
-def token_bytes() -> dict[int, bytes]:
-    """The bytes of every ordinary token of the embedded pair, by the byte alphabet of GPT-2."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    data = json.loads((resolve_folder("demo", "target") / "tokenizer.json").read_text())
-    special = {token["id"] for token in data["added_tokens"]}
-    vocabulary = data["model"]["vocab"]
-    return {i: bytes(byte_of[char] for char in token) for token, i in vocabulary.items() if i not in special}
-
-
-# ---- the true sets of next tokens ----
-
-
-@pytest.mark.parametrize("name", FINITE)
-def test_masks_are_the_true_sets_of_next_tokens(
-    grammars: Grammars, token_bytes: dict[int, bytes], tokenizer: Tokenizer, name: str
-):
-    texts = {text.encode() for text in all_texts(FINITE[name])}
-    prefixes = {text[:end] for text in texts for end in range(len(text) + 1)}
-    rng = np.random.default_rng(7)
-    for walk in range(12):
-        writer = Writer(grammars, FINITE[name])
-        text, ids, complete = b"", [], False
-        while True:
-            true = {i for i, piece in token_bytes.items() if text + piece in prefixes}
-            true |= {EOS} if text in texts else set()
-            allowed = writer.allowed()
-            next_bytes = {
-                prefix[len(text)] for prefix in prefixes if prefix.startswith(text) and len(prefix) > len(text)
-            }
-            if len(next_bytes) == 1 and text not in texts and allowed != true:
-                assert allowed < true and len(allowed) == 1, text  # the next test says which
-            else:
-                assert allowed == true, (text, tokenizer.decode(sorted(allowed ^ true)))
-            assert complete <= (true == {EOS})
-            token = int(rng.choice(sorted(allowed)))
-            ids.append(token)
-            complete = writer.grammars.advance(writer.name, [token])
-            if token == EOS:
-                break
-            text += token_bytes[token]
-        assert complete and text in texts and tokenizer.decode(ids) == text.decode(), walk
-        assert writer.allowed() == {EOS}
 
 
 def test_what_must_follow_is_spelled_as_the_tokenizer_spells_it(grammars: Grammars, tokenizer: Tokenizer):
@@ -168,13 +119,6 @@ def test_special_tokens_padding_ids_and_several_ends(tokenizer: Tokenizer):
     assert ids_of(masks[3]) == set(range(vocab_size))
     assert grammars.advance(writer.name, [exclamation]) and grammars.advance(writer.name, [EOS])
     assert writer.allowed() == {EOS, exclamation}
-
-
-def test_a_number_may_end_or_go_on(grammars: Grammars, tokenizer: Tokenizer):
-    writer = Writer(grammars, {"type": "integer"})
-    assert EOS not in writer.allowed()
-    assert not grammars.advance(writer.name, tokenizer.encode("4"))
-    assert EOS in writer.allowed() and tokenizer.encode("2")[0] in writer.allowed()
 
 
 def test_a_forbidden_token_leaves_nothing_allowed(grammars: Grammars, tokenizer: Tokenizer):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-import time
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from adaserve_jax.constraints.grammar_source import MAX_RULES
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import GrammarKind, GrammarSource
-from tests.constraints.grammar_texts import EOS, ids_of
+from tests.constraints.grammar_texts import EOS, FINITE, check_ends_in_time, mask
+from tests.oracles.json_texts import all_texts
 from tests.slow import slow_after
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
@@ -35,13 +36,8 @@ LANGUAGES: dict[str, tuple[GrammarKind, GrammarSource, list[str]]] = {
         f"if {p}={a}{b} then {c}" for p in "pq" for a in "01" for b in "01" for c in "ab"
     ]),
 }  # fmt: skip
+LANGUAGES |= {name: ("json_schema", json.dumps(schema), all_texts(schema)) for name, schema in FINITE.items()}
 """Kind, source, and every text that fits."""
-
-
-def mask(grammars: Grammars, name: str) -> set[int]:
-    masks = np.zeros((1, 64), np.uint32)
-    grammars.fill(name, np.zeros(1, np.int32), np.full(1, -1, np.int32), masks)
-    return ids_of(masks[0])
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
@@ -54,7 +50,7 @@ def test_masks_are_the_true_sets_of_next_tokens(grammars: Grammars, tokenizer: T
     start, rng, written = grammars.prepare(source, kind).result(), np.random.default_rng(5), set()
     for _ in range(20):
         grammars.add(name, start)
-        text, complete = b"", False
+        text, ids, complete = b"", [], False
         while True:
             true = {i for i, piece in spelled.items() if text + piece in prefixes} | ({EOS} if text in texts else set())
             allowed = mask(grammars, name)
@@ -63,11 +59,13 @@ def test_masks_are_the_true_sets_of_next_tokens(grammars: Grammars, tokenizer: T
             assert allowed == true or (forced and allowed < true and len(allowed) == 1), (text, allowed ^ true)
             assert not complete or true == {EOS}
             token = int(rng.choice(sorted(allowed)))
+            ids.append(token)
             complete = grammars.advance(name, [token])
             if token == EOS:
                 break
             text += spelled[token]
-        assert text in texts
+        assert complete and text in texts and tokenizer.decode(ids) == text.decode()
+        assert mask(grammars, name) == {EOS}
         written.add(text)
     assert len(written) >= min(len(texts), 3)
 
@@ -143,22 +141,7 @@ LONG = ("counts of counts", "doubling terminals")
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in HOSTILE]
 )
 def test_hostile_grammars_end_in_time(grammars: Grammars, name: str):
-    """Refused, or followed: then each mask is bounded as well, and a text at its limit is left with nothing."""
-    began = time.process_time()  # of all threads, whatever else the machine does
-    kind, source = HOSTILE[name]
-    try:
-        start = grammars.prepare(source, kind).result()
-    except RequestError as error:
-        assert error.code == "invalid_grammar"
-    else:
-        grammars.add(name, start)
-        rng = np.random.default_rng(2)
-        for _ in range(30):
-            allowed = mask(grammars, name)
-            if not allowed or grammars.advance(name, [int(rng.choice(sorted(allowed)))]):
-                break
-        grammars.discard(name)
-    assert time.process_time() - began < 20
+    check_ends_in_time(grammars, *HOSTILE[name], "invalid_grammar")
 
 
 PIECES = (

@@ -7,9 +7,8 @@ import pytest
 
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.learn_config import LearnConfig
-from tests.distill.made import SMALL, TOP
+from tests.distill.made import SIZE, SMALL, TOP
 
-SIZE = 32
 LEARN = LearnConfig(learn_rate=3e-3, learn_top_k=TOP)
 
 

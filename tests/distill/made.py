@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, init_params
 
-VOCAB, TOP = 23, 5
+VOCAB, TOP, SIZE = 23, 5, 32
 CONFIG = ModelConfig(
     vocab_size=VOCAB, hidden_size=12, intermediate_size=20, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
     rope_theta=100.0, rms_norm_eps=1e-5, tie_embeddings=False, max_position=512, windows=(None, 4),
@@ -77,3 +78,9 @@ def assert_same(found: Any, expected: Any) -> None:
     """All arrays of two trees, bit by bit."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     assert all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in pairs)
+
+
+def packed(*records: Any) -> PackedBatch:
+    """Return the one batch of these records."""
+    (batch,) = pack(records, SIZE, np.random.default_rng(0))
+    return batch

@@ -30,28 +30,6 @@ def filled(counts: dict[str, int], *, capacity: int = 16, share: float = 0.5, he
     return buffer
 
 
-def test_the_oldest_goes():
-    buffer = RecordBuffer(8, 0.5, 1.0)
-    buffer.extend(make_record(number, held_out=number % 2 == 1) for number in range(40))
-    assert numbers(list(buffer)) == [*range(24, 40, 2), *range(25, 40, 2)]
-    assert (len(buffer), buffer.num_held_out) == (16, 8)
-    buffer.check_integrity()
-
-
-def test_a_client_alone_may_fill_the_buffer_and_shrinks_as_others_come():
-    buffer = filled({"ann": 20})
-    assert Counter(record.tenant for record in buffer) == {"ann": 16}
-    for number in range(100, 112):
-        buffer.add(make_record(number, tenant="bob"))
-    assert Counter(record.tenant for record in buffer) == {"ann": 8, "bob": 8}
-    assert [number for number in numbers(list(buffer)) if number < 100] == list(range(12, 20))
-
-
-def test_one_clients_flood_does_not_push_out_the_others():
-    buffer = filled({"bob": 5, "cat": 3, "ann": 500})
-    assert Counter(record.tenant for record in buffer) == {"bob": 5, "cat": 3, "ann": 8}
-
-
 def test_held_out_records_have_a_ring_of_their_own():
     buffer = RecordBuffer(8, 0.125, 0.5)
     buffer.extend(make_record(number, held_out=True) for number in range(30))

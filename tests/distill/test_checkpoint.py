@@ -16,8 +16,7 @@ from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import pack
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.errors import CheckpointError
-from tests.distill.conftest import SIZE
-from tests.distill.made import SMALL, assert_same, made_params, made_record
+from tests.distill.made import SIZE, SMALL, assert_same, made_params, made_record
 
 PARAMS = made_params(SMALL)
 

@@ -10,14 +10,24 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.programs import batch_sums, rows_logits
-from adaserve_jax.distill.records import PADDING, PackedBatch, pack
+from adaserve_jax.distill.programs import batch_sums
+from adaserve_jax.distill.records import PADDING, PackedBatch
 from adaserve_jax.learn_config import LearnConfig, Loss
-from tests.distill.made import CONFIG, VOCAB, as_texts, assert_close, assert_same, float64, made_params, made_record
+from tests.distill.made import (
+    CONFIG,
+    SIZE,
+    VOCAB,
+    as_texts,
+    assert_close,
+    assert_same,
+    float64,
+    made_params,
+    made_record,
+    packed,
+)
 from tests.oracles import training as oracle
 from tests.slow import slow_after
 
-SIZE = 32
 PARAMS = made_params()
 
 
@@ -31,11 +41,6 @@ def sums_and_gradient(params: Any, learn: LearnConfig, fields: PackedBatch):
 
     gradient, sums = jax.grad(loss_of, has_aux=True)(params)
     return sums, gradient
-
-
-def packed(*records: Any) -> PackedBatch:
-    (batch,) = pack(records, SIZE, np.random.default_rng(0))
-    return batch
 
 
 def two_texts() -> list[Any]:
@@ -77,17 +82,6 @@ def test_the_hands_gradient_is_that_of_finite_differences(kind: str, tied: bool)
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, gradient[name][at], rtol=1e-4, atol=1e-6)
 
 
-def test_scores_of_a_window_are_those_of_its_own_text():
-    records = two_texts()
-    batch = packed(*records)
-    scores = np.asarray(jax.jit(partial(rows_logits, PARAMS, CONFIG))(batch))
-    draft = oracle.Draft(CONFIG, float64(PARAMS))
-    for row in np.flatnonzero(batch.weight):
-        own = np.flatnonzero(batch.segment == batch.segment[batch.at[row]])
-        expected = draft.logits(batch.tokens[own])[batch.at[row] - own[0]]
-        np.testing.assert_allclose(scores[row], expected, atol=1e-4)
-
-
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_one_row_learns_from_the_token_that_predicted_and_from_none_after_it(at: int):
     """Each token of the text is another one, so that its row of the embedding says whether it took part."""
@@ -100,22 +94,6 @@ def test_one_row_learns_from_the_token_that_predicted_and_from_none_after_it(at:
     by_token = np.abs(np.asarray(gradient["embed"])).max(1)
     assert (by_token[: at + 1] > 0).all()
     assert (by_token[at + 1 :] == 0).all()
-
-
-def test_the_scores_that_a_row_is_compared_with_are_those_of_its_own_token():
-    """The target says exactly what the draft says at one position: then the loss is 0 there, and nowhere else."""
-    tokens = np.random.default_rng(4).integers(0, VOCAB, 12).astype(np.int32)
-    scores = oracle.Draft(CONFIG, float64(PARAMS)).logits(tokens)
-    log_q = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-    top = np.argsort(-log_q, axis=1)[:, :5].astype(np.int32)
-    losses = []
-    for at in (4, 5, 6):
-        record = made_record(np.random.default_rng(5), 12, [at])
-        record.tokens, record.ids = tokens, top[5:6]
-        record.log_p = log_q[5:6, top[5]].astype(np.float32)
-        (loss, _), _ = sums_and_gradient(PARAMS, LEARN, packed(record))
-        losses.append(float(loss))
-    assert abs(losses[1]) < 1e-5 < 1e-2 < min(losses[0], losses[2])
 
 
 def test_padding_has_no_effect_whatever_it_holds():

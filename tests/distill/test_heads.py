@@ -27,7 +27,7 @@ from adaserve_jax.distill.heads import (
 from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms, head_sums
-from adaserve_jax.distill.records import PackedBatch, pack
+from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
@@ -36,14 +36,14 @@ from adaserve_jax.models.decoder import Params, logits
 from adaserve_jax.models.export import new_head_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.rope import LinearScaling, YarnScaling
-from tests.distill.made import assert_same, made_record, workspace_of
+from tests.distill.made import SIZE, assert_same, made_record, packed, workspace_of
 from tests.models.checkpoints import CONFIG, write_checkpoint, write_eagle3, write_medusa
 from tests.oracles import training
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
 from tests.oracles.medusa import medusa_scores
 
-SIZE, LAYERS = 32, [0, 1, 3]
+LAYERS = [0, 1, 3]
 
 
 class Pair(NamedTuple):
@@ -69,11 +69,6 @@ def _records() -> list[Any]:
     return [
         made_record(rng, 13, [0, 1, 2, 5, 9, 11], vocab=320), made_record(rng, 11, [0, 3, 4, 8, 9], vocab=320),
     ]  # fmt: skip
-
-
-def _packed(records: list[Any]) -> PackedBatch:
-    (batch,) = pack(records, SIZE, np.random.default_rng(0))
-    return batch
 
 
 def _expected(pair: Pair, tokens: np.ndarray, position: int, step: int) -> np.ndarray:
@@ -104,7 +99,7 @@ def _steps(
 
 @pytest.mark.slow
 def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
-    batch = _packed(_records())
+    batch = packed(*_records())
     found = _steps(pair.source, pair.config, pair.params, batch)
     assert len(found) == HEAD_STEPS
     real = np.flatnonzero(batch.segment >= 0)
@@ -127,7 +122,7 @@ def test_each_step_is_that_many_levels_below_a_root(pair: Pair) -> None:
 @pytest.mark.slow
 def test_sums_are_over_the_rows_of_all_steps(pair: Pair) -> None:
     records, learn = _records(), LearnConfig(learn_temperature=1.3)
-    batch = _packed(records)
+    batch = packed(*records)
 
     @jax.jit
     def sums(params: Params, batch: PackedBatch) -> jax.Array:
@@ -158,7 +153,7 @@ def test_a_trained_head_agrees_more_and_keeps_the_targets_embedding(pair: Pair, 
     learn = LearnConfig(learn_rate=1e-2, learn_top_k=5, learn_lora_rank=rank)
     programs = TrainPrograms(pair.config, learn, SIZE, jnp.float32, target=pair.source)
     programs.compile()
-    trainer, batch = Trainer(programs, pair.params), _packed(_records())
+    trainer, batch = Trainer(programs, pair.params), packed(*_records())
     before = trainer.evaluate(batch)
     for _ in range(30):
         trainer.accumulate(batch)
@@ -264,7 +259,7 @@ def _medusa(folder: Path, target: Path) -> tuple[ModelConfig, Params, HeadTarget
 def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair, tmp_path: Path) -> None:
     folder = write_medusa(tmp_path / "heads")
     config, params, source = _medusa(folder, pair.target)
-    batch = _packed(_records())
+    batch = packed(*_records())
     steps = _steps(source, config, params, batch)
     assert len(steps) == 3
     norm = load_file(pair.target / "model.safetensors")["model.norm.weight"].astype(np.float64)
@@ -284,7 +279,7 @@ def test_each_medusa_head_reads_what_the_target_said_so_much_earlier(pair: Pair,
 def test_new_medusa_heads_say_what_the_target_says_and_learn(pair: Pair, tmp_path: Path) -> None:
     write_new_medusa(pair.target, tmp_path / "heads")
     config, params, source = _medusa(tmp_path / "heads", pair.target)
-    batch = _packed(_records())
+    batch = packed(*_records())
     first, _ = _steps(source, config, params, batch)[0]
     tokens = batch.tokens[batch.segment == 0]
     np.testing.assert_allclose(first[batch.segment == 0][1:], oracle_logits(pair.target, tokens)[:-1], atol=1e-4)

@@ -134,15 +134,6 @@ def test_a_few_long_texts_leave_room_for_the_others():
     notes.check_integrity()
 
 
-def test_no_rows_or_not_to_be_kept_makes_no_record():
-    notes = recorder()
-    begin(notes, "a/0", 1)
-    begin(notes, "b/0", 1)
-    add(notes, ("b/0", 0, 0))
-    assert notes.end("a/0") is None and notes.end("b/0", [2], keep=False) is None and notes.end("never/0") is None
-    notes.check_integrity()
-
-
 def test_what_is_above_the_room_is_counted_and_room_comes_back():
     notes = recorder(max_rows=3)
     begin(notes, "a/0", 1)

@@ -42,22 +42,6 @@ def test_what_is_refused_runs_again_and_not_before_what_was_measured_fits():
     assert times.expected_s("apply") == quick < 0.01
 
 
-def test_a_piece_is_paid_back_by_the_time_in_which_requests_run():
-    """40 ms at a quarter of the time: open again 160 ms later. Idle time pays nothing back, and is not needed."""
-    allowance = Allowance(0.25)
-    allowance.pass_time(0.0, busy=True)
-    assert allowance.is_open
-    allowance.spend(0.04)
-    allowance.pass_time(0.1, busy=False)
-    assert not allowance.is_open
-    allowance.pass_time(9.0, busy=True)
-    assert not allowance.is_open
-    allowance.pass_time(9.059, busy=True)
-    assert not allowance.is_open
-    allowance.pass_time(9.061, busy=True)
-    assert allowance.is_open
-
-
 def test_no_share_is_never_open():
     allowance = Allowance(0.0)
     allowance.pass_time(0.0, busy=True)

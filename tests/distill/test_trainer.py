@@ -11,8 +11,8 @@ from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.compile import CompileCounter
-from tests.distill.conftest import LEARN, SIZE
-from tests.distill.made import SMALL, as_texts, assert_close, assert_same, float64, made_params, made_record
+from tests.distill.conftest import LEARN
+from tests.distill.made import SIZE, SMALL, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle
 
 PARAMS = made_params(SMALL)

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import UnsupportedModelError
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, StepOutcome, StepPlan
 
 VOCAB = 40
 EOS = 0
@@ -69,13 +67,6 @@ class Machine(SimExecutor):
 
     def close(self) -> None:
         self.closed += 1
-
-
-def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
-    """A factory for the process mode; it changes the process that it is called in."""
-    assembly.load_executor = lambda config, _=None, **__: Machine(config)  # type: ignore[assignment]
-    assembly.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
-    return LocalEngine(config, progress)
 
 
 class Spelling:

@@ -19,6 +19,7 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances, write_chances
 from adaserve_jax.types import CandidateTrees, StepPlan
+from tests.engines import seeded_texts
 from tests.oracles.llama import oracle_logits
 
 SHIPPED = resolve_folder("demo", "draft").parent / "calibration.json"
@@ -26,14 +27,6 @@ PROMPTS = ["def add(a, b):\n", "import os\n", "class Node:\n    def", "for i in"
 CONFIG = EngineConfig(
     deterministic=True, max_requests=6, max_context=128, max_batch_tokens=32, max_depth=2, max_width=2, eq8_eq9=True
 )
-
-
-def texts(llm: LLM, temperature: float, tokens: int, seed: int = 0) -> list[list[int]]:
-    params = [
-        SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
-        for i in range(len(PROMPTS))
-    ]
-    return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
 
 
 class Recorder:
@@ -79,12 +72,12 @@ def test_a_wrong_table_is_mended_while_the_text_stays(tmp_path: Path) -> None:
         check_calibrated(engine, llm)
         check_uncalibrated(engine, llm)
         llm.set_policy("ar")
-        plain = {temperature: texts(llm, temperature, 24) for temperature in (0.0, 0.8)}
+        plain = {temperature: seeded_texts(llm, PROMPTS, temperature, 24) for temperature in (0.0, 0.8)}
         llm.set_policy("adaserve")
         for temperature, expected in plain.items():
-            assert texts(llm, temperature, 24) == expected
+            assert seeded_texts(llm, PROMPTS, temperature, 24) == expected
         for seed in (100, 200):
-            texts(llm, 0.8, 72, seed)
+            seeded_texts(llm, PROMPTS, 0.8, 72, seed=seed)
         calibrator.take_in()
         stats = llm.stats().scheduler
         errors = stats.calibration_error
@@ -92,7 +85,7 @@ def test_a_wrong_table_is_mended_while_the_text_stays(tmp_path: Path) -> None:
         for mode in errors.values():
             assert mode["online"] < mode["loaded"]
         assert errors["coupled"]["online"] < 0.6 * errors["coupled"]["loaded"]
-        texts(llm, 0.8, 8)  # carries the last fit to the draft
+        seeded_texts(llm, PROMPTS, 0.8, 8)  # carries the last fit to the draft
         drafter = engine.executor.local_drafter
         assert drafter is not None
         table = drafter.table.log_chance
@@ -109,7 +102,7 @@ def test_a_wrong_table_is_mended_while_the_text_stays(tmp_path: Path) -> None:
 def check_calibrated(engine: LocalEngine, llm: LLM) -> None:
     """f is the product of the table's chances by the cells that the draft names."""
     with Recorder(engine) as recorder:
-        texts(llm, 0.8, 4)
+        seeded_texts(llm, PROMPTS, 0.8, 4)
     (plan, candidates), *_ = [step for step in recorder.seen if step[1].log_f.size]
     assert plan.draft is not None and plan.draft.calibrated and plan.draft.chances is None
     assert candidates.cell is not None
@@ -123,7 +116,7 @@ def check_uncalibrated(engine: LocalEngine, llm: LLM) -> None:
     llm.set_policy("adaserve-paper")
     with Recorder(engine) as recorder:
         (output, *_) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
-        texts(llm, 0.8, 4)
+        seeded_texts(llm, PROMPTS, 0.8, 4)
     folder, nodes = resolve_folder("demo", "draft"), 0
     for plan, candidates in recorder.seen:
         if candidates.log_f.size:

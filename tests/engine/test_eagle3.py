@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax import LLM, SLO, LearnConfig, SamplingParams
+from adaserve_jax import LLM, LearnConfig, SamplingParams
 from adaserve_jax.errors import UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
-from tests.engines import DEMO, EXACT
+from tests.engines import DEMO, EXACT, seeded_texts
 from tests.models.adapters import write_adapter
 from tests.models.checkpoints import write_eagle3
 from tests.program import run_program
@@ -37,23 +37,15 @@ def exact(head: Path) -> Iterator[LLM]:
         yield llm
 
 
-def _texts(llm: LLM, temperature: float) -> list[list[int]]:
-    params = [
-        SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
-        for seed in range(len(PROMPTS))
-    ]
-    return [output.token_ids for output in llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_that_of_every_other_draft_and_policy(exact: LLM, deterministic: LLM, temperature: float) -> None:
     deterministic.set_policy("ar")
-    expected = _texts(deterministic, temperature)
+    expected = seeded_texts(deterministic, PROMPTS, temperature, TOKENS)
     for policy in ("spec:3", "adaserve", "adaserve@model", "adaserve@suffix+model", "nightjar", "ar"):
         exact.set_policy(policy)
         before = exact.stats().scheduler.draft_tokens
-        assert _texts(exact, temperature) == expected, policy
+        assert seeded_texts(exact, PROMPTS, temperature, TOKENS) == expected, policy
         drafted = exact.stats().scheduler.draft_tokens - before
         assert drafted > 0 or policy in ("ar", "nightjar")
 
@@ -64,7 +56,7 @@ def test_default_mode_gives_the_same_text_but_for_near_ties(head: Path) -> None:
         results = []
         for policy in ("ar", "spec:3"):
             llm.set_policy(policy)
-            results.append(_texts(llm, 0.8))
+            results.append(seeded_texts(llm, PROMPTS, 0.8, TOKENS))
         assert llm.stats().scheduler.draft_tokens > 0
     assert sum(a != b for a, b in zip(*results, strict=True)) <= 1
 
@@ -85,14 +77,14 @@ def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
         learn_folder=str(learned),
     )  # fmt: skip
     with LLM(draft=str(head), learning=learning, **options) as llm:
-        before = _texts(llm, 0.0)
+        before = seeded_texts(llm, PROMPTS, 0.0, TOKENS)
         rounds = 0
         while (stats := llm.stats().learning).updates.get("default", 0) < 2:
             rounds += 1
             assert rounds < 100, stats
             prompts = [f"x{rounds} = [{index}, " for index in range(8)]
             llm.generate(prompts, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
-        assert sum(a != b for a, b in zip(_texts(llm, 0.0), before, strict=True)) <= 1
+        assert sum(a != b for a, b in zip(seeded_texts(llm, PROMPTS, 0.0, TOKENS), before, strict=True)) <= 1
         llm.generate(PROMPTS[0], SamplingParams(max_tokens=TOKENS), adapter="code")
         assert llm.stats().learning.left_out["adapter"] == 1
     options = ["--from-checkpoint", str(learned), "--draft", str(head), "--target", "demo", "--out"]

@@ -20,16 +20,13 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but
-from adaserve_jax.engine import ipc
 from adaserve_jax.engine.build import Assembly
-from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.engine.llm import Completion, GenerateOutput
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.stats import StepStats
-from adaserve_jax.types import TokenLogprob
 from tests.oracles.llama import oracle_logits
 
 HARD = SLO(tpot_ms=0.5)
@@ -315,15 +312,3 @@ def test_nothing_is_kept_of_choices_that_ended(with_grammars: LLM) -> None:
     with_grammars.generate([TEXT, TEXT], [asked, SamplingParams(max_tokens=3, logprobs=1)])
     constraints: Constraints = with_grammars._engine._core._constraints
     assert not constraints.active and not constraints._grammars.state  # type: ignore[union-attr]
-
-
-def test_messages_between_processes_carry_all_of_it() -> None:
-    logprobs = [TokenLogprob(3, -0.5, ((3, -0.5), (9, -2.0))), TokenLogprob(4, -1.0)]
-    chunk = OutputChunk("a", 0, "ab", [3, 4], logprobs=logprobs)
-    step = ipc.Step([chunk], EngineStats(StepStats()), 1)
-    assert ipc.decode_from_engine(ipc.encode(step)) == step
-    sampling = SamplingParams(
-        logit_bias={3: 1.5}, bad_words=("a",), min_tokens=2, logprobs=5, presence_penalty=1.0, json_schema="{}"
-    )
-    request = ipc.Submit(GenerateRequest("a", [1], sampling))
-    assert ipc.decode_to_engine(ipc.encode(request)) == request

@@ -44,7 +44,6 @@ SMALL = {
     "max_requests": 4, "max_context": ROW_PAGES * PAGE, "page_size": PAGE, "num_pages": BASE_PAGES, "max_depth": 2,
     "max_width": 1, "max_tree_tokens": 32, "row_edges": (4,), "token_edges": (32,), "elastic": "on",
 }  # fmt: skip
-EXACT = {**SMALL, "deterministic": True, "row_edges": (), "token_edges": (), "max_batch_tokens": 32}
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +59,6 @@ def executor(pair: dict[str, str]) -> Iterator[ModelExecutor]:
     executor.warm_up()
     yield executor
     assert executor.compiles_after_ready == 0
-    executor.close()
-
-
-@pytest.fixture
-def exact(pair: dict[str, str]) -> Iterator[ModelExecutor]:
-    """Compile in deterministic mode, and close in the middle of a swap."""
-    executor = load_executor(EngineConfig(**pair, **EXACT))
-    executor.compile()
-    yield executor
-    assert executor.compiles_after_ready == 0
-    executor.expand()
-    executor.contract()
     executor.close()
 
 
@@ -97,13 +84,6 @@ def test_swaps_change_no_token(executor: ModelExecutor) -> None:
     swaps_of(executor).wait()
     assert executor.draft_ready()
     assert drafted_to_the_end(texts) == expected
-
-
-@pytest.mark.slow
-def test_swaps_change_no_token_in_deterministic_mode(exact: ModelExecutor) -> None:
-    test_swaps_change_no_token(exact)
-    for program in exact.target.compiled.values():
-        assert copies_of(program.as_text(), exact.target.pools.k.shape) == []
 
 
 def test_steps_go_on_while_the_draft_loads(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

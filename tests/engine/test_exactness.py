@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import scipy
 
-from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.scheduler.policies import POLICIES as NAMED
-from tests.engines import PLAIN
+from tests.engines import seeded_texts
 from tests.oracles.llama import oracle_logits
 from tests.slow import slow_after
 
@@ -36,16 +35,9 @@ def texts(
     llm: LLM, temperature: float, at_once: int, *, prompts: list[str] = PROMPTS, tokens: int = TOKENS
 ) -> list[list[int]]:
     """Return the tokens of each prompt's text, of which `at_once` are written at a time."""
-    params = [
-        SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed, ignore_eos=True)
-        for seed in range(len(prompts))
-    ]
-    # A target that is hard to meet makes `adaserve` spend its budget on trees.
-    slo = SLO(tpot_ms=0.5)
     found = []
     for start in range(0, len(prompts), at_once):
-        batch = slice(start, start + at_once)
-        found += [output.token_ids for output in llm.generate(prompts[batch], params[batch], slo=slo)]
+        found += seeded_texts(llm, prompts[start : start + at_once], temperature, tokens, seed=start)
     return found
 
 
@@ -74,29 +66,6 @@ def test_every_named_policy_gives_the_same_text(deterministic: LLM) -> None:
         deterministic.set_policy(policy.replace("<k>", "3"))
         results[policy] = texts(deterministic, 0.8, len(PROMPTS), tokens=12)
     assert all(tokens == results["ar"] for tokens in results.values())
-
-
-@pytest.mark.parametrize("temperature", slow_after(1, [0.8, 0.0]))
-def test_default_mode_gives_the_same_text_but_for_near_ties(demo_engine: LocalEngine, temperature: float) -> None:
-    llm = LLM.over(demo_engine)
-    results = []
-    for policy in POLICIES:
-        llm.set_policy(policy)
-        results.append(texts(llm, temperature, len(PROMPTS)))
-    llm.set_policy("adaserve")
-    differing = sum(a != b for result in results[1:] for a, b in zip(result, results[0], strict=True))
-    assert differing <= 1  # expected: at most 1 token in 10,000; these are 576
-
-
-def test_greedy_text_is_the_oracles_argmax(demo_engine: LocalEngine) -> None:
-    llm = LLM.over(demo_engine)
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
-    sequence = output.prompt_token_ids + output.token_ids
-    scores = oracle_logits(resolve_folder("demo", "target"), sequence[:-1])[len(output.prompt_token_ids) - 1 :]
-    top2 = np.sort(scores, axis=1)[:, -2:]
-    clear = top2[:, 1] - top2[:, 0] > 1e-3
-    assert clear.sum() >= 8
-    assert scores.argmax(1)[clear].tolist() == np.asarray(output.token_ids)[clear].tolist()
 
 
 @pytest.mark.slow
@@ -131,15 +100,3 @@ def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
     observed = np.append(counts[common], counts[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())
     return float(scipy.stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
-
-
-@pytest.mark.slow
-def test_an_engine_without_a_draft_gives_the_same_text(demo_engine: LocalEngine) -> None:
-    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
-    with LLM(**PLAIN) as plain:
-        (output,) = plain.generate(PROMPTS[1], params)
-        assert not plain.stats().scheduler.draft_resident
-        with pytest.raises(ConfigError, match="spec:4"):
-            plain.set_policy("spec:4")
-    (same,) = LLM.over(demo_engine).generate(PROMPTS[1], params)
-    assert same.token_ids == output.token_ids

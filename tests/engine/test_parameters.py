@@ -291,24 +291,3 @@ def seeds_that_draw(token: int, position: int, vocab_size: int) -> list[int]:
         if len(found) >= 2:
             break
     return found
-
-
-@pytest.mark.slow
-def test_seeds_that_the_engine_draws_survive_preemption(llm: LLM) -> None:
-    """10 requests that grow to 160 tokens each and share none, in a pool of 1,024: some are preempted, and go on with
-    their seed. They have no target: on a slow machine one with a target would wait until the running can bear it. A
-    new policy starts the engine's draw of seeds again."""
-    prompt = (llm.tokenizer.encode(TEXT) * 10)[:60]
-    prompts = [prompt[first:] + prompt[:first] for first in range(10)]
-    cases = [Case(each, replace(PLAIN, temperature=20.0, max_tokens=100)) for each in prompts]
-    plain = run(llm, "ar", cases)
-    assert len({tuple(choice.token_ids) for (choice,) in plain}) == len(cases)
-    for policy in SPECULATIVE:
-        outputs = run(llm, policy, cases, SLO())
-        assert [texts(choices) for choices in outputs] == [texts(choices) for choices in plain]
-        assert sum(choice.metrics.preemptions for (choice,) in outputs if choice.metrics) > 0
-    drawn = np.random.default_rng(0).integers(0, 2**63, 3).tolist()
-    given = [
-        replace(case, sampling=replace(case.sampling, seed=seed)) for case, seed in zip(cases, drawn, strict=False)
-    ]
-    assert [texts(choices) for choices in run(llm, "spec:4", given)] == [texts(choices) for choices in plain[:3]]

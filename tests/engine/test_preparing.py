@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
-from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.engine.build import Assembly
-from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
-from adaserve_jax.types import Progress, SamplingParams
-from tests.engine.simulated import VOCAB, Machine, Spelling, simulated_engine
+from adaserve_jax.types import SamplingParams
+from tests.engine.simulated import VOCAB, Machine, Spelling
 from tests.engine.test_local import Reader, request_of
 from tests.waiting import wait_until
 
@@ -98,23 +96,6 @@ def test_a_schema_that_is_being_prepared_holds_nobody_up(grammars: Grammars, eng
     assert [waiting.end().finish_reason for _ in range(2)] == ["length"] * 2
     assert engine.stats().scheduler.finished == {"length": 4}
     assert len([chunk for chunk in left.chunks if chunk.finish_reason]) == 6
-
-
-def never_prepares(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
-    """A factory for the process mode; it changes the process that it is called in."""
-    Assembly.constraints = lambda *_: Constraints(VOCAB, Spelling(), Grammars())  # type: ignore[method-assign]
-    return simulated_engine(config, progress)
-
-
-@pytest.mark.slow
-def test_nor_in_a_process_of_its_own() -> None:
-    waiting, plain = Reader(), Reader()
-    with ProcessEngine(EngineConfig(), factory="tests.engine.test_preparing:never_prepares") as engine:
-        engine.submit(request_of("waiting", ASKING), waiting)
-        engine.submit(request_of("plain", PLAIN), plain)
-        assert plain.end().finish_reason == "length"
-        engine.abort("waiting")
-        assert waiting.end().finish_reason == "abort"
 
 
 def test_a_refused_schema_is_told_as_the_answer(grammars: Grammars, engine: LocalEngine) -> None:

@@ -28,7 +28,7 @@ from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
-from adaserve_jax.types import SLO, SamplingParams
+from adaserve_jax.types import SLO, SamplingParams, TokenLogprob
 from tests.slow import slow_after
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -408,11 +408,16 @@ def test_the_wire_is_typed():
     stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
     learning = LearningStats(version={"default": 2}, loss={"default": 0.5}, left_out={"opt_out": 1}, delay_max_s=0.25)
     drafter = DrafterStats(rounds=3, wait_s=0.5, services={"h:1": ServiceState("half_open", "v1", 2, 0.5, 0.1, "why")})
-    step = ipc.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning, drafter=drafter), 5)
+    logprobs = [TokenLogprob(3, -0.5, ((3, -0.5), (9, -2.0))), TokenLogprob(4, -1.0)]
+    chunk = OutputChunk("r", 0, "ä", [1, 2], logprobs=logprobs, prompt_logprobs=logprobs[::-1])
+    step = ipc.Step([chunk], EngineStats(stats, learning=learning, drafter=drafter), 5)
     assert ipc.decode_from_engine(ipc.encode(step)) == step
     start = ipc.Start(EngineConfig(drafter=DrafterConfig(("grpc://h:1", "grpc://h:2"), 50.0)), "module:factory")
     assert ipc.decode_start(ipc.encode(start)) == start
-    sampling = SamplingParams(seed=2**64 - 1, stop=("a",))
+    sampling = SamplingParams(
+        seed=2**64 - 1, stop=("a",), logit_bias={3: 1.5}, bad_words=("a",), min_tokens=2, logprobs=5, prompt_logprobs=3,
+        presence_penalty=1.0, json_schema="{}",
+    )  # fmt: skip
     submit = ipc.Submit(
         GenerateRequest(
             "r", [1], sampling, SLO(tpot_ms=4), cache_salt="a", learn=False, tenant="team-a", draft_tag="code"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.greedy_texts import check_texts
-from tests.models.quantized_checkpoints import FORMATS, packed_modules, write_quantized
+from tests.models.quantized_checkpoints import FORMATS, write_quantized
 from tests.oracles.quantized import dequantized_checkpoint
 
 CASES = [(name, recipe.families[0]) for name, recipe in FORMATS.items()]
@@ -19,6 +19,19 @@ CASES = [(name, recipe.families[0]) for name, recipe in FORMATS.items()]
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_greedy_text_equals_generate(name: str, family: str, tmp_path: Path) -> None:
     check_texts(*write_quantized(tmp_path, family, name))
+
+
+def packed_modules(folder: Path) -> set[str]:
+    """Return the names of the matrices that a file has in integers."""
+    from safetensors.torch import load_file
+
+    ends = ("weight", "weight_packed", "qweight")
+    names = {
+        name.rpartition(".")
+        for name, value in load_file(folder / "model.safetensors").items()
+        if not value.is_floating_point()
+    }
+    return {f"{module}.weight" for module, _, end in names if end in ends}
 
 
 @pytest.mark.slow

@@ -7,28 +7,20 @@ import json
 import numpy as np
 import pytest
 
-from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.engine.thread_engine import LocalEngine
 from tests.conftest import compiling
-from tests.engines import PLAIN
+from tests.engines import PLAIN, seeded_texts
 from tests.slow import longer_when_slow
 
 REPEATS = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n" * 2
 PROMPTS = [REPEATS + "class Queue:\n    def", "x = [1, 2, 1, 2, 1,", "for i in range(10):\n    for i in", "a b a b a b"]
+TOKENS = 24
 FEW_SOURCES = ("ar", "adaserve@suffix", "adaserve@suffix+model", "spec:3@suffix")
 SOURCES = (
     "ar", "adaserve@suffix", "adaserve@model", "adaserve@suffix+model", "spec:3@suffix", "nightjar@suffix",
     "nightjar@suffix+model",
 )  # fmt: skip
-
-
-def texts(llm: LLM, temperature: float, **changes) -> list[list[int]]:
-    params = [
-        SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True, **changes)
-        for seed in range(len(PROMPTS))
-    ]
-    outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
-    return [choice.token_ids for output in outputs for choice in output.choices]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +32,9 @@ def test_deterministic_texts_are_the_same_whatever_drafts(
     found = {}
     for policy in sources:
         deterministic.set_policy(policy)
-        found[policy] = [texts(deterministic, temperature) for _ in range(2)]  # again, with the texts that were kept
+        found[policy] = [
+            seeded_texts(deterministic, PROMPTS, temperature, TOKENS) for _ in range(2)
+        ]  # again, with the texts that were kept
         stats = deterministic.stats().scheduler
         assert (stats.suffix_accepted_tokens > 0) == ("suffix" in policy)
         assert (stats.suffix_kept_tokens > 0) == ("suffix" in policy)
@@ -57,7 +51,7 @@ def test_texts_are_the_same_with_choices_penalties_and_grammars(demo_engine: Loc
         found = []
         for policy in ("ar", "adaserve@suffix"):
             llm.set_policy(policy)
-            found.append(texts(llm, 0.0, **changes))
+            found.append(seeded_texts(llm, PROMPTS, 0.0, TOKENS, **changes))
         assert sum(a != b for a, b in zip(*found, strict=True)) <= 1, "but for near-ties"
     llm.set_policy("adaserve")
 

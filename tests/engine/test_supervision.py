@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 
@@ -426,69 +425,29 @@ def test_the_time_until_it_is_back_is_that_of_the_last_start():
     world.engine.close()  # in the midst of the start
 
 
-class Processes(NamedTuple):
-    """A supervised scripted engine in a process of its own. `built`: the engines that it was so far; each is built
-    once `may_build` is set."""
-
-    engine: SupervisedEngine
-    built: list[ProcessEngine]
-    may_build: threading.Event
-
-
 @pytest.fixture
 def processes(monkeypatch, request: pytest.FixtureRequest):
-    """Parameter: fields of the configuration."""
+    """A supervised scripted engine in a process of its own, and the engines that it was so far. Parameter: fields of
+    the configuration."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = EngineConfig(policy="process", **getattr(request, "param", {}))
     built: list[ProcessEngine] = []
-    may_build = threading.Event()
-    may_build.set()
 
     def build(on_death: OnDeath) -> ProcessEngine:
-        assert may_build.wait(PATIENCE_S)
         built.append(ProcessEngine(config, factory=FACTORY, on_death=on_death))
         return built[-1]
 
     engine = SupervisedEngine(build)
     engine.start()
-    yield Processes(engine, built, may_build)
+    yield engine, built
     engine.close()
     assert all(one._child.returncode is not None for one in built)
-
-
-def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(processes):
-    engine, built, may_build = processes
-    done, cut, restarts = Collected(), Collected(2), []
-
-    def told(chunk: OutputChunk) -> None:
-        if chunk.error_code:
-            restarts.append(engine.stats().restarts)
-        cut(chunk)
-
-    engine.submit(request("done", "abc", max_tokens=9), done)
-    assert done.ended.wait(PATIENCE_S)
-    engine.submit(request("cut", "slow " * 3, max_tokens=400, n=2), told)
-    wait_until(lambda: cut.chunks[0])
-    steps = engine.stats().scheduler.steps
-    may_build.clear()
-    os.kill(built[0].pid, signal.SIGKILL)
-    assert cut.ended.wait(PATIENCE_S)
-    assert restarts == [1, 1] and len(built) == 1, "they did not wait for the next process"
-    may_build.set()
-    for choice in (0, 1):
-        assert cut.last(choice).error_code == "engine_restarting" and "status -9" in cut.last(choice).error
-    wait_until(engine.is_alive)
-    again = Collected()
-    engine.submit(request("again", "abc", max_tokens=9), again)
-    assert again.ended.wait(PATIENCE_S) and again.text() == done.text()
-    wait_until(lambda: engine.stats().scheduler.steps > steps)
-    assert engine.stats().restarts == 1 and len(built) == 2
 
 
 @pytest.mark.parametrize("processes", [{"max_loras": 3}], indirect=True)
 def test_adapters_are_as_they_were_after_a_crash(processes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that was unloaded stays away, and one whose folder is gone by then is logged and missed by no other."""
-    engine, built, _ = processes
+    engine, built = processes
     for name in ("kept", "gone", "unloaded"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
@@ -509,7 +468,7 @@ def test_adapters_are_as_they_were_after_a_crash(processes, tmp_path: Path, capl
 
 def test_many_requests_at_the_moment_of_death_all_end(processes):
     """None may hang, whichever side of the death it was sent on."""
-    engine, built, _ = processes
+    engine, built = processes
     sinks, refused = {}, 0
     for i in range(200):
         if i == 100:
@@ -527,21 +486,6 @@ def test_many_requests_at_the_moment_of_death_all_end(processes):
         if not sink.ended.is_set():
             engine.abort(f"r{i}")
     assert all(sink.ended.wait(PATIENCE_S) for sink in sinks.values())
-
-
-def test_the_age_of_the_step_grows_while_the_process_hangs(processes):
-    engine, built, _ = processes
-    sink = Collected()
-    assert engine.stats().step_age_s == 0.0
-    engine.submit(request("hangs", "slow " * 3, max_tokens=60), sink)
-    wait_until(lambda: sink.chunks[0])
-    wait_until(lambda: engine.stats().step_age_s < 0.3)
-    os.kill(built[0].pid, signal.SIGSTOP)
-    wait_until(lambda: engine.stats().step_age_s > 0.6)
-    os.kill(built[0].pid, signal.SIGCONT)
-    wait_until(lambda: engine.stats().step_age_s < 0.3)
-    assert sink.ended.wait(PATIENCE_S) and sink.last().finish_reason == "length"
-    wait_until(lambda: engine.stats().step_age_s == 0.0)
 
 
 @pytest.mark.parametrize("how", ["Dying", "Refusing"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from adaserve_jax import LLM, SamplingParams
-from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError, RequestError
 from tests.engines import DEMO
 
@@ -48,13 +46,3 @@ def test_the_engine_says_so_and_refuses_what_cannot_be(llm: LLM) -> None:
     for policy in ("adaserve@suffix", "spec:4@suffix+model"):
         with pytest.raises(ConfigError, match="policy must draft by a model with synthetic_acceptance, got"):
             llm.set_policy(policy)
-
-
-def test_a_bench_does_not_record_it_as_the_drafts_own(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="--record keeps the draft's own acceptance; leave it out with --synthetic-acc"
-    ):
-        app(
-            ["bench", "--out", str(tmp_path / "out"), "--record", "--synthetic-acceptance", "1.5"],
-            standalone_mode=False,
-        )

@@ -2,65 +2,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from adaserve_jax.errors import ConfigError, IntegrityError, OutOfPagesError
+from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.page_pool import Migration, PagePool
 from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
-
-
-class PagePoolMachine(RuleBasedStateMachine):
-    """Drives the pool beside a plain dict of holders."""
-
-    owners = Bundle("owners")
-
-    @initialize(num_pages=st.integers(1, 12))
-    def start(self, num_pages):
-        self.pool = PagePool(num_pages, 8)
-        self.holders = dict.fromkeys(range(num_pages), 0)
-
-    @rule(target=owners, count=st.integers(0, 6))
-    def alloc(self, count):
-        free = [page for page, held in self.holders.items() if not held]
-        if count > len(free):
-            with pytest.raises(OutOfPagesError, match=f"asked for {count} KV pages, {len(free)} of"):
-                self.pool.alloc(count)
-            return np.zeros(0, np.int32)
-        pages = self.pool.alloc(count)
-        assert len(pages) == count
-        assert all(self.holders[int(page)] == 0 for page in pages)
-        for page in pages:
-            self.holders[int(page)] += 1
-        return pages
-
-    @rule(target=owners, pages=owners)
-    def share(self, pages):
-        if any(self.holders[int(page)] == 0 for page in pages):
-            return np.zeros(0, np.int32)
-        for page in pages:
-            self.holders[int(page)] += 1
-        self.pool.retain(pages)
-        return pages.copy()
-
-    @rule(pages=consumes(owners))
-    def free(self, pages):
-        self.pool.free(pages)
-        for page in pages:
-            self.holders[int(page)] -= 1
-
-    @invariant()
-    def agrees(self):
-        if hasattr(self, "pool"):
-            self.pool.check_integrity()
-            assert self.pool.num_free == sum(held == 0 for held in self.holders.values())
-            ids = np.arange(self.pool.pages_in_force)
-            assert self.pool.references(ids).tolist() == list(self.holders.values())
-
-
-TestPagePool = PagePoolMachine.TestCase
-TestPagePool.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_double_free_and_foreign_pages_are_refused():

@@ -11,6 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.loading import load_params
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -266,3 +269,16 @@ def write_medusa(
         tensors[f"medusa_head.{head}.{blocks}.weight"] = rng.standard_normal((vocab_size, size)) * 1.5 / np.sqrt(size)
     write_tensors(folder, {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
     return folder
+
+
+def load(folder: Path, dtype: Any = np.float32, quantize: str = "none") -> dict[str, np.ndarray]:
+    """Return the weights that a checkpoint is loaded as."""
+    params = load_params(folder, ModelConfig.from_folder(folder), dtype, quantize=quantize)
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

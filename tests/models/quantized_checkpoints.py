@@ -69,19 +69,6 @@ def quantize(plain: Path, quantized: Path, name: str) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def packed_modules(folder: Path) -> set[str]:
-    """Names of the matrices that a file has in integers."""
-    from safetensors.torch import load_file
-
-    ends = ("weight", "weight_packed", "qweight")
-    names = {
-        name.rpartition(".")
-        for name, value in load_file(folder / "model.safetensors").items()
-        if not value.is_floating_point()
-    }
-    return {f"{module}.weight" for module, _, end in names if end in ends}
-
-
 def _fp8_blocks(weight: np.ndarray) -> Packed:
     """By transformers' own quantiser, and back by its own dequantiser."""
     return _transformers_fp8(weight, [16, 16])

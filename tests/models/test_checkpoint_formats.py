@@ -16,11 +16,10 @@ from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models import tensors as tensor_files
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.export import convert, export
-from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.quantize import SCALE, ZERO
 from adaserve_jax.models.tensors import TensorFiles
 from tests.conftest import ROOT
-from tests.models.checkpoints import CONFIG, write_checkpoint
+from tests.models.checkpoints import CONFIG, assert_same, load, write_checkpoint
 from tests.models.quantized_checkpoints import FORMATS, KEPT, write_quantized
 from tests.models.raw_safetensors import write_raw
 from tests.slow import slow_after
@@ -34,18 +33,6 @@ QUICK = {
 """Cases of `make test`: the ways to store weights that differ most, experts among them."""
 assert set(CASES) >= QUICK, "an entry that names no case runs nothing"
 PARAMS = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES]
-
-
-def load(folder: Path, dtype: Any = jnp.float32, quantize: str = "none") -> dict[str, np.ndarray]:
-    params = load_params(folder, ModelConfig.from_folder(folder), dtype, quantize=quantize)
-    return {name: np.asarray(value) for name, value in params.items()}
-
-
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 @pytest.mark.torch

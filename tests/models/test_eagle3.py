@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import init_params, logits, param_specs
+from adaserve_jax.models.decoder import init_params, logits
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint, write_eagle3, write_tensors
 from tests.models.head_logits import head_logits
@@ -63,51 +63,6 @@ def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path, case: str) -> No
     assert np.abs(ours[possible] - np.array(expected)[possible]).max() < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.torch
-def test_logits_equal_torch(tmp_path: Path) -> None:
-    folder = write_eagle3(tmp_path, features=TARGET_FEATURES)
-    tokens, features = _inputs(2)
-    ours = _draft(folder, tokens[:FED], features)
-    theirs = _torch_logits(folder, tokens[:FED], features)
-    possible = np.isfinite(theirs)
-    assert possible.sum() == 200
-    assert (np.isfinite(ours[0]) == possible).all()
-    assert np.abs(ours[0][possible] - theirs[possible]).max() < 1e-4
-
-
-def _torch_logits(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """Logits f[V] after the last token, of a head put together from transformers' parts of a Llama layer."""
-    import torch
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as llama
-
-    config = LlamaConfig.from_pretrained(folder, attn_implementation="eager")
-    w = {name: torch.as_tensor(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
-    d = config.hidden_size
-    layer = llama.LlamaDecoderLayer(config, 0)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        old = getattr(layer.self_attn, name)
-        setattr(layer.self_attn, name, torch.nn.Linear(2 * d, old.out_features, bias=False))
-    hidden_norm, norm = (llama.LlamaRMSNorm(d, config.rms_norm_eps) for _ in range(2))
-    own = {name.removeprefix("midlayer."): tensor for name, tensor in w.items() if name.startswith("midlayer.")}
-    hidden_norm.weight.data, norm.weight.data = own.pop("hidden_norm.weight"), w["norm.weight"]
-    layer.load_state_dict(own)
-    with torch.no_grad():
-        feature = torch.as_tensor(features)[None] @ w["fc.weight"].T
-        embedded = layer.input_layernorm(w["embed_tokens.weight"][torch.as_tensor(tokens)][None])
-        both = torch.cat([embedded, hidden_norm(feature)], dim=-1)
-        count = len(tokens)
-        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        rotary = llama.LlamaRotaryEmbedding(config)(both, torch.arange(count)[None])
-        x = feature + layer.self_attn(both, position_embeddings=rotary, attention_mask=mask)[0]
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        scores = w["lm_head.weight"] @ norm(x)[0, -1]
-    found = np.full(config.vocab_size, -np.inf, np.float32)
-    found[np.arange(len(scores)) + w["d2t"].numpy()] = scores.numpy()
-    return found
-
-
 def test_both_formats_are_recognised(tmp_path: Path) -> None:
     specforge = _head_config(write_eagle3(tmp_path / "a"))
     eagle = _head_config(write_eagle3(tmp_path / "b", architectures=["LlamaForCausalLM"], target_hidden_size=None))
@@ -127,12 +82,9 @@ def test_both_formats_are_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_random_parameters_fit_their_specs(tmp_path: Path) -> None:
+def test_random_parameters_have_the_rows_of_the_draft_vocabulary(tmp_path: Path) -> None:
     config = _head_config(write_eagle3(tmp_path))
     params = init_params(config, 0)
-    assert {name: weight.shape for name, weight in params.items()} == {
-        name: shape for name, (shape, _) in param_specs(config).items()
-    }
     rows = np.asarray(params["head_row"])
     assert sorted(rows[rows >= 0]) == list(range(200))
     out = jax.jit(lambda hidden: logits(params, config, hidden))(jnp.ones((32, 1)))

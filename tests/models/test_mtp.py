@@ -16,7 +16,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params, param_specs
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
-from tests.models.checkpoints import write_checkpoint, write_mimo, write_tensors
+from tests.models.checkpoints import assert_same, load, write_checkpoint, write_mimo, write_tensors
 from tests.models.head_logits import head_logits
 from tests.models.torch_checkpoints import torch_mtp_logits, write_glm_mtp
 from tests.oracles.mtp import LAYER, MtpLayer
@@ -49,15 +49,6 @@ def test_logits_equal_the_oracle_at_every_depth(tmp_path: Path) -> None:
     np.testing.assert_allclose(_draft(folder, tokens, features), expected, atol=1e-4)
 
 
-@pytest.mark.torch
-@pytest.mark.slow
-def test_logits_equal_torch(tmp_path: Path) -> None:
-    folder = write_mimo(tmp_path)
-    tokens, features = _inputs(2)
-    theirs = _torch_logits(folder, tokens[:FED], features)
-    np.testing.assert_allclose(_draft(folder, tokens[:FED], features)[0], theirs, atol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_layer_of_glm_computes_what_transformers_does(tmp_path: Path) -> None:
@@ -78,40 +69,7 @@ def test_the_model_beside_the_layer_of_glm_is_as_without_it(tmp_path: Path) -> N
     assert config.mtp is not None and config.mtp.layers == ("model.layers.2.",)
     tensors = load_file(folder / "model.safetensors")
     write_tensors(plain, {name: tensor for name, tensor in tensors.items() if "layers.2." not in name})
-    ours, theirs = load_params(folder, config), load_params(plain, config)
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        np.testing.assert_array_equal(weight, theirs[name])
-
-
-def _torch_logits(folder: Path, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """Logits f[V] after the last token, of a layer put together from transformers' parts of a Qwen 2 layer."""
-    import torch
-    from transformers import Qwen2Config
-    from transformers.models.qwen2 import modeling_qwen2 as qwen2
-
-    given = json.loads((folder / "config.json").read_text())
-    kept = {name: given[name] for name in given if name not in ("architectures", "model_type")}
-    config = Qwen2Config(**kept, attn_implementation="eager")
-    w = {name: torch.as_tensor(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
-    own = {name.removeprefix(LAYER): tensor for name, tensor in w.items() if name.startswith(LAYER)}
-    norms = {}
-    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        norms[name] = qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        norms[name].weight.data = own.pop(f"{name}.weight")
-    projection = own.pop("input_proj.weight")
-    layer = qwen2.Qwen2DecoderLayer(config, 0)
-    layer.load_state_dict(own)
-    count = len(tokens)
-    with torch.no_grad():
-        embedded = norms["token_layernorm"](w["model.embed_tokens.weight"][torch.as_tensor(tokens)][None])
-        both = torch.cat([norms["hidden_layernorm"](torch.as_tensor(features)[None]), embedded], dim=-1)
-        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        x = both @ projection.T
-        rotary = qwen2.Qwen2RotaryEmbedding(config)(x, torch.arange(count)[None])
-        out = layer(x, position_embeddings=rotary, attention_mask=mask)
-        out = out[0] if isinstance(out, tuple) else out
-        return (w["lm_head.weight"] @ norms["final_layernorm"](out)[0, -1]).numpy()
+    assert_same(load_params(folder, config), load_params(plain, config))
 
 
 def test_the_model_is_read_as_qwen2(tmp_path: Path) -> None:
@@ -127,10 +85,7 @@ def test_the_model_is_read_as_qwen2(tmp_path: Path) -> None:
     write_tensors(plain, {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYER)})
     assert config.mtp is not None and config.mtp.layers == (LAYER,)
     assert replace(config, mtp=None) == ModelConfig.from_folder(plain)
-    ours, theirs = load_params(folder, config), load_params(plain, ModelConfig.from_folder(plain))
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        np.testing.assert_array_equal(weight, theirs[name])
+    assert_same(load(folder), load(plain))
 
 
 @pytest.mark.slow

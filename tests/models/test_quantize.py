@@ -16,11 +16,11 @@ import pytest
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models import tensors as tensor_files
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import decode, init_params, logits, param_specs
+from adaserve_jax.models.decoder import attend_dense, decode, init_params, logits, param_specs
 from adaserve_jax.models.export import convert
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.quantize import SCALE, ZERO, Int4Groups, int4_product, int8_product, quantize_rows
-from tests.models.checkpoints import CONFIG, MIXTRAL, random_tensors, write_checkpoint, write_tensors
+from tests.models.checkpoints import CONFIG, MIXTRAL, assert_same, load, random_tensors, write_checkpoint, write_tensors
 from tests.oracles.llama import oracle_logits
 from tests.oracles.quantized import dequantized_checkpoint, group_size, rounded, rounded_in_groups
 from tests.slow import slow_after
@@ -28,23 +28,12 @@ from tests.slow import slow_after
 TOKENS = np.random.default_rng(1).integers(0, 320, 12)
 
 
-def load(folder: Path, dtype: type = jnp.float32, kind: str = "int8") -> dict[str, np.ndarray]:
-    params = load_params(folder, ModelConfig.from_folder(folder), dtype, quantize=kind)
-    return {name: np.asarray(value) for name, value in params.items()}
-
-
 def causal_logits(config: ModelConfig, params: dict[str, jax.Array]) -> np.ndarray:
     """f32[T, V] over TOKENS."""
-    count = len(TOKENS)
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-        k, v = (jnp.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
-        scores = jnp.einsum("hdt,hds->hts", q, k) * q.shape[1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(np.tril(np.ones((count, count), bool)), scores, -jnp.inf))
-        return jnp.einsum("hts,hds->hdt", weights, v)
 
     def run(params: dict[str, jax.Array]) -> jax.Array:
-        return logits(params, config, decode(params, config, TOKENS.astype(np.int32), jnp.arange(count), attend))
+        hidden = decode(params, config, TOKENS.astype(np.int32), jnp.arange(len(TOKENS)), attend_dense(config))
+        return logits(params, config, hidden)
 
     return np.asarray(jax.jit(run)(params))
 
@@ -183,7 +172,7 @@ def test_the_bytes_are_those_of_the_stored_rows_whatever_the_layout_and_the_bloc
 ) -> None:
     folder = write_checkpoint(tmp_path / "given", dtype=stored, shards=2)
     convert(folder, tmp_path / "converted")
-    params, int4 = load(folder), load(folder, kind="int4")
+    params, int4 = load(folder, quantize="int8"), load(folder, quantize="int4")
     numpy_type = {"f16": np.float16, "bf16": jnp.bfloat16, "f32": np.float32}[stored]
     tensors = random_tensors(CONFIG, seed=0)
     parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -192,11 +181,8 @@ def test_the_bytes_are_those_of_the_stored_rows_whatever_the_layout_and_the_bloc
     np.testing.assert_array_equal(params["layers.1.qkv.scale"], scale)
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 8 * 32 * 3)  # three rows of most weights
     for kind, expected in (("int8", params), ("int4", int4)):
-        for other in (load(folder, kind=kind), load(tmp_path / "converted", kind=kind)):
-            assert other.keys() == expected.keys()
-            for name, value in expected.items():
-                assert other[name].dtype == value.dtype
-                np.testing.assert_array_equal(other[name], value)
+        for other in (load(folder, quantize=kind), load(tmp_path / "converted", quantize=kind)):
+            assert_same(other, expected)
     found = widened(*(int4[f"layers.1.qkv{suffix}"] for suffix in ("", SCALE, ZERO)))
     np.testing.assert_allclose(found, rounded_in_groups(np.concatenate(parts).astype(numpy_type)), rtol=1e-6)
 
@@ -209,7 +195,7 @@ def test_specs_name_every_scale_and_the_axis_of_its_rows(tmp_path: Path, dtype: 
     assert {name[: -len(SCALE)] for name in specs.keys() - plain.keys()} == {
         n for n, (s, _) in plain.items() if len(s) == 2
     }
-    params = load(folder, dtype)
+    params = load(folder, dtype, "int8")
     assert {name: shape for name, (shape, _) in specs.items()} == {name: x.shape for name, x in params.items()}
     for name, value in params.items():
         if name + SCALE in specs:
@@ -222,7 +208,7 @@ def test_specs_name_every_scale_and_the_axis_of_its_rows(tmp_path: Path, dtype: 
 def test_specs_of_int4_are_the_arrays(tmp_path: Path) -> None:
     """Embedding and head are in int8; norms keep their type."""
     folder = write_checkpoint(tmp_path)
-    specs, params = param_specs(ModelConfig.from_folder(folder), "int4"), load(folder, kind="int4")
+    specs, params = param_specs(ModelConfig.from_folder(folder), "int4"), load(folder, quantize="int4")
     assert {name: shape for name, (shape, _) in specs.items()} == {name: x.shape for name, x in params.items()}
     packed = {name.removesuffix(ZERO) for name in specs if name.endswith(ZERO)}
     assert packed == {name for name in params if name.startswith("layers.") and name + SCALE in params}
@@ -253,7 +239,7 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path, bad: float, kind: s
     with pytest.raises(
         CheckpointError, match=rf"weight layers\.1\.qkv has a value that is not finite, which {kind} cannot"
     ):
-        load(folder, kind=kind)
+        load(folder, quantize=kind)
 
 
 def test_progress_counts_weights_and_not_scales(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from adaserve_jax.models.lora import read_adapter
 from adaserve_jax.models.text_model import text_name
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.models.adapters import write_adapter
-from tests.models.checkpoints import CONFIG, write_checkpoint, write_tensors
+from tests.models.checkpoints import CONFIG, assert_same, load, write_checkpoint, write_tensors
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -68,28 +68,25 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     return plain, wrap(plain, tmp_path / "whole", request.param)
 
 
-def assert_same(found: Path, expected: Path) -> None:
+def assert_same_model(found: Path, expected: Path) -> None:
     """Both are the same model, bit for bit."""
     config = ModelConfig.from_folder(expected)
     assert ModelConfig.from_folder(found) == config
-    ours, theirs = load_params(found, config), load_params(expected, config)
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(weight), err_msg=name)
+    assert_same(load(found), load(expected))
 
 
 def test_the_text_model_is_that_of_a_checkpoint_of_its_own(pair: tuple[Path, Path]) -> None:
     plain, whole = pair
-    assert_same(whole, plain)
+    assert_same_model(whole, plain)
 
 
 def test_what_is_written_from_it_is_a_text_model_alone(pair: tuple[Path, Path], tmp_path: Path) -> None:
     plain, whole = pair
     config = ModelConfig.from_folder(whole)
     export(load_params(whole, config), whole, tmp_path / "exported")
-    assert_same(tmp_path / "exported", plain)
+    assert_same_model(tmp_path / "exported", plain)
     convert(whole, tmp_path / "converted")
-    assert_same(tmp_path / "converted", plain)
+    assert_same_model(tmp_path / "converted", plain)
     for name in ("exported", "converted"):
         said = json.loads((tmp_path / name / "config.json").read_text())
         assert said["architectures"] == json.loads((plain / "config.json").read_text())["architectures"]
@@ -101,7 +98,7 @@ def test_it_grows_as_a_text_model_does(tmp_path: Path) -> None:
     shape = GrownShape(3, 64, 8, 4, 96)
     for name, source in (("text", plain), ("whole", wrap(plain, tmp_path / "wrapped", "older"))):
         grow(source, tmp_path / name, shape)
-    assert_same(tmp_path / "whole", tmp_path / "text")
+    assert_same_model(tmp_path / "whole", tmp_path / "text")
 
 
 def test_an_adapter_of_the_whole_changes_the_text_model(pair: tuple[Path, Path], tmp_path: Path) -> None:

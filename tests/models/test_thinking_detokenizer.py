@@ -11,6 +11,7 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.sampling import SamplingParams, Thinking
 from adaserve_jax.types import DraftTrees, Sequence, StepPlan
+from tests.models.test_detokenizer import first_stop
 from tests.plans import packed_trees, step_plan
 
 OPENING, CLOSING, BLANK = 4, 5, 6
@@ -50,12 +51,8 @@ def parts(tokens: list[int], *, started: bool) -> tuple[list[int], list[int] | N
 
 
 def cut(text: str, stop: tuple[str, ...]) -> tuple[str, int | None]:
-    """The text before the stop string that completes first, and where that ends."""
-    for end in range(1, len(text) + 1):
-        found = [each for each in stop if text[:end].endswith(each)]
-        if found:
-            return text[: end - max(map(len, found))], end
-    return text, None
+    """Return `first_stop`, or the whole text if there is none."""
+    return first_stop(text, stop) or (text, None)
 
 
 def divided(tokens: list[int], stop: tuple[str, ...], *, started: bool) -> tuple[str, int, str, int | None]:

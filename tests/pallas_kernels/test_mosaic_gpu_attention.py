@@ -18,12 +18,11 @@ from benchmarks.kernels.attention_specs import (
     FULL,
     LAYER,
     TINY,
-    AttentionCase,
     AttentionSpec,
     make_case,
 )
 from tests.oracles.attention import oracle_attention
-from tests.pallas_kernels.test_paged_tree_attention import run
+from tests.pallas_kernels.test_paged_tree_attention import run, shapes
 
 
 def variant(name: str, new_name: str, **changes: object) -> AttentionSpec:
@@ -84,18 +83,6 @@ def half(*shape: int) -> jax.ShapeDtypeStruct:
 
 def index(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def shapes(spec: AttentionSpec) -> AttentionCase:
-    """The shapes and dtypes of make_case(spec), without the arrays."""
-    rows, tokens = len(spec.counts), spec.num_tokens
-    max_pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
-
-    keys = half(spec.kv_heads, spec.head_dim, tokens)
-    pool = half(2, rows * max_pages + 3, spec.kv_heads, spec.page_size, spec.head_dim)
-    q = half(spec.group * spec.kv_heads, spec.head_dim, tokens)
-    sinks = jax.ShapeDtypeStruct(q.shape[:1], jnp.float32) if spec.sinks else None
-    return AttentionCase(q, keys, keys, pool, pool, index(rows, max_pages), index(rows), *[index(tokens)] * 3, sinks)  # type: ignore[arg-type]
 
 
 QUICK = ("tree24_windowed",)

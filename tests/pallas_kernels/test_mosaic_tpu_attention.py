@@ -19,16 +19,13 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention,
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
 from adaserve_jax.runtime.pools import pool_head_dim
 from benchmarks.kernels.attention_specs import (
-    DTYPES,
     FULL,
     LAYER,
     TINY,
-    AttentionCase,
-    AttentionSpec,
     make_case,
 )
 from tests.pallas_kernels import plain
-from tests.pallas_kernels.test_paged_tree_attention import check_against_oracle, run
+from tests.pallas_kernels.test_paged_tree_attention import check_against_oracle, run, shapes
 
 LONG = {
     "many_steps": replace(TINY["tree"], name="many_steps", contexts=(1500, 0, 530), page_size=64),
@@ -123,26 +120,12 @@ def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
 QUICK = ("tree24_page16", "tree24_sinks")
 
 
-def shapes(spec: AttentionSpec, sharding: jax.sharding.Sharding | None = None) -> AttentionCase:
-    """A case of the spec without data."""
-    rows, tokens, head_dim = len(spec.counts), spec.num_tokens, spec.head_dim
-    pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
-    pool = (2, rows * pages, spec.kv_heads, spec.page_size, pool_head_dim(head_dim, "tpu"))
-    floats = ((spec.group * spec.kv_heads, head_dim, tokens), *[(spec.kv_heads, head_dim, tokens)] * 2, pool, pool)
-    integers = ((rows, pages), (rows,), *[(tokens,)] * 3)
-    return AttentionCase(
-        *(jax.ShapeDtypeStruct(x, DTYPES[spec.dtype], sharding=sharding) for x in floats),
-        *(jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in integers),
-        jax.ShapeDtypeStruct(floats[0][:1], jnp.float32, sharding=sharding) if spec.sinks else None,
-    )
-
-
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FULL]
 )
 def test_lowers_for_tpus_anywhere(name: str) -> None:
     spec = FULL[name]
-    traced = run.trace(shapes(spec), spec=spec, implementation="mosaic_tpu")
+    traced = run.trace(shapes(spec, pool_head_dim(spec.head_dim, "tpu")), spec=spec, implementation="mosaic_tpu")
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -167,7 +150,7 @@ def test_compiles_for_a_tpu_and_copies_no_pool(name: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     device = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
     spec = FULL[name]
-    case = shapes(spec, jax.sharding.SingleDeviceSharding(device))
+    case = shapes(spec, pool_head_dim(spec.head_dim, "tpu"), jax.sharding.SingleDeviceSharding(device))
     traced = run.trace(case, spec=spec, implementation="mosaic_tpu")
     memory = traced.lower(lowering_platforms=("tpu",)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < case.k_pool.size * case.k_pool.dtype.itemsize / 4

@@ -18,7 +18,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, Slabs, expand_bits, query_blocks
 from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
-from benchmarks.kernels.attention_specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
+from benchmarks.kernels.attention_specs import DTYPES, LAYER, TINY, AttentionCase, AttentionSpec, make_case
 from tests.oracles.attention import oracle_attention
 from tests.pallas_kernels import plain
 
@@ -61,6 +61,22 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(kernel, "attend", partial(kernel.attend, interpret=True))
     yield
     pltpu.reset_tpu_interpret_mode_state()
+
+
+def shapes(
+    spec: AttentionSpec, pool_head_dim: int | None = None, sharding: jax.sharding.Sharding | None = None
+) -> AttentionCase:
+    """Return a case of the spec without data. pool_head_dim: D of the pools, where it is padded."""
+    rows, tokens, head_dim = len(spec.counts), spec.num_tokens, spec.head_dim
+    pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
+    pool = (2, rows * pages, spec.kv_heads, spec.page_size, pool_head_dim or head_dim)
+    floats = ((spec.group * spec.kv_heads, head_dim, tokens), *[(spec.kv_heads, head_dim, tokens)] * 2, pool, pool)
+    integers = ((rows, pages), (rows,), *[(tokens,)] * 3)
+    return AttentionCase(
+        *(jax.ShapeDtypeStruct(x, DTYPES[spec.dtype], sharding=sharding) for x in floats),
+        *(jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in integers),
+        jax.ShapeDtypeStruct(floats[0][:1], jnp.float32, sharding=sharding) if spec.sinks else None,
+    )
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))

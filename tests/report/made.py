@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from adaserve_jax.report.points import measured
+from adaserve_jax.report.view import View
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.records import RequestRecord, Status
@@ -120,3 +122,7 @@ def samples_over(seconds: int, **changes: object) -> list[Sample]:
             pages_used=5, pages_total=9, extension_used=0, extension_total=0, **changes,
         ))  # fmt: skip
     return made
+
+
+def view_of(*points, rate: float | None = None) -> View:
+    return View.of(measured([folder(*points)]), rate)

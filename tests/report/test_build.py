@@ -61,15 +61,6 @@ def test_a_policy_has_the_same_colour_in_every_report():
     assert {name: other.colour(name) for name in other.policies} == {"adaserve": 0, "y": 1, "x": 2}
 
 
-def test_numbers_of_figures_are_finite_or_absent():
-    for section in build(measured([full()]), against=measured([full("before")])).sections:
-        for item in section.items:
-            if isinstance(item, Figure):
-                values = [v for panel in item.panels for s in panel.series for v in (*s.y, *s.low, *s.high)]
-                assert all(value is None or abs(value) < float("inf") for value in values), item.key
-                assert len(item.panels) <= 6
-
-
 def test_facts_are_those_of_the_rows():
     facts = dict(build(measured([full()])).facts)
     assert facts["target"] == "demo/target (110.2M parameters)"
@@ -144,10 +135,3 @@ def test_a_servers_file_has_the_report_of_a_folder(tmp_path: Path):
     assert {section.key for section in document.sections} >= {"headline", "curves", "latency", "mlperf", "violations"}
     table = next(item for item in document.sections[0].items if isinstance(item, Table))
     assert [row[:3] for row in table.rows] == [("adaserve", "0.75/s", "3"), ("ar", "1/s", "3 (1 without target)")]
-
-
-def test_unknown_point_of_the_timeline_is_refused():
-    with pytest.raises(
-        ConfigError, match="expected one of the points 'ar@1/s', 'adaserve@1/s', 'ar@2/s', 'adaserve@2/s'"
-    ):
-        build(measured([full()]), timeline="nobody@1/s")

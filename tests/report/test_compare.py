@@ -11,7 +11,7 @@ from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View
-from tests.report.made import PROVENANCE, folder, point, request
+from tests.report.made import PROVENANCE, folder, point, request, view_of
 
 
 def requests(missed: int, of: int = 40, **changes):
@@ -78,12 +78,6 @@ def test_other_conditions_are_warned_of():
     ]
     _, _, near = compare([point(requests(0))], [point(requests(0), provenance=replace(PROVENANCE, baseline_s=0.051))])
     assert not any("differs" in text for text in near)
-
-
-def test_other_requests_are_not_paired():
-    moved = [replace(each, due_s=each.due_s + 0.5) for each in requests(4)]
-    _, _, texts = compare([point(requests(4))], [point(moved)])
-    assert texts[0].startswith("1 of 1 comparisons are not of the same requests at the same times")
 
 
 def test_classes_have_rows_of_their_own():
@@ -166,10 +160,6 @@ def test_differences_of_independent_samples_are_not_called_paired():
     texts = [item.text for item in headline(view).items if isinstance(item, Text)]
     assert texts[0].endswith("(95% interval of differences, not all paired).")
     assert any(text.startswith(said) for text in texts)
-
-
-def view_of(*points) -> View:
-    return View.of(measured([folder(*points)]))
 
 
 def test_ahead_at_one_rate_and_not_at_the_other():

@@ -8,14 +8,8 @@ import pytest
 from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.report.mlperf import Tail, mlperf
-from adaserve_jax.report.points import measured
-from adaserve_jax.report.view import View
 from adaserve_jax.results.schema import SERVED
-from tests.report.made import folder, point, request
-
-
-def view_of(*points) -> View:
-    return View.of(measured([folder(*points)]))
+from tests.report.made import point, request, view_of
 
 
 def requests(slow: int, of: int = 200, **changes):

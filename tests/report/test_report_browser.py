@@ -6,7 +6,6 @@ import contextlib
 import re
 import zlib
 from base64 import b64decode
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ import pytest
 from adaserve_jax.report.document import Document, Figure
 from adaserve_jax.report.html import render_html
 from adaserve_jax.report.palette import COLOURS
+from tests.browser import browser as browser
+from tests.browser import see as see
 from tests.report import made_document as made
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="REPORT NOT SEEN: playwright is not installed")
-pictures = pytest.importorskip("scripts.dashboard_pictures")
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow
 
@@ -26,52 +25,10 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1440, "height": 900}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator:
-    if pictures.browser_path() is None:
-        pytest.skip(f"REPORT NOT SEEN: no browser is installed; looked for {', '.join(pictures.BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=pictures.browser_path())
-        yield launched
-        launched.close()
-
-
-@pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(render_html(made.document()), encoding="utf-8")
     return path
-
-
-class Seen:
-    """A page, what its console said, and where it asked."""
-
-    def __init__(self, browser, path: Path, **context):
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.faults: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on("console", lambda message: self.faults.append(message.text))
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("request", lambda request: self.asked.add(request.url))
-        self.page.goto(path.as_uri())
-
-    def colour(self, selector: str, name: str) -> tuple[int, ...]:
-        """A computed colour of the first such element, as RGB."""
-        script = "([selector, name]) => getComputedStyle(document.querySelector(selector))[name]"
-        return tuple(map(int, re.findall(r"\d+", self.page.evaluate(script, [selector, name]))[:3]))
-
-
-@pytest.fixture
-def see(browser) -> Iterator:
-    opened = []
-
-    def open_page(path: Path, **context) -> Seen:
-        opened.append(Seen(browser, path, **context))
-        return opened[-1]
-
-    yield open_page
-    for seen in opened:
-        seen.context.close()
 
 
 def shade(name: str, *, dark: bool) -> tuple[int, ...]:
@@ -83,7 +40,7 @@ def figures(document: Document) -> list[Figure]:
 
 
 def test_it_asks_nobody_and_its_console_is_quiet(path, see):
-    seen = see(path, viewport=DESK)
+    seen = see(path.as_uri(), viewport=DESK)
     seen.page.wait_for_timeout(300)
     assert seen.faults == []
     assert {url for url in seen.asked if not url.startswith("data:")} == {path.as_uri()}
@@ -97,7 +54,7 @@ def test_its_policy_stops_what_would_get_in(path, see, tmp_path):
     broken = tmp_path / "broken.html"
     inside = '<script>document.title = "run"</script><img src="http://127.0.0.1:9/x.png">'
     broken.write_text(path.read_text(encoding="utf-8").replace("<main", inside + "<main", 1), encoding="utf-8")
-    seen = see(broken)
+    seen = see(broken.as_uri())
     seen.page.wait_for_timeout(200)
     assert seen.page.title() != "run"
     assert len([fault for fault in seen.faults if "Content Security Policy" in fault]) == 2
@@ -106,7 +63,7 @@ def test_its_policy_stops_what_would_get_in(path, see, tmp_path):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_colours_by_the_system_and_by_the_switch(path, see, scheme):
     dark = scheme == "dark"
-    seen = see(path, color_scheme=scheme)
+    seen = see(path.as_uri(), color_scheme=scheme)
     other = "light" if dark else "dark"
     for chosen, is_dark in (("auto", dark), (other, not dark), (scheme, dark), ("auto", dark)):
         seen.page.locator(f"label:has(#scheme-{chosen})").click()
@@ -119,7 +76,7 @@ def test_both_colours_by_the_system_and_by_the_switch(path, see, scheme):
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1100, 1440])
 def test_the_page_never_scrolls_sideways(path, see, width):
-    seen = see(path, viewport={"width": width, "height": 800})
+    seen = see(path.as_uri(), viewport={"width": width, "height": 800})
     seen.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
     if width == 390:
@@ -131,7 +88,7 @@ def test_the_page_never_scrolls_sideways(path, see, width):
 
 @pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
 def test_letters_in_figures_can_be_read_and_stay_inside(path, see, viewport):
-    seen = see(path, viewport=viewport)
+    seen = see(path.as_uri(), viewport=viewport)
     sizes = seen.page.evaluate(
         f"""[...document.querySelectorAll('img.plot')].filter({SHOWN}).map(plot =>
              plot.getBoundingClientRect().width / (plot.naturalWidth * 0.75) * 10.5)"""
@@ -156,7 +113,7 @@ def test_letters_in_figures_can_be_read_and_stay_inside(path, see, viewport):
 
 
 def test_it_is_read_with_the_keyboard_and_contents_lead_to_figures(path, see):
-    seen = see(path, viewport=DESK)
+    seen = see(path.as_uri(), viewport=DESK)
     seen.page.keyboard.press("Tab")
     assert seen.page.evaluate("document.activeElement.className") == "skip"
     seen.page.locator("nav a[href='#pareto']").click()
@@ -168,7 +125,7 @@ def test_it_is_read_with_the_keyboard_and_contents_lead_to_figures(path, see):
 
 
 def test_on_paper_every_figure_is_whole(path, see):
-    seen = see(path, color_scheme="dark")
+    seen = see(path.as_uri(), color_scheme="dark")
     pdf = seen.page.pdf(prefer_css_page_size=True, print_background=False)
     pages = [float(x) for x in re.findall(rb"/MediaBox\s*\[\s*0 0 ([\d.]+)", pdf)]
     assert pages and all(abs(width - 595) < 2 for width in pages)  # A4

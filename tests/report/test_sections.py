@@ -7,7 +7,6 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.compare import headline
 from adaserve_jax.report.document import Figure, Table, Text
-from adaserve_jax.report.points import measured
 from adaserve_jax.report.sections import (
     NO_SAMPLES,
     acceptance,
@@ -19,12 +18,7 @@ from adaserve_jax.report.sections import (
     phases,
     violations,
 )
-from adaserve_jax.report.view import View
-from tests.report.made import PROVENANCE, folder, point, request, samples_over
-
-
-def view_of(*points, rate: float | None = None) -> View:
-    return View.of(measured([folder(*points)]), rate)
+from tests.report.made import PROVENANCE, point, request, samples_over, view_of
 
 
 def figures_of(section) -> dict[str, Figure]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
-from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.types import CandidateTrees, DraftPlan, StepPlan
+from tests.engines import compile_only
 from tests.oracles.eagle3 import Head
 from tests.oracles.mtp import MtpLayer
 from tests.plans import i32, packed_trees, step_plan
@@ -19,6 +23,16 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 TEXTS = [np.random.default_rng(seed).integers(3, 300, length).astype(np.int32) for seed, length in ((1, 21), (2, 10))]
 """Prompts, and behind each the token that was drawn after it."""
+
+
+@pytest.fixture(scope="module")
+def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
+    """The engine of the file's fixture `config`."""
+    executor = load_executor(config)
+    compile_only(executor, lambda key: "resample" not in key and key[1:] != ("search", 4, 1))  # neither is run here
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.close()
 
 
 def plan_step(

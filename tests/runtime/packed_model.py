@@ -77,5 +77,6 @@ def trees(tokens: list[int], parents: list[int]) -> DraftTrees:
 
 
 def run(model: DeviceModel, plan: StepPlan, tree: DraftTrees) -> np.ndarray:
-    bucket = model.buckets.pick(tree.num_nodes + plan.num_prefill_tokens, 1)
-    return np.asarray(model.run(pack_verify(bucket, MAX_PAGES, plan, tree, adapted=model.programs.max_adapters > 0)))
+    programs, bucket = model.programs, model.buckets.pick(tree.num_nodes + plan.num_prefill_tokens, plan.num_rows)
+    packed = pack_verify(bucket, programs.max_pages, plan, tree, adapted=programs.max_adapters > 0)
+    return np.asarray(model.run(packed))

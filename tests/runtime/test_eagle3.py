@@ -3,7 +3,6 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from safetensors.numpy import load_file
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from tests.engines import compile_only
 from tests.models.checkpoints import write_checkpoint, write_eagle3
 from tests.oracles.eagle3 import Head
 from tests.oracles.llama import oracle_logits
 from tests.plans import packed_trees
 from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, check_tree, plan_step, prefill, searched
+from tests.runtime.head_steps import executor as executor
 
 LAYERS = [0, 2, 3]
 
@@ -32,15 +31,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     target = write_checkpoint(folder / "target", num_hidden_layers=4)
     head = write_eagle3(folder / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": LAYERS}, seed=4)
     return EngineConfig(target=str(target), draft=str(head), **SMALL)
-
-
-@pytest.fixture(scope="module")
-def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
-    executor = load_executor(config)
-    compile_only(executor, lambda key: "resample" not in key and key[1:] != ("search", 4, 1))  # neither is run here
-    yield executor
-    assert executor.compiles_after_ready == 0
-    executor.close()
 
 
 def _expected(config: EngineConfig, text: np.ndarray) -> tuple[Head, np.ndarray]:
@@ -103,26 +93,6 @@ def test_without_a_head_pools_have_no_features(config: EngineConfig, executor: M
     with_features = executor.target.pools.features
     assert with_features is not None
     assert with_features.shape == (3, 32, 1, 8, 32)
-
-
-@pytest.mark.slow
-def test_without_a_head_no_program_has_features(config: EngineConfig, executor: ModelExecutor) -> None:
-    plain = load_executor(replace(config, draft=None))
-    try:
-        ours, theirs = ({each.key: each for each in e.target.declare_forward(_outputs(e))} for e in (plain, executor))
-        for key, declared in ours.items():
-            text = declared.function.lower(*declared.arguments).as_text()
-            more = theirs[key].function.lower(*theirs[key].arguments).as_text()
-            assert "3x64x1x32" not in text
-            assert "3x64x1x32" in more
-    finally:
-        plain.close()
-
-
-def _outputs(executor: ModelExecutor) -> Any:
-    from functools import partial
-
-    return partial(executor.target.programs.verify, max_depth=executor.limits.max_tree_depth)
 
 
 def test_memory_is_planned_to_the_byte(executor: ModelExecutor) -> None:

@@ -18,7 +18,7 @@ from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from tests.models.checkpoints import write_checkpoint, write_medusa
 from tests.oracles.llama import oracle_logits
 from tests.oracles.medusa import medusa_scores
-from tests.runtime.head_steps import DEPTH, NO_TREES, SMALL, TEXTS, WIDTH, plan_step, prefill, searched
+from tests.runtime.head_steps import DEPTH, SMALL, TEXTS, WIDTH, searched
 
 
 @pytest.fixture(scope="module")
@@ -92,26 +92,6 @@ def test_a_tree_is_no_deeper_than_there_are_heads(config: EngineConfig, tmp_path
     executor = load_executor(replace(config, draft=str(write_medusa(tmp_path / "two", heads=2))))
     try:
         assert executor.limits.max_depth == 2
-    finally:
-        executor.close()
-
-
-@pytest.mark.slow
-def test_features_come_back_from_pages_in_the_heads_memory(config: EngineConfig) -> None:
-    """The heads' memory becomes pages and is theirs again; what the target computed meanwhile is read."""
-    executor = load_executor(replace(config, elastic="on"))
-    executor.compile()
-    try:
-        prefill(executor, [[8, 8]])
-        executor.expand()
-        executor.verify(plan_step([8, 8], prefill=[TEXTS[0][8:20], TEXTS[1][8:9]]), NO_TREES)
-        executor.contract()
-        assert executor.elastic is not None
-        executor.elastic.wait()
-        found = executor.speculate(plan_step([20, 9], fed=TEXTS, drafted=[0, 0]))
-        for row, text in enumerate(TEXTS):
-            _check_tree(found, row, _expected(config, text))
-        assert executor.compiles_after_ready == 0
     finally:
         executor.close()
 

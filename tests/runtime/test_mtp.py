@@ -3,7 +3,6 @@ shares embedding and logits with it, and searches as the oracle says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,17 @@ import pytest
 from adaserve_jax.config import EngineConfig, LearnConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from tests.engines import compile_only
 from tests.models.checkpoints import write_mimo
 from tests.oracles.eagle3 import norm
 from tests.oracles.llama import oracle_logits
 from tests.oracles.mtp import MtpLayer
 from tests.runtime.head_steps import SMALL, TEXTS, check_tree, searched
+from tests.runtime.head_steps import executor as executor
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(target=str(write_mimo(tmp_path_factory.mktemp("models"))), draft="mtp", **SMALL)
-
-
-@pytest.fixture(scope="module")
-def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
-    executor = load_executor(config)
-    compile_only(executor, lambda key: "resample" not in key and key[1:] != ("search", 4, 1))  # neither is run here
-    yield executor
-    assert executor.compiles_after_ready == 0
-    executor.close()
 
 
 def _check_tree(found: Any, row: int, config: EngineConfig, text: np.ndarray) -> None:

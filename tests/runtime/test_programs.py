@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,14 +15,15 @@ from adaserve_jax.models.loading import load_params
 from adaserve_jax.runtime.absent_engine import copies_of
 from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.pools import InFlight, Pools, commit, pool_head_dim
+from adaserve_jax.runtime.pools import pool_head_dim
 from adaserve_jax.runtime.programs import ModelPrograms
-from adaserve_jax.runtime.step_layout import pack_verify, step_layout
+from adaserve_jax.runtime.step_layout import step_layout
 from adaserve_jax.tree.verify import PREFILL
-from adaserve_jax.types import DraftTrees, StepPlan
+from adaserve_jax.types import StepPlan
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 from tests.plans import i32, packed_trees, step_plan
+from tests.runtime.packed_model import run
 from tests.slow import slow_after
 
 PAGE, MAX_PAGES, TOKENS, ROWS = 8, 6, 16, 4
@@ -74,11 +74,6 @@ def plan_of(contexts: list[int], chunks: list[list[int]]) -> StepPlan:
     return step_plan(rows - len(chunks), chunks, ctx_len=i32(contexts), page_table=table, tree_token_cap=TOKENS)
 
 
-def run(model: DeviceModel, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
-    bucket = model.buckets.pick(trees.num_nodes + plan.num_prefill_tokens, plan.num_rows)
-    return np.asarray(model.run(pack_verify(bucket, MAX_PAGES, plan, trees)))
-
-
 def test_chunked_prefill_and_trees_equal_the_oracle(model: DeviceModel, checkpoint: Path) -> None:
     cuts = [[(0, 5), (5, 12), (12, 13)], [(0, 1), (1, 2), (2, 3)]]
     expected = [oracle_logits(checkpoint, sequence) for sequence in SEQUENCES]
@@ -113,13 +108,3 @@ def test_no_program_copies_a_pool(model: DeviceModel) -> None:
     for program in model.compiled.values():
         assert str(list(shape)).replace(" ", "")[1:-1] in program.as_text()
         assert copies_of(program.as_text(), shape) == []
-
-
-def test_the_copy_check_sees_a_copy() -> None:
-    """Without donation the same commit must copy the pools, and the check must say so."""
-    in_flight = InFlight(
-        jnp.zeros((2, 4, 2, 16)), jnp.zeros((2, 4, 2, 16)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32)
-    )
-    pools = Pools(jnp.zeros((2, 32, 2, PAGE, 16)), jnp.zeros((2, 32, 2, PAGE, 16)))
-    hlo = jax.jit(commit).lower(pools, in_flight).compile().as_text()
-    assert len(copies_of(hlo, pools.k.shape)) == 2

@@ -95,13 +95,3 @@ def test_rows_of_a_step_in_flight_keep_their_places_when_one_is_aborted() -> Non
     assert plan is not None and run.scheduler.sequence_ids(plan) == ["a", "b", "c"]
     run.scheduler.abort("b")
     assert run.scheduler.sequence_ids(plan) == ["a", "", "c"]
-
-
-class TestSlack:
-    def test_without_requests_there_is_all_the_time(self) -> None:
-        assert Run.of(limits_of(), policy="ar").scheduler.slack_s(0.0) == np.inf
-
-    def test_while_anybody_waits_there_is_none(self) -> None:
-        run = Run.of(limits_of(), policy="ar")
-        run.add(request_of("a"))
-        assert run.scheduler.slack_s(0.0) == 0.0

@@ -8,7 +8,6 @@ import pytest
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
-from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, JointController
 from adaserve_jax.scheduler.cost_model import CostTable
@@ -169,12 +168,3 @@ def test_requests_without_a_ttft_target_start_while_little_of_the_budget_is_take
         run.step()
         started[ttft_slo_s] = len(run.scheduler.batch.running)
     assert 1 <= started[None] < started[4.0] == 16
-
-
-def test_policies_that_read_no_prompt_rates_are_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, decide = [], FixedController.decide
-    monkeypatch.setattr(FixedController, "decide", lambda self, load: loads.append(load) or decide(self, load))
-    run = Run.of(limits_of(), policy="spec:4")
-    run.add(request_of("prompt", prompt=200, ttft_slo_s=1.0))
-    run.step()
-    assert [load.prompt_rates for load in loads] == [None]

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Feedback
@@ -439,9 +438,3 @@ def test_most_prefill_tokens_of_a_step():
     run.scheduler.add(request_of("long", prompt=40))
     plan, _ = run.step()
     assert plan.num_prefill_tokens == 7
-
-
-@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.needs_draft and ":" not in name])
-def test_policies_that_need_a_draft_say_so(name):
-    with pytest.raises(ConfigError, match=f"policy {name} needs a draft, but there is none"):
-        find_policy(name, 0)

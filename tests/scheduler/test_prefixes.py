@@ -158,13 +158,6 @@ def test_a_preempted_request_finds_its_own_pages():
     assert run.scheduler.stats.cache_queried_tokens == 30 + 3
 
 
-def test_salts_separate_what_is_shared():
-    run, prompt = Run.of(limits_of(), policy="ar"), tokens_of(0, 30)
-    serve_alone(run, ask("a", prompt, cache_salt="x"))
-    found = {salt: serve_alone(run, ask(f"q{salt}", prompt, cache_salt=salt))[0] for salt in ("y", "x", "")}
-    assert found == {"y": 0, "x": 24, "": 0}
-
-
 def test_off_nothing_is_kept():
     run, prompt = Run.of(limits_of(), policy="spec:2", prefix_cache=False), tokens_of(0, 30)
     assert [serve_alone(run, ask(name, prompt)) for name in "ab"] == [(0, 30), (0, 30)]

@@ -79,43 +79,6 @@ def test_adaserve_fills_the_bucket_it_pays_for():
     assert sizes <= {8, 16, 32, 64}
 
 
-def test_stop_token_ends_the_text_and_is_part_of_it():
-    scheduler = scheduler_of(policy="ar")
-    scheduler.add(request_of("a", prompt=1, tokens=20, stop_token_ids=frozenset({7})))
-    assert run_step(scheduler, [[5]])[0].token_ids == (5,)
-    update = run_step(scheduler, [[6, 7, 8]], now=2.0)[0]
-    assert (update.token_ids, update.finish_reason) == ((6, 7), "stop")
-    metrics = update.metrics
-    assert (metrics.first_token_s, metrics.last_token_s, metrics.output_tokens) == (1.0, 2.0, 3)
-    assert (metrics.verify_steps, metrics.prompt_tokens) == (2, 1)
-    assert not scheduler.has_work
-
-
-def test_length_limits_cut_what_one_step_emits():
-    scheduler = scheduler_of(limits_of(max_context=6), policy="ar")
-    scheduler.add(request_of("a", prompt=1, tokens=2))
-    scheduler.add(request_of("b", prompt=1, tokens=100))
-    first, second = run_step(scheduler, [[1, 2, 3, 4], [1, 2, 3, 4]])
-    assert (first.token_ids, first.finish_reason) == ((1, 2), "length")
-    assert (second.token_ids, second.finish_reason) == ((1, 2, 3, 4), None)
-    assert run_step(scheduler, [[5, 6]])[0].finish_reason == "length"
-
-
-def test_stop_check_decides_how_many_tokens_stay():
-    calls = []
-
-    def stop_check(sequence_id, token_ids):
-        calls.append((sequence_id, list(token_ids)))
-        return 1 if 9 in token_ids else None
-
-    scheduler = scheduler_of(policy="ar")
-    scheduler.add(request_of("a", prompt=1, tokens=20))
-    run_step(scheduler, [[1, 2]], stop_check=stop_check)
-    update = run_step(scheduler, [[3, 9, 4]], stop_check=stop_check)[0]
-    assert (update.token_ids, update.finish_reason) == ((3,), "stop")
-    assert calls == [("a", [1, 2]), ("a", [3, 9, 4])]
-
-
 def test_need_is_read_after_drafting():
     """The same step, the clock read later: the request that fell behind gets nodes that it did not get before."""
     wanted = {}

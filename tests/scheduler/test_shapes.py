@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.controllers.joint import GRID, _spread
+from adaserve_jax.scheduler.controllers.joint import GRID
 from adaserve_jax.scheduler.objective import capped_need
 from adaserve_jax.scheduler.selection import nodes_needed
 from adaserve_jax.scheduler.shapes import (
     Shapes,
     all_on_pace,
     cumulated,
-    gain,
     kernels,
     value_options,
 )
@@ -118,15 +117,3 @@ def compiled_once() -> bool:
     loops = kernels()
     compiled = (loops.gain, loops.all_on_pace, loops.value_options, loops.value_budgets)
     return all(len(each.signatures) == 1 for each in compiled)
-
-
-def test_gain_is_linear_between_whole_nodes_and_ends_at_the_largest_tree():
-    tokens = shapes_of().tokens(CHANCE)[1:2]
-    np.testing.assert_allclose(gain(tokens, np.array([-1.0, 0.5, 1.5, 99.0])), [[0.0, 0.4, 0.8, 0.8]])
-
-
-def test_spread_keeps_both_ends():
-    assert _spread(3, 3, 12).tolist() == [3]
-    assert _spread(2, 6, 12).tolist() == [2, 3, 4, 5, 6]
-    wide = _spread(0, 128, 12)
-    assert (wide[0], wide[-1], len(wide)) == (0, 128, 12)

@@ -23,7 +23,7 @@ from adaserve_jax.scheduler.elastic import ElasticRule
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES, find_policy, longest_chain, policy_of, sources_of
 from adaserve_jax.scheduler.sequence import SequenceState
-from adaserve_jax.scheduler.text_drafter import TextDrafter, merge
+from adaserve_jax.scheduler.text_drafter import TextDrafter, compile_kernels, merge
 from adaserve_jax.suffix import kernels
 from adaserve_jax.suffix.source import SuffixSource
 from adaserve_jax.types import CandidateTrees, Sequence
@@ -107,6 +107,21 @@ def test_a_row_holds_the_pages_of_its_nodes_or_loses_those_that_do_not_fit() -> 
         assert found == deepest
         assert state.num_tokens + found <= state.num_pages * 8
         batch.check_integrity()
+
+
+def test_a_source_whose_chances_have_another_shape_is_refused() -> None:
+    source = SuffixSource(4, 8, kept_tokens=256)
+    source.prior = source.prior[:, 0]
+    with pytest.raises(ConfigError, match=r"prior of a source of text must be f32\[2, D, ranks, bins\], got the shape"):
+        TextDrafter(Batch(limits_of(), "arrival"), LearnedAcceptance(4, 4), source)
+
+
+def test_no_layout_of_a_source_s_arrays_compiles_a_kernel() -> None:
+    compile_kernels()
+    drafted, before = trees_of({(1,): 0.5, (1, 2): 0.5}), compiled()
+    for parent in (np.asfortranarray(drafted.parent), np.broadcast_to(drafted.parent, drafted.parent.shape)):
+        merge(drafted, replace(drafted, parent=parent))
+    assert compiled() == before
 
 
 def test_a_row_covered_by_its_text_needs_no_draft() -> None:

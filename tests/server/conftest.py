@@ -42,11 +42,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(settings: ServerSettings | None = None, *, ready: bool = True) -> Iterator[Running]:
-    """A server over a scripted engine of its own."""
-    engine = ScriptedEngine(EngineConfig(target="models/scripted"))
+def running(
+    settings: ServerSettings | None = None, tokenizer: TextCodec | None = None, *, ready: bool = True,
+    kv_tokens: int | None = None,
+) -> Iterator[Running]:  # fmt: skip
+    """Serve a scripted engine of its own. kv_tokens: what its KV cache holds, if that is less than the context."""
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", draft="demo"))
+    engine.kv_tokens = kv_tokens
     engine.start()
-    with serving(engine, ByteTokenizer() if ready else None, settings or ServerSettings()) as server:
+    with serving(engine, (tokenizer or ByteTokenizer()) if ready else None, settings or ServerSettings()) as server:
         yield server
     engine.close()
 

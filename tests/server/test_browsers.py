@@ -41,6 +41,7 @@ def test_a_page_cannot_post_without_asking(server):
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         response = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+        assert "content-type application/json" in response.json()["error"]["message"]
 
 
 def test_origins_that_are_named_may_ask_without_a_key_and_read_with_one(opened):

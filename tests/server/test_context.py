@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from adaserve_jax.config import EngineConfig
-from adaserve_jax.server.settings import ServerSettings
-from tests.server.conftest import Running
-from tests.server.scripted import ByteTokenizer, ScriptedEngine
+from tests.server.conftest import Running, running
 
 KV_TOKENS = 100
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -18,14 +15,10 @@ HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def small(serve_engine) -> Iterator[Running]:
+def small() -> Iterator[Running]:
     """A server whose KV cache holds fewer tokens than the context of 512."""
-    engine = ScriptedEngine(EngineConfig(target="models/scripted"))
-    engine.kv_tokens = KV_TOKENS
-    engine.start()
-    with serve_engine(engine, ByteTokenizer(), ServerSettings()) as made:
+    with running(kv_tokens=KV_TOKENS) as made:
         yield made
-    engine.close()
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (RESPONSES, {"input": "hello"})])

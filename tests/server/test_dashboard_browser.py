@@ -17,61 +17,21 @@ from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import LearningStats, StepStats
+from tests.browser import Seen
+from tests.browser import browser as browser
+from tests.browser import see as see
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="DASHBOARD NOT SEEN: playwright is not installed")
-pictures = pytest.importorskip("scripts.dashboard_pictures")
 pytestmark = pytest.mark.slow
 
 UNKNOWN = "\N{EN DASH}"
 WORDS = {"rejected": "no room, or refused"}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    if pictures.browser_path() is None:
-        pytest.skip(f"DASHBOARD NOT SEEN: no browser is installed; looked for {', '.join(pictures.BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=pictures.browser_path())
-        yield launched
-        launched.close()
-
-
-class Seen:
-    """A page, what its console said, what failed, and where it asked."""
-
-    def __init__(self, browser, url: str, **context):
-        self.context = browser.new_context(**context)
-        self.page = self.context.new_page()
-        self.faults: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.faults.append(message.text)
-        )
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("request", lambda request: self.asked.add(request.url))
-        self.page.goto(f"{url}/dashboard")
-
-    def text(self, selector: str) -> str:
-        return self.page.locator(selector).first.inner_text()
-
-    def tile(self, name: str) -> tuple[str, str]:
-        """Value and second line of a tile."""
-        div = self.page.locator(f"#tiles > div:has(dt:text-is('{name}'))")
-        return div.locator("dd").nth(0).inner_text(), div.locator("dd").nth(1).inner_text()
-
-
-@pytest.fixture
-def see(browser) -> Iterator:
-    opened = []
-
-    def open_page(url: str, **context) -> Seen:
-        opened.append(Seen(browser, url, **context))
-        return opened[-1]
-
-    yield open_page
-    for seen in opened:
-        seen.context.close()
+def tile(seen: Seen, name: str) -> tuple[str, str]:
+    """Return value and second line of a tile."""
+    div = seen.page.locator(f"#tiles > div:has(dt:text-is('{name}'))")
+    return div.locator("dd").nth(0).inner_text(), div.locator("dd").nth(1).inner_text()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +52,7 @@ def test_drafts_that_learn_have_a_table(start_server, see):
     )  # fmt: skip
     with start_server(ServerSettings(dashboard=True)) as server:
         server.engine.stats = lambda: EngineStats(StepStats(draft_resident=True), learning=learning)
-        seen = see(server.url)
+        seen = see(f"{server.url}/dashboard")
         rows = seen.page.locator("table:has(caption:text-is('Drafts that learn')) tbody tr")
         rows.first.wait_for()
         assert [row.split() for row in rows.all_inner_texts()] == [
@@ -102,18 +62,18 @@ def test_drafts_that_learn_have_a_table(start_server, see):
 
 
 def test_it_shows_the_data_without_an_error_and_asks_nobody_else(board, see):
-    seen = see(board.url, viewport={"width": 1280, "height": 900})
+    seen = see(f"{board.url}/dashboard", viewport={"width": 1280, "height": 900})
     seen.page.wait_for_selector('#status[data-status="ok"]')
     seen.page.wait_for_timeout(1500)
     data = board.http.get("/dashboard/data").json()
     five = data["windows"][1]["ended"]
     whole = five["attainment"][0]
     assert (whole["met"], whole["with_target"]) == (6, 7)
-    assert seen.tile("Attainment") == ("85.7%", "6 of 7 met their targets")
-    assert float(seen.tile("Time to first token")[0].split()[0]) == pytest.approx(five["ttft_ms"]["p50"], abs=0.01)
-    assert seen.tile("KV pages used") == ("25%", "3 of 12; 0 cached")
-    assert seen.tile("Running")[0] == str(data["series"]["running"][-1]) == "0"
-    assert seen.tile("Draft") == ("resident", "no swaps so far")
+    assert tile(seen, "Attainment") == ("85.7%", "6 of 7 met their targets")
+    assert float(tile(seen, "Time to first token")[0].split()[0]) == pytest.approx(five["ttft_ms"]["p50"], abs=0.01)
+    assert tile(seen, "KV pages used") == ("25%", "3 of 12; 0 cached")
+    assert tile(seen, "Running")[0] == str(data["series"]["running"][-1]) == "0"
+    assert tile(seen, "Draft") == ("resident", "no swaps so far")
     rows = seen.page.locator("#classes tbody tr")
     table = {
         rows.nth(i).locator("th").inner_text(): rows.nth(i).locator("td").nth(2).inner_text()
@@ -137,7 +97,7 @@ def test_it_shows_the_data_without_an_error_and_asks_nobody_else(board, see):
 
 
 def test_charts_are_read_with_the_keyboard_and_as_tables(board, see):
-    seen = see(board.url)
+    seen = see(f"{board.url}/dashboard")
     seen.page.wait_for_selector('#status[data-status="ok"]')
     seen.page.wait_for_timeout(300)
     plot = seen.page.locator("section:has(#chart-requests) svg.plot")
@@ -163,7 +123,7 @@ def test_charts_are_read_with_the_keyboard_and_as_tables(board, see):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_it_fits_and_follows_the_colours(board, see, scheme, width):
-    seen = see(board.url, viewport={"width": width, "height": 740}, color_scheme=scheme)
+    seen = see(f"{board.url}/dashboard", viewport={"width": width, "height": 740}, color_scheme=scheme)
     seen.page.wait_for_selector('#status[data-status="ok"]')
     seen.page.wait_for_timeout(300)
     assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -175,7 +135,7 @@ def test_it_fits_and_follows_the_colours(board, see, scheme, width):
 
 def test_an_empty_server_says_what_to_do(start_server, see):
     with start_server(ServerSettings(dashboard=True)) as server:
-        seen = see(server.url)
+        seen = see(f"{server.url}/dashboard")
         seen.page.wait_for_selector("#empty:not([hidden])")
         assert f"curl {server.url}/v1/completions" in seen.text("#example")
         assert "interactive (50 ms per token)" in seen.text("#class-names")
@@ -207,7 +167,7 @@ def test_a_server_that_goes_and_comes_back(see):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with serving_at(port) as http:
-        seen = see(f"http://127.0.0.1:{port}")
+        seen = see(f"http://127.0.0.1:{port}/dashboard")
         http.post("/v1/completions", json={"prompt": "before", "max_tokens": 4})
         seen.page.wait_for_selector("#last tbody tr")
         assert not seen.page.locator("#banner").is_visible()
@@ -223,7 +183,7 @@ def test_a_server_that_goes_and_comes_back(see):
 
 def test_a_server_that_ends_says_so(start_server, see):
     with start_server(ServerSettings(dashboard=True)) as server:
-        seen = see(server.url)
+        seen = see(f"{server.url}/dashboard")
         seen.page.wait_for_selector('#status[data-status="ok"]')
         server.state.drain()
         seen.page.wait_for_selector('#status[data-status="draining"]')
@@ -232,6 +192,6 @@ def test_a_server_that_ends_says_so(start_server, see):
 
 def test_the_browser_shows_the_key(start_server, see):
     with start_server(ServerSettings(dashboard=True, api_key="sesame:ä")) as server:
-        seen = see(server.url, http_credentials={"username": "", "password": "sesame:ä"})
+        seen = see(f"{server.url}/dashboard", http_credentials={"username": "", "password": "sesame:ä"})
         seen.page.wait_for_selector('#status[data-status="ok"]')
-        assert seen.tile("Running")[0] == "0"
+        assert tile(seen, "Running")[0] == "0"

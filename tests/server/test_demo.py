@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,44 +77,6 @@ def test_a_relative_target_is_a_multiple_of_the_baseline(demo):
     assert made.metrics["slo"]["tpot_target_ms"] == pytest.approx(5 * model.baseline_ms, abs=1e-3)
 
 
-def test_stop_texts_end_the_output_and_are_not_shown(demo):
-    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    full, _ = stream(demo, **body)
-    stop = full[6:9]
-    text, last = stream(demo, **body, stop=[stop])
-    assert text == full[: full.index(stop)]
-    assert last["choices"][0]["finish_reason"] == "stop"
-
-
-def test_concurrent_streams_with_mixed_targets_give_their_own_texts(demo):
-    bodies = [
-        {
-            "prompt": f"{PROMPT} # {i}\n",
-            "max_tokens": 12 + i,
-            "seed": i,
-            "slo_tpot_ms": (5, 50, 5000)[i % 3],
-            "n": 1 + i % 2,
-        }
-        for i in range(12)
-    ]
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda body: demo.post(**body, ignore_eos=True).json(), bodies))
-    for body, answer in zip(bodies, answers, strict=True):
-        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * body["n"]
-        assert answer["usage"]["completion_tokens"] == body["max_tokens"] * body["n"]
-        assert answer["metrics"]["slo"]["tpot_target_ms"] == body["slo_tpot_ms"]
-    wait_idle(demo)
-
-
-def test_a_client_that_goes_away_frees_its_pages(demo):
-    body = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with demo.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        assert demo.engine.stats().scheduler.running == 1
-    wait_idle(demo)
-    assert demo.engine.stats().compiles_after_ready == 0
-
-
 @pytest.mark.parametrize("streams", [True, False])
 def test_two_steps_after_a_client_is_gone_its_pages_are_free(demo, monkeypatch, streams):
     """While another request runs on, so that there are steps."""
@@ -149,10 +110,3 @@ def test_two_steps_after_a_client_is_gone_its_pages_are_free(demo, monkeypatch, 
         running, pages = steps[aborted[0] + 1]
         assert running == 1 and pages <= held - len(gone["prompt"]) // 6 // 16
     wait_idle(demo)
-
-
-def test_a_prompt_beyond_the_context_is_refused(demo):
-    response = demo.post(prompt="x = 1\n" * 2000)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert demo.post("/tokenize", prompt=PROMPT).json()["count"] > 1

@@ -149,6 +149,11 @@ def test_the_openapi_document_is_complete(server):
             {"classes": (SloClass("a", service_tiers=("t",)), SloClass("b", service_tiers=("t",)))},
             "service_tiers: 't' must belong to one class, got a and b",
         ),
+        ({"records_days": 0.0}, "records_days must be a finite number of days above 0, got 0.0"),
+        ({"records_max_mib": 0}, "records_max_mib must be an integer >= 1, got 0"),
+        ({"records": ""}, "records must be a path, or none, got ''"),
+        ({"record_text": True}, "record_text must be off where records is none, got True"),
+        ({"otlp_endpoint": "collector:4318"}, "otlp_endpoint must be a URL that begins with http:// or https://, got"),
         ({"colour": 3}, "unknown option 'colour'; known options are api_key"),
     ],
 )

@@ -69,7 +69,7 @@ def keyed(serve_engine, tmp_path_factory):
         (adapters / name / "adapter_config.json").write_text("{}")
     lora = (f"sql={adapters / 'sql'}",)
     engine = ScriptedEngine(
-        EngineConfig(target="models/scripted", drafts=("code=models/code",), lora=lora, max_loras=4)
+        EngineConfig(target="models/scripted", draft="demo", drafts=("code=models/code",), lora=lora, max_loras=4)
     )
     engine.start()
     settings = ServerSettings(api_key="secret", served_model_name="demo", lora_folder=str(adapters))

@@ -26,18 +26,6 @@ def taken(*chunks: OutputChunk, **asked) -> list[ChoiceDelta | None]:
     return [deltas.add(0, one) for one in chunks]
 
 
-def test_tokens_inside_a_character_wait_for_the_rest_of_it():
-    first, held, rest, last = taken(
-        chunk("a", [1]), chunk("", [2]), chunk("é b", [3, 4]), chunk("", [0], "stop"), spell=SPELLED.__getitem__
-    )
-    assert held is None
-    assert [[one.token for one in piece.logprobs] for piece in (first, rest, last)] == [
-        [b"a"], [b"\xc3", b"\xa9", b" b"], ["<|end|>"],
-    ]  # fmt: skip
-    assert [one.offset for piece in (first, rest, last) for one in piece.logprobs] == [0, 1, 1, 2, 4]
-    assert (rest.text, last.text, last.finish_reason) == ("é b", "", "stop")
-
-
 def test_a_name_in_the_middle_moves_no_offset():
     (piece,) = taken(chunk("a b", [1, 0, 4], "length"), spell=SPELLED.__getitem__)
     assert [one.offset for one in piece.logprobs] == [0, 1, 1]
@@ -61,11 +49,6 @@ def test_white_space_before_an_answer_is_scored_as_part_of_it(ids: list[list[int
     chunks = [chunk("", each, "length" if at == len(ids) - 1 else None) for at, each in enumerate(ids)]
     *_, last = taken(*chunks, spell=MARKS.__getitem__, unscored=THINKING)
     assert b"".join(one.token for one in last.logprobs) == scored
-
-
-def test_an_echo_waits_for_the_first_piece():
-    held, shown, later = taken(chunk("", [2]), chunk("é", [3]), chunk("a", [1]), echo=("prompt ",))
-    assert (held, shown.text, later.text, shown.logprobs) == (None, "prompt é", "a", None)
 
 
 def test_names_and_minus_infinity_on_the_wire():

@@ -12,11 +12,9 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import build as assembly
-from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
-from tests.conftest import ROOT
 from tests.engine.simulated import Machine, Spelling
 from tests.server.conftest import Running
 
@@ -40,18 +38,6 @@ def refusing(serve_engine) -> Iterator:
     engine.close()
 
 
-@pytest.fixture
-def refusing_process(serve_engine) -> Iterator:
-    """Serve an engine in a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with (
-            ProcessEngine(CONFIG, factory="tests.engine.simulated:simulated_engine") as engine,
-            serve_engine(engine, Spelling(), ServerSettings()) as server,
-        ):
-            yield server
-
-
 @pytest.fixture(scope="module")
 def serving(demo_engine, serve_engine) -> Iterator:
     with serve_engine(demo_engine, load_tokenizer("demo"), ServerSettings()) as server:
@@ -72,11 +58,6 @@ def test_refused_whole_with_the_least_feasible_target(refusing, body):
     check_refused(refusing, body)
 
 
-@pytest.mark.slow
-def test_a_refusal_crosses_from_the_engines_process(refusing_process):
-    check_refused(refusing_process, {"prompt": "ab", "n": 3})
-
-
 def check_refused(refusing: Running, body: dict[str, Any]) -> None:
     answer = refusing.post(**body, slo_tpot_ms=5, max_tokens=4)
     assert answer.status_code == 400
@@ -90,12 +71,6 @@ def check_refused(refusing: Running, body: dict[str, Any]) -> None:
     assert again.json()["metrics"]["slo"]["feasible"] is True
     assert "x-adaserve-warning" not in again.headers
     assert (refusing.state.slots.used, refusing.state.in_flight) == (0, set())
-
-
-def test_a_refusal_counts_as_rejected(refusing):
-    refusing.post(prompt="ab", n=2, slo_ttft_ms=1.5, slo_class="batch")
-    labels = {"class": "batch", "metric": "ttft", "outcome": "rejected"}
-    assert refusing.state.metrics.registry.get_sample_value("adaserve_slo_requests_total", labels) == 2
 
 
 def test_best_effort_is_served_with_a_warning(serving):

@@ -41,7 +41,7 @@ STATS = LearningStats(
 @pytest.fixture(scope="module")
 def drafts(serve_engine):
     """A server of two drafts, with two keys, one of which nothing is learned from."""
-    engine = ScriptedEngine(EngineConfig(target="models/scripted", drafts=("code=models/code",)))
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", draft="demo", drafts=("code=models/code",)))
     engine.start()
     with serve_engine(engine, ByteTokenizer(), ServerSettings(keys=KEYS)) as server:
         yield server

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -13,18 +12,9 @@ from pydantic import BaseModel
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import logprob_of
 from tests.slow import slow_after
-from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "hi ü"}]
 PROMPT = "user: hi ü\nassistant:"
-
-
-def test_models(client):
-    (model,) = client.models.list().data
-    assert model.id == "scripted" and model.object == "model" and model.owned_by == "adaserve"
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("gpt-9")
-    assert caught.value.code == "model_not_found"
 
 
 def test_every_sampling_argument_of_the_client_is_taken(client, server):
@@ -101,27 +91,6 @@ def test_the_client_that_does_not_block(server):
     assert asyncio.run(both()) == ("abcabc", PROMPT[:6], ["scripted"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "status", "code", "param"),
-    [
-        ({"prompt": "x", "temperature": -1}, openai.BadRequestError, 400, "invalid_value", "temperature"),
-        ({"prompt": "x", "suffix": "y"}, openai.BadRequestError, 400, "unsupported_parameter", "suffix"),
-        ({"prompt": "x", "extra_body": {"slo_tpot_ms": -1}}, openai.BadRequestError, 400, "invalid_slo", "slo_tpot_ms"),
-        ({"prompt": "x", "model": "gpt-9"}, openai.NotFoundError, 404, "model_not_found", "model"),
-        ({"prompt": "full queue"}, openai.RateLimitError, 429, "queue_full", None),
-        ({"prompt": "late-full queue"}, openai.RateLimitError, 429, "queue_full", None),
-        ({"prompt": "bug here"}, openai.InternalServerError, 500, "internal_error", None),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_are_those_of_the_client(client, fields, error, status, code, param, stream):
-    with pytest.raises(error) as caught:
-        client.completions.create(**{"model": "scripted", "stream": stream} | fields)
-    assert (caught.value.status_code, caught.value.code, caught.value.param) == (status, code, param)
-    assert caught.value.request_id
-    assert ("retry-after" in caught.value.response.headers) == (status == 429)
-
-
 def test_a_wrong_key_is_an_authentication_error(start_server):
     with start_server(ServerSettings(api_key="right")) as keyed, keyed.openai_client() as client:
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -134,31 +103,6 @@ def test_an_error_in_the_middle_of_a_stream_is_raised(client):
     made = client.completions.create(model="scripted", prompt="fail now", stream=True)
     with pytest.raises(openai.APIError, match="the scripted failure"):
         list(made)
-
-
-def test_giving_up_or_leaving_a_stream_stops_the_request(client, server):
-    before = len(server.engine.aborted)
-    with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=httpx.Timeout(5, read=0.2)).completions.create(
-            model="scripted", prompt="slow one", max_tokens=400
-        )
-    wait_until(lambda: len(server.engine.aborted) == before + 1)
-    with client.completions.create(model="scripted", prompt="slow two", max_tokens=400, stream=True) as made:
-        next(iter(made))
-    wait_until(lambda: len(server.engine.aborted) == before + 2 and server.state.slots.used == 0)
-
-
-def test_cancelling_a_task_stops_its_request(server):
-    before = len(server.engine.aborted)
-
-    async def ask_and_leave() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
-            asked = client.completions.create(model="scripted", prompt="slow three", max_tokens=400)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asked, 0.3)
-
-    asyncio.run(ask_and_leave())
-    wait_until(lambda: len(server.engine.aborted) == before + 1 and server.state.slots.used == 0)
 
 
 class Answer(BaseModel):

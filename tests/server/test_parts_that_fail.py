@@ -162,19 +162,3 @@ def test_a_class_has_the_name_of_a_metric_label() -> None:
         SloClass("1a")
     with pytest.raises(ConfigError, match="name must not be 'all': reports call all classes together so"):
         SloClass("all")
-
-
-def test_a_least_length_that_does_not_fit_is_refused_by_its_name(server) -> None:
-    messages = [{"role": "user", "content": "x" * 400}]
-    answer = server.post("/v1/chat/completions", messages=messages, min_tokens=200)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["code"] == "context_length_exceeded" and "min_tokens" in error["message"]
-
-
-def test_a_schema_of_half_a_character_is_refused(server) -> None:
-    body = '{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": %s}}}'
-    headers = {"content-type": "application/json"}
-    answer = server.http.post("/v1/completions", content=body % '{"const": "\\ud800"}', headers=headers)
-    assert answer.status_code == 400
-    assert "half of a surrogate pair" in answer.json()["error"]["message"]

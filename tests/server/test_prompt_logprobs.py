@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.special import log_softmax
 
-from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.process_engine import ProcessEngine
-from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.server.serve import load_tokenizer
-from adaserve_jax.server.settings import ServerSettings
-from tests.engines import DEMO
-from tests.oracles.llama import oracle_logits
 from tests.server.conftest import Running
 from tests.server.scripted import logprob_of
 from tests.server.sse import sse
@@ -137,87 +124,3 @@ def test_an_answer_holds_only_so_many(server: Running) -> None:
         )
         assert server.post(**asked | {"prompt": ["x" * 500] * 2}, **fields).status_code == 200
     assert "got 273000" in server.post(**asked, echo=True, logprobs=20, prompt_logprobs=20).json()["error"]["message"]
-
-
-# ---- the embedded pair ----
-
-QUESTION = "def is_even(n):\n    return n % 2 =="
-ANSWERS = (" 0", " 1", " [1, 2]\n")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer("demo")
-
-
-@pytest.fixture(scope="module")
-def in_thread(demo_engine: Any, tokenizer: Tokenizer, serve_engine: Any) -> Iterator[Running]:
-    with serve_engine(demo_engine, tokenizer, ServerSettings()) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def in_process(tokenizer: Tokenizer, serve_engine: Any) -> Iterator[Running]:
-    engine = ProcessEngine(EngineConfig(**DEMO))
-    with contextlib.closing(engine):
-        engine.start()
-        with serve_engine(engine, tokenizer, ServerSettings()) as server:
-            yield server
-            assert engine.stats().compiles_after_ready == 0
-
-
-def multiple_choice(outputs: dict[str, Any], context_lengths: list[int]) -> list[tuple[float, bool]]:
-    """What an evaluation harness reads: the sum over each continuation, and whether greedy decoding would give it."""
-    found = []
-    for choice, length in zip(sorted(outputs["choices"], key=itemgetter("index")), context_lengths, strict=True):
-        values = choice["logprobs"]["token_logprobs"][length:-1]
-        tops = choice["logprobs"]["top_logprobs"][length:-1]
-        found.append((sum(values), all(own == max(top.values()) for own, top in zip(values, tops, strict=True))))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["in_thread", "in_process"])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_a_multiple_choice_task_is_scored_as_by_a_whole_forward(
-    engine: str, as_text: bool, tokenizer: Tokenizer, request: pytest.FixtureRequest
-) -> None:
-    """The request of lm-eval's `local-completions`: prompts of ids, or text by text."""
-    server: Running = request.getfixturevalue(engine)
-    folder, context = resolve_folder("demo", "target"), len(tokenizer.encode(QUESTION))
-    prompts = [tokenizer.encode(QUESTION + answer) for answer in ANSWERS]
-    assert all(ids[:context] == prompts[0][:context] for ids in prompts)
-    body = {"model": None, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    sent: list[Any] = [QUESTION + answer for answer in ANSWERS] if as_text else prompts
-    for _ in range(2):  # the second time every page is in the prefix cache
-        answer = server.post(**body, prompt=sent)
-        assert answer.status_code == 200, answer.text
-        told = multiple_choice(answer.json(), [context] * len(prompts))
-        for (total, greedy), ids in zip(told, prompts, strict=True):
-            rows = log_softmax(oracle_logits(folder, ids), axis=1)[context - 1 : -1]
-            assert abs(total - sum(row[token] for row, token in zip(rows, ids[context:], strict=True))) < 1e-3
-            assert greedy == all(row.argmax() == token for row, token in zip(rows, ids[context:], strict=True))
-        alone = server.post(**body | {"max_tokens": 0}, prompt=sent).json()["choices"]
-        for one, choice in zip(alone, answer.json()["choices"], strict=True):
-            values = choice["logprobs"]["token_logprobs"][1:-1]
-            np.testing.assert_allclose(one["logprobs"]["token_logprobs"][1:], values, atol=1e-3)
-        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert len({greedy for _, greedy in told}) == 2, "one answer is the likeliest text, another is not"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["in_thread", "in_process"])
-def test_a_chat_lists_the_log_probabilities_of_its_whole_prompt(engine: str, request: pytest.FixtureRequest) -> None:
-    server: Running = request.getfixturevalue(engine)
-    messages = [{"role": "user", "content": "Tom has 3 apples and eats one. How many are left? " * 6}]
-    ids = server.post("/tokenize", messages=messages).json()["tokens"]
-    answer = server.post(CHAT, messages=messages, max_tokens=2, prompt_logprobs=2, n=2).json()
-    first, *listed = answer["prompt_logprobs"]
-    rows = log_softmax(oracle_logits(resolve_folder("demo", "target"), ids), axis=1)
-    assert first is None and len(listed) == len(ids) - 1 > 64
-    for token, entry, row in zip(ids[1:], listed, rows, strict=False):
-        assert abs(entry[str(token)]["logprob"] - row[token]) < 1e-3
-        assert entry[str(token)]["rank"] in range(
-            (row > row[token] + 1e-3).sum() + 1, (row > row[token] - 1e-3).sum() + 2
-        )
-        assert {1, 2} <= {each["rank"] for each in entry.values()} and len(entry) in (2, 3)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.reasoning_formats import FORMATS
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.sampling import Thinking
 from adaserve_jax.server.settings import ServerSettings
-from tests.server.conftest import Running
-from tests.server.scripted import ByteTokenizer, ScriptedEngine
+from tests.server.conftest import Running, running
+from tests.server.scripted import ByteTokenizer
 from tests.server.sse import sse
 
 OPENING, CLOSING = 0xFE, 0xFF  # bytes that no UTF-8 has
@@ -45,31 +44,25 @@ class MarkedTokenizer(ByteTokenizer):
         return ids + self.encode(self._end * prompt.add_generation_prompt)
 
 
-def scripted(serve_engine: Any, tokenizer: ByteTokenizer, settings: ServerSettings | None = None) -> Iterator[Running]:
-    engine = ScriptedEngine(EngineConfig(target="models/scripted"))
-    engine.start()
-    with serve_engine(engine, tokenizer, settings or ServerSettings()) as server:
-        yield server
-    engine.close()
-
-
 @pytest.fixture(scope="module", params=FORMATS)
-def marked(request: pytest.FixtureRequest, serve_engine: Any) -> Iterator[tuple[Running, str, str]]:
+def marked(request: pytest.FixtureRequest) -> Iterator[tuple[Running, str, str]]:
     """A server of a model with marks, and the marks."""
     form = FORMATS[request.param]
-    for server in scripted(serve_engine, MarkedTokenizer(request.param)):
+    with running(tokenizer=MarkedTokenizer(request.param)) as server:
         yield server, form.opening, form.closing
 
 
 @pytest.fixture(scope="module")
-def thinks(serve_engine: Any) -> Iterator[Running]:
-    yield from scripted(serve_engine, MarkedTokenizer())
+def thinks() -> Iterator[Running]:
+    with running(tokenizer=MarkedTokenizer()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def opened(serve_engine: Any) -> Iterator[Running]:
+def opened() -> Iterator[Running]:
     """Its template ends with the opening mark and a line break."""
-    yield from scripted(serve_engine, MarkedTokenizer(opens=True))
+    with running(tokenizer=MarkedTokenizer(opens=True)) as server:
+        yield server
 
 
 def ask(server: Running, text: str, **fields: Any) -> tuple[str | None, str | None, str, int]:
@@ -242,18 +235,21 @@ def test_models_without_marks_and_completions_have_no_thinking(server: Running, 
     assert thinks.engine.submitted[-1].sampling.thinking is None
 
 
-def test_the_parser_is_named_or_found(serve_engine: Any):
+def test_the_parser_is_named_or_found():
     for parser, found in (("none", None), ("qwen3", (OPENING, CLOSING)), ("auto", (OPENING, CLOSING))):
-        for made in scripted(serve_engine, MarkedTokenizer(), ServerSettings(reasoning_parser=parser)):
+        with running(ServerSettings(reasoning_parser=parser), MarkedTokenizer()) as made:
             made.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
             thinking = made.engine.submitted[-1].sampling.thinking
             assert (thinking and (thinking.opening, thinking.closing)) == found
     unwritten = MarkedTokenizer()
     unwritten.chat_template = ByteTokenizer.chat_template
-    for made in scripted(serve_engine, unwritten):
+    with running(tokenizer=unwritten) as made:
         assert made.state.marks is None
-    with pytest.raises(ConfigError, match="reasoning_parser must be a format whose marks are tokens of the model"):
-        next(scripted(serve_engine, MarkedTokenizer(), ServerSettings(reasoning_parser="mistral")))
+    with (
+        pytest.raises(ConfigError, match="reasoning_parser must be a format whose marks are tokens of the model"),
+        running(ServerSettings(reasoning_parser="mistral"), MarkedTokenizer()),
+    ):
+        raise AssertionError("it served")
 
 
 def test_marks_are_two_different_tokens():

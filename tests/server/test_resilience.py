@@ -152,20 +152,6 @@ def test_a_killed_engine_is_told_at_once_replaced_and_forgotten():
         assert {k for k in after if not after[k] <= dead[k]} == set()
 
 
-@pytest.mark.slow
-def test_a_request_that_crashes_the_engine_each_time_is_set_aside():
-    with site(restart_backoff=0.0) as place:
-        for _ in range(2):
-            told = place.server.post(prompt="die now")
-            assert (told.status_code, code_of(told)) == (503, "engine_restarting")
-            wait_until(lambda: place.status("/ready") == (200, "ok"), every_s=0.02)
-        refused = place.server.post(prompt="die now")
-        assert (refused.status_code, code_of(refused)) == (400, "crashes_engine")
-        assert "running each of the last 2 times that the engine crashed" in refused.text
-        assert place.server.post(prompt="live now", max_tokens=4).json()["choices"][0]["text"] == "live"
-        assert place.status("/health") == (200, "ok") and place.server.state.slots.used == 0
-
-
 def test_a_hanging_engine_is_reported_and_recovers():
     with site(watchdog=0.4) as place, ThreadPoolExecutor(2) as pool:
         server = place.server

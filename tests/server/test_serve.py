@@ -182,21 +182,6 @@ def test_a_client_that_never_reads_holds_up_no_stop():
     assert code == 0, err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "status"), [((), None), (("exit",), 70)])
-def test_a_server_can_end_with_the_process_of_its_engine(options, status):
-    with Program("scripted", 10.0, *options) as program:
-        wait_until(lambda: program.status("/ready") == 200, every_s=0.02)
-        lost = program.http.post("/v1/completions", json={"prompt": "die"})
-        assert lost.json()["error"]["code"] == "engine_dead"
-        if status is None:
-            time.sleep(1.0)
-            assert program.status("/health") == 503
-        else:
-            code, _, err = program.end()
-            assert code == status and "the server ends too" in err
-
-
 def test_a_server_can_end_with_its_engine(caplog):
     engine, status = ScriptedEngine(EngineConfig(target="models/scripted")), []
     settings = ServerSettings(port=0, exit_when_dead=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaserve_jax.server.settings import ServerSettings
-from tests.server.test_dashboard_browser import browser as browser
+from tests.browser import browser as browser
 
 pytestmark = pytest.mark.slow
 

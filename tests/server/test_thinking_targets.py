@@ -14,9 +14,8 @@ from adaserve_jax.results.record_store import read_records
 from adaserve_jax.server.serve import Observability, load_tokenizer
 from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass
 from adaserve_jax.types import SLO
-from tests.server.conftest import Running
-from tests.server.scripted import ByteTokenizer
-from tests.server.test_reasoning import MarkedTokenizer, scripted
+from tests.server.conftest import Running, running
+from tests.server.test_reasoning import MarkedTokenizer
 from tests.server.test_thinking import marked_tokenizer
 from tests.waiting import wait_until
 
@@ -29,14 +28,16 @@ SETTINGS = ServerSettings(
 
 
 @pytest.fixture(scope="module")
-def marked(serve_engine: Any) -> Iterator[Running]:
-    yield from scripted(serve_engine, MarkedTokenizer(), SETTINGS)
+def marked() -> Iterator[Running]:
+    with running(SETTINGS, MarkedTokenizer()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def plain(serve_engine: Any) -> Iterator[Running]:
+def plain() -> Iterator[Running]:
     """A server of a model without marks."""
-    yield from scripted(serve_engine, ByteTokenizer(), SETTINGS)
+    with running(SETTINGS) as server:
+        yield server
 
 
 def targets(server: Running, path: str = CHAT, **fields: Any) -> SLO:
@@ -101,9 +102,9 @@ def test_what_is_no_target_is_refused(marked: Running) -> None:
     assert answer["code"] == "invalid_slo"
 
 
-def test_a_key_bounds_it_too(serve_engine: Any) -> None:
+def test_a_key_bounds_it_too() -> None:
     keys = (KeySettings("slow", "secret", min_slo_tpot_ms=60.0),)
-    for server in scripted(serve_engine, MarkedTokenizer(), ServerSettings(keys=keys)):
+    with running(ServerSettings(keys=keys), MarkedTokenizer()) as server:
         body = {**MESSAGES, "slo_thinking_tpot_ms": 20}
         answer = server.http.post(CHAT, json=body, headers={"Authorization": "Bearer secret"})
         assert answer.status_code == 200

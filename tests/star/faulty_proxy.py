@@ -1,7 +1,7 @@
 """What stands between a target and a draft service in tests, and does to their messages and bytes what networks do.
 
-`FrameProxy` speaks gRPC to both and knows messages: it loses, doubles, swaps, delays, spoils and rewrites them by a
-plan drawn from a seed. `ByteProxy` knows nothing of what it passes on: it cuts connections and adds junk.
+`FrameProxy` speaks gRPC to both and knows messages: it loses, doubles, swaps, delays and spoils them by a plan
+drawn from a seed. `ByteProxy` knows nothing of what it passes on: it cuts connections and adds junk.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.wire import METHOD
 
 Address = tuple[str, int]
-Rewrite = Callable[[Any], None]
-"""rewrite(message): changes a `pb.FromTarget` or `pb.FromService` on its way."""
 
 
 @dataclass(frozen=True)
 class Faults:
     """What becomes of messages, each a share of them: lost; doubled; late: overtaken by the frame after it. Of frames:
     delayed for `spike_s`, with all that follow; garbled: some bits of them turned; cut: the stream ends there. Nothing
-    of this becomes of Hello and Welcome, without which nothing would be left to try. rewrite: of every message."""
+    of this becomes of Hello and Welcome, without which nothing would be left to try."""
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -41,7 +39,6 @@ class Faults:
     spike_s: float = 0.2
     garbled: float = 0.0
     cut: float = 0.0
-    rewrite: Rewrite | None = None
 
 
 NO_FAULTS = Faults()
@@ -87,8 +84,6 @@ class Way:
         yield bytes(said)
 
     def _pass(self, message: Any, sent: Any, faults: Faults) -> None:
-        if faults.rewrite is not None:
-            faults.rewrite(message)
         if message.WhichOneof("kind") in GREETINGS:
             sent.messages.append(message)
         elif self._happens(faults.lost, "lost"):
@@ -183,13 +178,11 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 class ByteProxy:
-    """Passes TCP connections on to `upstream`, which may change between two of them. listening: a socket to take
-    instead of one of its own on loopback. connections: made so far."""
+    """Passes TCP connections on to `upstream`."""
 
-    def __init__(self, upstream: Address, listening: socket.socket | None = None) -> None:
+    def __init__(self, upstream: Address) -> None:
         self.upstream = upstream
-        self.connections = 0
-        self._listening = listening or socket.create_server(("127.0.0.1", 0))
+        self._listening = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, name="proxy-accept", daemon=True).start()
@@ -205,11 +198,6 @@ class ByteProxy:
         for pair in pairs:
             for side in pair:
                 _end(side)
-
-    def lead(self, upstream: Address) -> None:
-        """Pass on to another address, also what is connected now, which has to come again."""
-        self.upstream = upstream
-        self.cut()
 
     def junk(self, data: bytes) -> None:
         """Say this in the middle of every connection, to both of its sides."""
@@ -240,7 +228,6 @@ class ByteProxy:
             for side in (near, far):
                 side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self.connections += 1
                 self._pairs.append((near, far))
             for one, other in ((near, far), (far, near)):
                 threading.Thread(target=_pump, args=(one, other), name="proxy-pump", daemon=True).start()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from adaserve_jax.star.messages import FromTarget, Load
 from adaserve_jax.star.service.core import DraftCore
@@ -129,3 +130,17 @@ def toy_service(
         ended = server.stop(0.0)
         assert worker.stop(HANG_S)
         assert ended.wait(HANG_S)
+
+
+def health(port: int, method: str = "Check", service: str = "") -> Any:
+    """Return what the standard health protocol says: the status, or the error's code."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        kind = channel.unary_stream if method == "Watch" else channel.unary_unary
+        call = kind(
+            f"/grpc.health.v1.Health/{method}", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+        )
+        try:
+            answer = call(HealthCheckRequest(service=service), timeout=HANG_S)
+            return next(answer).status if method == "Watch" else answer.status
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined]

@@ -10,10 +10,7 @@ import pytest
 from adaserve_jax.star.messages import Close, Draft, Open
 from adaserve_jax.types import DraftPlan
 from tests.star.scripted import Row, Scene, plan_of, sampling_of, toy, without
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 512, length).tolist()
+from tests.star.typist import text
 
 
 def drafts(scene: Scene) -> list[Draft]:

@@ -254,11 +254,3 @@ class TestSeveralServices:
         assert len(small.sessions) == 1
         assert scene.propose([Row(9, [*growing, 1, 2, 3], 13)]) == [True]
         assert (len(small.sessions), len(large.sessions), scene.drafter.stats().moved) == (0, 5, 1)
-
-    def test_one_of_another_version_is_not_used(self) -> None:
-        scene = Scene.of(services=2, connected=False, version="draft-1")
-        scene.services[1].welcome = without(WELCOME, draft_version="draft-0")
-        scene.drafter.connect(1.0)
-        scene.world.sleep(0.1)
-        assert Typist(scene, rows=3).step() == [True] * 3
-        assert scene.services[1].sessions == {}

@@ -20,14 +20,12 @@ from typing import Any
 import pytest
 
 from adaserve_jax import LLM, DrafterConfig, SamplingParams
-from adaserve_jax.star.client import link
 from adaserve_jax.star.client.drafter import RemoteDrafter
 from adaserve_jax.stats import DrafterStats, ServiceState
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
 from tests.star.faulty_proxy import NO_FAULTS, ByteProxy, Faults, FrameProxy
-from tests.star.network import network
 from tests.star.service_process import ServiceProcess
 from tests.waiting import wait_until
 
@@ -261,37 +259,6 @@ def test_a_service_that_is_frozen(world: World) -> None:
     assert world.state.breaker == "closed"
 
 
-def hello(**values: Any) -> Callable[[Any], None]:
-    """Lets a Hello say something else."""
-
-    def rewrite(message: Any) -> None:
-        if message.WhichOneof("kind") == "hello":
-            for name, value in values.items():
-                setattr(message.hello, name, value)
-
-    return rewrite
-
-
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        ({"draft_version": "another"}, "draft_version"),
-        ({"protocol_version": 2}, "protocol_version"),
-        ({"vocabulary_hash": "another"}, "vocabulary"),
-        pytest.param({"cells_hash": "another"}, "cells", marks=pytest.mark.slow),
-    ],
-)
-def test_of_another_version(world: World, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], code: str) -> None:
-    """It is refused with a reason, goes without drafts, and has them again once both fit."""
-    monkeypatch.setattr(link, "MISMATCH_RETRY_S", 0.05)
-    world.frames.up = Faults(rewrite=hello(**said))
-    world.front.cut()
-    world.generate_until(lambda: world.state.reason.startswith(f"{code}: "))
-    assert world.generate() == 0
-    world.frames.up = NO_FAULTS
-    world.drafts_are_used()
-
-
 CLIENT = """
 import sys, threading
 import numpy as np
@@ -338,29 +305,6 @@ def test_a_target_dies(world: World) -> None:
     world.drafts_are_used()
     world.nothing_is_kept()
     wait_until(lambda: world.service.number("leases_ended_total") >= ended + 3, LOOK_S)
-
-
-def test_a_network_that_loses_packets_and_has_spikes_and_is_gone(world: World) -> None:
-    """5% of packets lost: TCP sends again, which takes longer than a step waits; then 200 ms there and back; then no
-    packet at all, until the service is left alone."""
-    with network() as way, contextlib.closing(ByteProxy(world.frames.address, way.listening)) as far:
-        try:
-            world.front.lead(far.address)
-            world.drafts_are_used()
-            assert far.connections
-            way.loss = 0.05
-            world.generate_until(lambda: way.lost > 2)
-            way.loss, late = 0.0, world.counts.late
-            way.delay_s = 0.1
-            world.generate_until(lambda: world.counts.late > late)
-            way.delay_s = 0.0
-            world.drafts_are_used()
-            way.loss, opens = 1.0, world.counts.breaker_opens
-            world.generate_until(lambda: world.counts.breaker_opens > opens)
-            way.loss = 0.0
-            world.drafts_are_used()
-        finally:
-            world.front.lead(world.frames.address)
 
 
 def at(count: int, kind: str, call: Callable[[], None]) -> Callable[[str], None]:

@@ -46,24 +46,6 @@ def test_without_force_or_a_draft_only_idle_ones_lose_it(due_s: float | None, fo
     assert not manager.reserve(other, 4, force=force) and sorted(pages.held) == [1, 2]
 
 
-def test_who_was_used_last_keeps_it_longest():
-    first, second = session(1), session(2)
-    manager, pages = kept(first, second, pages=2)
-    assert manager.reserve(first, 4, force=False)
-    assert manager.reserve(session(3), 4, force=False) and sorted(pages.held) == [1, 3]
-
-
-def test_what_is_on_the_device_keeps_it():
-    running = session(1)
-    manager, pages = kept(running, pages=1)
-    running.running = True
-    assert not manager.reserve(session(2, due_s=0.0), 4, force=True)
-    manager.close(running)
-    assert pages.held == {1: 1}
-    manager.batch_ended(running)
-    assert pages.held == {} and len(manager) == 0
-
-
 def test_an_limiter_fills_up_again():
     limiter = RateLimiter(10.0, 2, 0.0)
     assert [limiter.take(0.0) for _ in range(3)] == [0.0, 0.0, pytest.approx(0.1)]

@@ -182,16 +182,6 @@ def test_what_is_asked_again_is_found_again(model: DraftModel, local: Local):
     model.release(3)
 
 
-def test_rows_that_are_only_fed_get_no_tree_beside_one_that_does(model: DraftModel, local: Local):
-    first, second, *_ = texts()
-    assert model.reserve(0, 4) and model.reserve(1, 4)
-    found = model.run(batch_of([row_of(0, 0, first[:4], 0), row_of(1, 0, second[:4], 2)], 2))
-    assert found is not None and (found.log_f[0] == -np.inf).all()
-    check(found, 1, 2, local.tree(second[:4], SAMPLINGS[1], 2, 2, True))
-    model.release(0)
-    model.release(1)
-
-
 def same_as(tree: Tree, expected: CandidateTrees) -> None:
     assert expected.cell is not None and expected.log_q is not None
     there = np.flatnonzero(expected.log_f[0] > -np.inf)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
@@ -20,7 +20,7 @@ from adaserve_jax.star.service.limits import Quotas
 from adaserve_jax.star.service.server import HEALTH_CALLS, DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, SERVICE, Caps, target_frame
-from tests.star.streams import HANG_S, Target, toy_service, until
+from tests.star.streams import HANG_S, Target, health, toy_service, until
 from tests.star.toys import PLAIN, ToyDevice, columns_of, draft, hello, opened, toy_columns
 
 TEXT = [1, 2, 3, 4, 5]
@@ -86,30 +86,7 @@ def test_what_comes_while_the_device_works_is_taken_in_and_answered_after():
         assert all(is_right(b.receive(), TEXT) for _ in range(3))
 
 
-def test_answers_bring_the_load_now_and_then():
-    with toy_service() as service, service.target(None) as target:
-        target.send(hello("a"))
-        target.send(opened(1, 1, TEXT), draft(1, 1, 1, 5, [], give_up_s=HANG_S))
-        found = pb.ServiceFrame()
-        while not any(each.WhichOneof("kind") == "tree" for each in found.messages):
-            found.MergeFromString(next(target.call))
-        loads = [each.load for each in found.messages if each.WhichOneof("kind") == "load"]
-        assert len(loads) >= 1 and loads[0].targets == 1 and 0 <= loads[0].busy <= 1
-
-
 # ---- ends ----
-
-
-def test_at_the_end_all_targets_are_told():
-    with contextlib.ExitStack() as held:
-        service = held.enter_context(toy_service())
-        targets = [held.enter_context(service.target(name)) for name in "abc"]
-        silent = held.enter_context(service.target(None))
-        assert service.worker.stop(HANG_S)
-        for target in targets:
-            refused = [each for each in target.rest() if isinstance(each, Refused)]
-            assert [(each.code, each.session) for each in refused] == [("shutting_down", 0)]
-        silent.close()
 
 
 def test_a_target_that_comes_back_goes_on_with_what_is_held():
@@ -121,15 +98,6 @@ def test_a_target_that_comes_back_goes_on_with_what_is_held():
             second.send(opened(1, 2, [*TEXT, 9]), draft(1, 2, 9, 6, [], give_up_s=HANG_S))
             assert is_right(second.receive(), [*TEXT, 9])
     assert service.pages.held, "its lease goes on"
-
-
-def test_a_stream_that_breaks_leaves_its_sessions_to_their_leases():
-    with toy_service() as service, service.target("b") as other:
-        with service.target("a") as target:
-            rounds(target, 1)
-        until(lambda: len(service.core.targets) == 1)
-        rounds(other, 1)
-        assert service.core.num_sessions == 2
 
 
 def test_the_end_of_a_stream_is_told_after_its_last_frame():
@@ -240,16 +208,6 @@ def test_nonsense_costs_its_own_session():
             "of no session: counted, not answered"
         )
         assert service.worker.snapshot.core.refused == {"invalid": 1}
-
-
-def test_a_flood_is_refused_and_others_go_on():
-    quotas = Quotas(messages_per_s=1e-3, messages_at_once=8)
-    with toy_service(quotas=quotas) as service, service.target("flood") as flood, service.target("good") as good:
-        for number in range(50):
-            flood.send(opened(1, number, TEXT))
-        codes = {(flood.receive()).code for _ in range(43)}
-        assert codes == {"rate"}
-        rounds(good, 1)
 
 
 def test_frames_are_paid_for_by_their_messages():
@@ -366,31 +324,7 @@ def test_a_port_that_is_taken_is_said():
                 begin(settings)
 
 
-def test_frames_of_one_step_are_one_batch():
-    with toy_service() as service, service.target("a") as target:
-        sessions = range(1, 5)
-        target.send(*(opened(session, 1, TEXT[:3]) for session in sessions),
-                    *(draft(session, 1, 1, 3, [], give_up_s=HANG_S) for session in sessions))  # fmt: skip
-        trees = [target.receive() for _ in sessions]
-        assert all(is_right(tree, TEXT[:3]) for tree in trees)
-        assert service.core.stats.batches == 1
-
-
 # ---- health ----
-
-
-def health(port: int, method: str = "Check", service: str = "") -> Any:
-    """The status, or the error's code."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        kind = channel.unary_stream if method == "Watch" else channel.unary_unary
-        call = kind(
-            f"/grpc.health.v1.Health/{method}", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
-        )
-        try:
-            answer = call(HealthCheckRequest(service=service), timeout=HANG_S)
-            return next(answer).status if method == "Watch" else answer.status
-        except grpc.RpcError as error:
-            return error.code()  # type: ignore[attr-defined]
 
 
 def test_health_is_answered_without_a_token_and_only_by_check(tmp_path):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from adaserve_jax.star.messages import Hello, Refused, Tree, Welcome, cells_hash
 from adaserve_jax.star.service import main as service
@@ -19,7 +17,7 @@ from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import SERVICE
 from adaserve_jax.types import CandidateTrees
 from tests.star.scripted import table
-from tests.star.streams import HANG_S, Target, until
+from tests.star.streams import HANG_S, Target, health, until
 from tests.star.toys import VOCABULARY, ToyDevice, ToyPages, draft, limits, opened
 
 SETTINGS = DraftServiceSettings(listen="127.0.0.1:0", http="")
@@ -59,12 +57,6 @@ def welcomed(port: int) -> Target:
 
 def ask(target: Target, session: int) -> None:
     target.send(opened(session, 1, [1, 2]), draft(session, 1, 1, 2, [], give_up_s=HANG_S))
-
-
-def health(port: int, name: str = "") -> Any:
-    """What the standard health protocol says."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        return HealthStub(channel).Check(HealthCheckRequest(service=name), timeout=HANG_S).status
 
 
 def port_of(line: str) -> int:
@@ -124,7 +116,7 @@ def test_a_model_that_is_in_use_is_not_closed(monkeypatch: pytest.MonkeyPatch) -
 def test_who_is_there_is_told_the_end_after_the_last_batch_and_nobody_comes_in_meanwhile() -> None:
     model = ToyModel()
     serving = service.DraftService(SETTINGS, model)  # type: ignore[arg-type]
-    assert health(serving.port) == health(serving.port, SERVICE) == HealthCheckResponse.SERVING
+    assert health(serving.port) == health(serving.port, service=SERVICE) == HealthCheckResponse.SERVING
     target = welcomed(serving.port)
     ask(target, 1)
     assert model.begun.wait(HANG_S)

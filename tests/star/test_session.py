@@ -77,12 +77,6 @@ def test_rounds_count_across_epochs():
     assert held.apply_draft(draft(1, 1, 8, 1, [])) is Outcome.APPLIED
 
 
-def test_a_new_epoch_may_draw_otherwise():
-    held = session()
-    held.reopen(opened(1, 1, [1], SAMPLED))
-    assert held.sampling == SAMPLED
-
-
 def test_the_kv_of_the_common_beginning_stays_whatever_the_text_becomes():
     """All texts of up to four tokens of two kinds, after all such texts, by brute force."""
     texts = [list(text) for length in range(5) for text in product([0, 1], repeat=length)]

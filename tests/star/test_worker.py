@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 
 from adaserve_jax.star.messages import Load, Refused, Tree
@@ -162,21 +161,6 @@ def test_nothing_that_is_said_ends_the_loop(monkeypatch):
     assert bad.ended.is_set() and not good.ended.is_set()
     assert worker.stop(HANG_S)
     assert good.ended.is_set() and [each.code for each in good.sent if isinstance(each, Refused)] == ["shutting_down"]
-
-
-def test_the_same_name_with_other_credentials_is_another_target():
-    worker, core, *_ = begun()
-    one, other = Stream("token-1"), Stream("token-2")
-    for stream, session in ((one, 1), (other, 1)):
-        worker.receive(stream, [hello("a"), opened(session, 1, [1, 2, 3]), draft(session, 1, 1, 3, [])])
-        stream.wait(2)
-    assert core.targets == ["token-1/a", "token-2/a"] and core.num_sessions == 2
-    worker.disconnect(one)
-    worker.receive(other, [draft(1, 1, 2, 3, [4])])
-    trees = [each for each in other.wait(3) if isinstance(each, Tree)]
-    assert [tree.length for tree in trees] == [3, 4] and core.targets == ["token-2/a"]
-    assert np.isfinite(trees[-1].log_q).all()
-    assert worker.stop(HANG_S)
 
 
 def test_a_stream_that_has_ended_begins_no_more():
