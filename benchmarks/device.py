@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -191,10 +191,9 @@ def step_times(
 
 def measure_serving(config: EngineConfig, plan: BenchPlan, target: str) -> list[ResultRow]:
     """Return the rows of a short open-loop bench over the packaged workload. target: its name in the rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = run_bench(
-            plan, load_workload(), lambda policy: open_bench_engine(replace(config, policy=policy)), Path(folder)
-        )
+    config = replace(config, policy=plan.policies[0])
+    with tempfile.TemporaryDirectory() as folder, closing(open_bench_engine(config)) as engine:
+        rows = run_bench(plan, load_workload(), lambda: engine, Path(folder))
     return [replace(row, target=target) for row in rows]
 
 

@@ -55,14 +55,13 @@ from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.server.settings import SloClass
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO, SamplingParams
-from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import trace_of
 from benchmarks.nightjar.segments import shortened, with_lengths
 from tests.bench.fake_server import FakeServer, answer
 
-ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
-TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))
+ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, None, 0.5, lengths=Lengths(1, 1))
+TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)))
 
 
 def written(folder: Path, text: str) -> Path:

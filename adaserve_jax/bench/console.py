@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow, Summary
 
@@ -41,15 +43,19 @@ VARIED = {"system": "system", "replicas": "replicas", "urgent_share": "urgent\ns
 """Columns that are shown where they differ between rows, and their headers."""
 TEXT_COLUMNS = ("system", "policy", "class")
 _SUMS = ("requests", "requests_with_slo")
-_SHARES = ("attainment", "attainment_tpot")
 
 
-def result_table(rows: Sequence[ResultRow], *, by_class: bool = False) -> Table:
+def result_table(
+    rows: Sequence[ResultRow], *, by_class: bool = False, records: Sequence[RequestRecord] = ()
+) -> Table:  # fmt: skip
     """Return a table with a line per policy and load, over the valid repeats of each.
 
     It is at most 80 columns wide unless rows differ in what VARIED names. Shares are of the requests of all repeats,
     other figures are means over repeats. by_class: also a line for each SLO class, dimmed, and the columns of MORE.
+    records: of these rows' points, which say how many requests have a TPOT target; without, the share that met theirs
+    is left open where the rows do not say it.
     """
+    with_tpot = _with_tpot(records)
     shown = [row for row in rows if row.valid and (by_class or row.slo_class == ALL_CLASSES)]
     table = Table(title=_title(rows), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     varied = [name for name in VARIED if len({getattr(row, name) for row in shown}) > 1]
@@ -64,14 +70,35 @@ def result_table(rows: Sequence[ResultRow], *, by_class: bool = False) -> Table:
     policies = list(dict.fromkeys(key[1:3] for key in lines))
     for key in sorted(lines, key=lambda key: (loads.index(key[0]), policies.index(key[1:3]))):
         repeats = lines[key]
-        first, figures = repeats[0], _pooled(repeats)
+        first, figures = repeats[0], _pooled(repeats, with_tpot)
         cells = (_plain(getattr(first, name)) for name in varied)
         dim = first.slo_class != ALL_CLASSES
         table.add_row(*cells, *(cell(figures, first) for cell in columns.values()), style="dim" if dim else None)
     return table
 
 
-def _pooled(repeats: Sequence[ResultRow]) -> Summary:
+def _with_tpot(records: Sequence[RequestRecord]) -> Counter[tuple[str, str, str]]:
+    """Return how many requests count for a TPOT target, by run, point and class."""
+    counted = (record for record in records if record.tpot_met is not None)
+    return Counter(
+        (record.run_id, record.point, name) for record in counted for name in (record.slo_class, ALL_CLASSES)
+    )
+
+
+def _tpot_met(repeats: Sequence[ResultRow], with_tpot: Counter[tuple[str, str, str]]) -> float | None:
+    """Return the share of requests with a TPOT target that met it, over all repeats; None where that is not known."""
+    known = [(row.attainment_tpot, row) for row in repeats if row.attainment_tpot is not None]
+    if len({share for share, _ in known}) < 2:
+        return known[0][0] if known else None
+    counts = [with_tpot[row.run_id, row.point, row.slo_class] for _, row in known]
+    if not all(counts):
+        if any(row.attainment_ttft is not None or row.attainment_e2e is not None for _, row in known):
+            return None
+        counts = [row.requests_with_slo for _, row in known]
+    return sum(count * share for count, (share, _) in zip(counts, known, strict=True)) / sum(counts)
+
+
+def _pooled(repeats: Sequence[ResultRow], with_tpot: Counter[tuple[str, str, str]]) -> Summary:
     """Return one summary of the repeats of a point, for the columns above."""
     first = repeats[0]
     if len(repeats) == 1:
@@ -80,12 +107,12 @@ def _pooled(repeats: Sequence[ResultRow]) -> Summary:
     for column in fields(Summary):
         known = [(getattr(row, column.name), row) for row in repeats]
         known = [(value, row) for value, row in known if isinstance(value, int | float)]
-        if column.name in _SUMS or not known:
+        if column.name in (*_SUMS, "attainment_tpot") or not known:
             continue
-        weights = [row.requests_with_slo if column.name in _SHARES else 1 for _, row in known]
+        weights = [row.requests_with_slo if column.name == "attainment" else 1 for _, row in known]
         total = sum(weights)
         values[column.name] = sum(w * v for w, (v, _) in zip(weights, known, strict=True)) / total if total else None
-    return replace(first, **values)
+    return replace(first, **values, attainment_tpot=_tpot_met(repeats, with_tpot))
 
 
 def refused(rows: Sequence[ResultRow]) -> list[str]:

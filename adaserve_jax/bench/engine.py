@@ -353,5 +353,5 @@ class RecordingEngine(BenchEngine, Protocol):
         ...
 
 
-OpenEngine = Callable[[str], BenchEngine]
-"""open_engine(policy): a started engine that serves by `policy`."""
+OpenEngine = Callable[[], BenchEngine]
+"""Returns a started engine, which stays its owner's to close."""

@@ -51,6 +51,10 @@ MAX_BODY_BYTES = 2**20
 """Most bytes that are read of an answer without a stream."""
 PROMPT = "Write down the numbers from one to a hundred:"
 BASELINE_TOKENS, BASELINE_REQUESTS, PROBE_TOKENS = 32, 3, 2
+NO_SALT = (
+    "it is sent no cache salt, so that its prefix cache may know the prompts of earlier points; switch that cache off "
+    "(vLLM: --no-enable-prefix-caching)"
+)
 FIRST_ANSWER_S = 600.0
 """Limit for the first request, which may load a model."""
 _OWNER = "adaserve"
@@ -260,10 +264,14 @@ class UrlEngine:
 
     Times are the client's: a request arrives when it is sent, a token when its bytes are read. policy: name in the
     result rows; None: the policy of a server of this package, else the system. keep_texts: whether each probe keeps
-    the received texts with their times. Raises ConfigError: no such server or model, or an answer without a stream.
+    the received texts with their times. on_note: told what people should know of the server before it is measured.
+    Raises ConfigError: no such server or model, or an answer without a stream.
     """
 
-    def __init__(self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False):
+    def __init__(
+        self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False,
+        on_note: Callable[[str], None] | None = None,
+    ):  # fmt: skip
         parser_library()
         card = model_card(settings)
         self.settings = settings
@@ -283,6 +291,8 @@ class UrlEngine:
         except BaseException:
             self.close()
             raise
+        if on_note is not None and not self._dialect.own:
+            on_note(f"{self.about.system}: {NO_SALT}")
 
     def prepare(self, ask: Ask) -> PreparedRequest:
         """Build the bytes of a request. Raises ConfigError if it cannot be sent to a URL."""

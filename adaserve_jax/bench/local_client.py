@@ -60,7 +60,7 @@ class ClientEngine:
     def prepare(self, ask: Ask) -> GenerateRequest:
         """Return the request with its prompt tokenised. Requests take the loaded adapters in turn."""
         adapters = self.client.info.adapters
-        sampling = replace(ask.item.sampling(ask.seed), seed=ask.seed, max_tokens=ask.max_tokens)
+        sampling = replace(ask.item.sampling(), seed=ask.seed, max_tokens=ask.max_tokens)
         return GenerateRequest(
             request_id=ask.request_id,
             prompt_ids=self._encode(ask.item, ask.seed),

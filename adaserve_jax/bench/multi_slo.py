@@ -18,7 +18,7 @@ from typing import Any
 from adaserve_jax.bench.engine import OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan, default_rates
 from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS
@@ -38,21 +38,22 @@ from adaserve_jax.results.submission import (
     write_submission,
 )
 from adaserve_jax.results.whole_file import SHARED, write_whole
-from adaserve_jax.workloads.workload import Workload, parse_slos
+from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import Workload
 
 DURATION_S = 60.0
 CLASS_REQUESTS, LONGEST = 20, 10.0
 """A point takes longer until each class has so many requests on average, at most so many times its duration."""
 PRECISION = 1.15
 """The search for a rate ends when the rate that misses a level is at most so many times the one that keeps it."""
-MOST, LEAST = 64.0, 1 / 8
+MOST, LEAST = 1024.0, 1 / 8
 """The search ends at so many times the first rate, above and below."""
 OVERLOAD, CALM = 2.0, 0.7
 """Rates of overload and of the calm before and after a burst, over the highest rate of the first level."""
 BEFORE, UNTIL = 1 / 3, 1 / 2
 """Parts of the time after which a burst begins and ends."""
 AGAIN_SEED = 1_000_003
-"""Added to the seed where a load is measured a second time; a repeat adds 1."""
+"""Added to the seed where a load is measured a second time; far from any seed that a user gives."""
 DEFINITION = "definition.json"
 OWN = "workload"
 ANY = "*"
@@ -67,11 +68,11 @@ class Target:
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
-    def text(self, baseline_ms: float) -> str:
-        """Return the targets as `--slos` takes them."""
+    def slo(self, baseline_ms: float) -> SLO:
+        """Return the targets in ms, of five digits."""
         tpot_ms = self.tpot_ms if self.tpot_x is None else self.tpot_x * baseline_ms
         ttft_ms = self.ttft_ms if self.ttft_x is None else self.ttft_x * baseline_ms
-        return f"tpot={tpot_ms:.5g},ttft={ttft_ms:.5g}"
+        return SLO(tpot_ms=float(f"{tpot_ms:.5g}"), ttft_ms=float(f"{ttft_ms:.5g}"))
 
 
 def _limits(ttft_ms: float, tpot_ms: float) -> dict[str, Target]:
@@ -134,11 +135,12 @@ def with_targets(workload: Workload, preset: str, baseline_ms: float) -> Workloa
             f"preset {preset} has no targets for class {missing[0]!r} of {workload.name}; it has "
             f"{', '.join(targets)}. Give --slos and --preset {OWN}"
         )
-    text = ";".join(
-        f"{name}:{targets.get(name, targets.get(ANY, Target())).text(baseline_ms)}" for name in workload.classes
-    )
-    table = parse_slos(text)
-    return workload.derived(f"targets {text}", table.apply(workload.items, workload.name))
+    try:
+        slos = {name: targets[name if name in targets else ANY].slo(baseline_ms) for name in workload.classes}
+    except RequestError as error:
+        raise ConfigError(f"preset {preset} with a baseline of {baseline_ms:g} ms: {error}") from error
+    text = ";".join(f"{name}:tpot={slo.tpot_ms:.5g},ttft={slo.ttft_ms:.5g}" for name, slo in slos.items())
+    return workload.derived(f"targets {text}", (replace(item, slo=slos[item.slo_class]) for item in workload.items))
 
 
 def define(settings: SuiteSettings, workload: Workload, baseline_ms: float) -> tuple[Definition, Workload]:
@@ -192,7 +194,7 @@ def next_rate(found: Mapping[float, float], start: float, levels: Sequence[float
     if not found:
         return _rounded(start)
     lowest, highest = min(found), max(found)
-    if found[highest] >= levels[0] and highest < start * MOST:
+    if found[highest] >= levels[0] and highest * PRECISION < start * MOST:
         return _rounded(2 * highest)
     for level in levels:
         missed = min((rate for rate, least in found.items() if least < level), default=None)
@@ -303,7 +305,7 @@ class Suite:
                 return rows, None
             own = read_rows(folder / REQUESTS, RequestRecord)
             wall_s += sum(row.wall_s for row in total)
-            duration_s += plan.duration_s
+            duration_s += plan.duration_s * plan.repeats
             records += own
             if stage == "burst":
                 recovered = recovery_s(((r.due_s, r.slo_met is True) for r in own), ends_s)
@@ -338,7 +340,6 @@ class Suite:
                 self._open,
                 folder,
                 observer,
-                close=False,
                 use="resume",
                 about=self._about,
                 policy_files=self._policy_files,

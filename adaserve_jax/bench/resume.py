@@ -94,7 +94,7 @@ def check_folder(out: Path, use: FolderUse) -> None:
         raise ConfigError(f"cannot resume {out}: it has rows but no {PLAN}; run without --resume into another folder")
 
 
-def planned(out: Path) -> dict[str, Any] | None:
+def read_settings(out: Path) -> dict[str, Any] | None:
     """Return the settings of the run in a folder, or None if there is no plan. Raises ConfigError for another file."""
     return _read_plan(out / PLAN)["plan"] if (out / PLAN).exists() else None
 

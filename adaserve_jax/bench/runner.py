@@ -122,18 +122,18 @@ INTERRUPTED = "interrupted"
 
 def run_bench(
     plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, observer: RunObserver | None = None, *,
-    close: bool = True, use: FolderUse = "append", about: Mapping[str, Any] | None = None,
-    policy_files: Mapping[str, str] | None = None,
+    use: FolderUse = "append", about: Mapping[str, Any] | None = None, policy_files: Mapping[str, str] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
     """Measure every point of `plan`; returns all rows, first those of points that were there when it was resumed.
 
     Files in `out`: plan.json, results.jsonl, requests.jsonl, samples.jsonl, and when it records acceptance.jsonl; the
     rows of a point are written last, so that a point with rows is there whole. Ctrl-C while a point is driven ends the
-    run after writing what the point has, marked invalid; at other times it is passed on. close: whether the engine is
-    closed at the end. use: of a folder that holds rows. about: settings beside the plan's that a resumed run must have
-    too. policy_files: hashes of the files that policies are from, which must be the same too. Relative targets of a
-    resumed run are multiples of the baseline latency that its rows have. Raises ConfigError: among others, a resumed
-    run would go on with another commit, machine, device or model, or at another speed, or a policy's file was edited.
+    run after writing what the point has, marked invalid; at other times it is passed on. The engine is opened if there
+    is a point to measure, and not closed. use: of a folder that holds rows. about: settings beside the plan's that a
+    resumed run must have too. policy_files: hashes of the files that policies are from, which must be the same too.
+    Relative targets of a resumed run are multiples of the baseline latency that its rows have. Raises ConfigError:
+    among others, a resumed run would go on with another commit, machine, device or model, or at another speed, or a
+    policy's file was edited.
     """
     observer = observer or RunObserver()
     loads = load_all(plan, workload)
@@ -148,24 +148,20 @@ def run_bench(
     observer.opened(todo, rows)
     if not todo:
         return rows
-    engine = open_engine(todo[0].policy)
-    try:
-        _check_policies(plan.policies, engine)
-        check_alike(out, begun, engine.about.columns())
-        check_baseline(out, begun, engine.about.baseline_s)
-        drop_unfinished(out, begun)
-        provenance = _provenance(plan, begun, workload, engine, about)
-        bench = _Bench(plan, loads, engine, provenance, observer, begun.baseline_s, policy_files or {})
-        for point in todo:
-            observer.begins(point)
-            measured, loop = bench.measure(point, out)
-            rows += measured
-            observer.ended(point, measured, engine.notes)
-            if loop.interrupted or loop.engine_died:
-                break
-    finally:
-        if close:
-            engine.close()
+    engine = open_engine()
+    _check_policies(plan.policies, engine)
+    check_alike(out, begun, {**engine.about.columns(), "system": engine.about.system})
+    check_baseline(out, begun, engine.about.baseline_s)
+    drop_unfinished(out, begun)
+    provenance = _provenance(plan, begun, workload, engine, about)
+    bench = _Bench(plan, loads, engine, provenance, observer, begun.baseline_s, policy_files or {})
+    for point in todo:
+        observer.begins(point)
+        measured, loop = bench.measure(point, out)
+        rows += measured
+        observer.ended(point, measured, engine.notes)
+        if loop.interrupted or loop.engine_died:
+            break
     return rows
 
 

@@ -239,17 +239,20 @@ def tune_fixed(
 ) -> Tuned:  # fmt: skip
     """Find the best chain for this trace, none included, by joint attainment, then goodput.
 
-    It is at most as long as the draft is deep, and keeps the limits of the machine and of the plan.
+    It is at most as long as the draft is deep, and keeps the limits of the machine and of the plan. grid: values to
+    try; None: those of Grid, and these limits themselves.
     """
-    whole = grid or Grid()
     limits = machine.limits()
     most = min(plan.max_requests or limits.max_requests, limits.max_requests)
-    chunk = plan.max_prefill_tokens
+    chunk = min(plan.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
+    whole = grid or Grid()
+    if grid is None:
+        whole = replace(whole, prefill_tokens=(*whole.prefill_tokens, chunk), max_requests=(*whole.max_requests, most))
     possible = replace(
         whole,
         draft_tokens=tuple(k for k in whole.draft_tokens if k <= limits.max_depth),
         max_requests=tuple(sorted({min(cap, most) for cap in whole.max_requests})),
-        prefill_tokens=tuple(sorted({min(each, chunk or each) for each in whole.prefill_tokens})),
+        prefill_tokens=tuple(sorted({min(each, chunk) for each in whole.prefill_tokens})),
     )
 
     def evaluate(setting: ChainSetting) -> Score:

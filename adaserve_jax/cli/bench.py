@@ -32,7 +32,7 @@ from adaserve_jax.bench.multi_slo import (
     held_definition,
 )
 from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
-from adaserve_jax.bench.resume import FolderUse, check_folder, planned
+from adaserve_jax.bench.resume import FolderUse, check_folder, read_settings
 from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
 from adaserve_jax.cli.options import (
     ByClassOption,
@@ -62,6 +62,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.settings import Endpoint, UrlSettings
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.report.multi_slo import targets_text
+from adaserve_jax.results.jsonl import read_good_rows
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.results.submission import FILE as SUBMISSION
 from adaserve_jax.results.submission import Submission, SuitePoint
@@ -121,9 +124,11 @@ class UrlOptions:
     silence_timeout: Annotated[float, _url_option("silence_timeout_s")] = _URL["silence_timeout_s"].default
 
     def about(self) -> dict[str, Any]:
-        """Return the options that a resumed run must share; no key."""
-        return {"url": self.url, "model": self.model, "endpoint": self.endpoint, "send_slo": self.send_slo,
-                "baseline_ms": self.baseline_ms, "extra_body": self.extra_body}  # fmt: skip
+        """Return the options that a resumed run must share; no key, and of headers no value, which may be one."""
+        return {"url": self.url, "system": self.system, "model": self.model, "endpoint": self.endpoint,
+                "send_slo": self.send_slo, "baseline_ms": self.baseline_ms, "extra_body": self.extra_body,
+                "spare_connections": self.spare_connections, "silence_timeout": self.silence_timeout,
+                "headers": sorted(_header(text)[0].lower() for text in self.header or ())}  # fmt: skip
 
     def check_unused(self) -> None:
         """Raise ConfigError for options that mean nothing without --url."""
@@ -149,7 +154,7 @@ class UrlOptions:
             spare_connections=self.spare_connections,
             silence_timeout_s=self.silence_timeout,
         )
-        return UrlEngine(settings) if policy is None else UrlEngine(settings, policy=policy)
+        return UrlEngine(settings, policy=policy, on_note=say)
 
     def _key(self) -> str | None:
         if self.api_key_env is None:
@@ -338,9 +343,7 @@ def bench(
                 plan = replace(plan, rates=_auto_rates(folder, use, requests, engine))
             with bench_bar(plan) as bar:
                 rows = bar.rows
-                run_bench(
-                    plan, requests, engine, folder, bar, close=False, use=use, about=about, policy_files=policy_files
-                )
+                run_bench(plan, requests, engine, folder, bar, use=use, about=about, policy_files=policy_files)
     except KeyboardInterrupt:
         interrupted = True
     _finish(rows, folder, interrupted=interrupted, by_class=by_class)
@@ -352,7 +355,7 @@ def _run_suite(
 ) -> None:  # fmt: skip
     """Run the suite under every policy, and print the headline of its page. Raises typer.Exit as `_finish` does."""
     held = held_definition(out, resume=resume)
-    facts = engine("").about
+    facts = engine().about
     baseline_ms = facts.baseline_s * 1e3 if held is None else float(held["baseline_ms"])
     definition, targeted = define(settings, workload, baseline_ms)
     begin(out, definition, held)
@@ -411,7 +414,7 @@ class _LazyEngine:
         self._open = open_engine
         self._engine: BenchEngine | None = None
 
-    def __call__(self, policy: str = "") -> BenchEngine:
+    def __call__(self) -> BenchEngine:
         """Return the engine, which serves by any policy."""
         if self._engine is None:
             self._engine = self._open()
@@ -450,10 +453,10 @@ def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | Draf
 
 def _auto_rates(folder: Path, use: FolderUse, requests: Workload, engine: OpenEngine) -> tuple[float | None, ...]:
     """Return rates that fit this machine; a resumed run keeps its own, since a new measurement differs a little."""
-    held = planned(folder) if use == "resume" else None
+    held = read_settings(folder) if use == "resume" else None
     if held is not None:
         return tuple(held["rates"])
-    return default_rates(requests, engine("").about.baseline_s)
+    return default_rates(requests, engine().about.baseline_s)
 
 
 def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
@@ -467,7 +470,9 @@ def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
 def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool, by_class: bool) -> None:
     """Print the rows. Raises typer.Exit with a status if the run was interrupted or a point is not valid."""
     if rows:
-        print_rows(rows, by_class=by_class)
+        file, repeated = folder / REQUESTS, any(row.repeat for row in rows)
+        records = read_good_rows(file, RequestRecord)[0] if repeated and file.exists() else []
+        print_rows(rows, by_class=by_class, records=records)
         say_next_step(folder)
     if interrupted or any(row.invalid_reason == INTERRUPTED for row in rows):
         say(f"interrupted; to go on: {_resume_command(folder)}")

@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -24,7 +24,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import INTERVALS, Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
 from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary, report_of
-from adaserve_jax.results.schema import Summary
+from adaserve_jax.results.schema import CAUSE_COLUMNS
 
 SUFFIXES = (".html", ".md")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -331,7 +331,6 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("preemptions", _count("preemptions")),
 )
 """Labels and cells of the table, from top to bottom; each class has a column."""
-CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
 
 
 def rows(report: ServedReport) -> Iterator[list[str]]:
@@ -339,7 +338,7 @@ def rows(report: ServedReport) -> Iterator[list[str]]:
     for label, cell in ROWS:
         yield [label, *(cell(each) for each in report.classes)]
     every = report.classes[0]
-    for name in CAUSES:
+    for name in CAUSE_COLUMNS:
         if getattr(every.summary, name):
             cause = name.removeprefix("cause_").replace("_", " ")
             yield [f"violations: {cause}", *(_count(name)(each) for each in report.classes)]

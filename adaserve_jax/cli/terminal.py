@@ -20,6 +20,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnOptions
+from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.types import Progress as ProgressCall
@@ -142,9 +143,12 @@ def progress_bar() -> Iterator[ProgressCall]:
         yield show
 
 
-def print_rows(rows: Sequence[ResultRow], *, by_class: bool = False) -> None:
-    """Print valid rows to stdout, into a pipe at full width whatever the terminal; name invalid points on stderr."""
-    table = result_table(rows, by_class=by_class)
+def print_rows(
+    rows: Sequence[ResultRow], *, by_class: bool = False, records: Sequence[RequestRecord] = ()
+) -> None:  # fmt: skip
+    """Print valid rows to stdout, into a pipe at full width whatever the terminal; name invalid points on stderr.
+    records: as for `result_table`."""
+    table = result_table(rows, by_class=by_class, records=records)
     table_console(table).print(table)
     reasons = refused(rows)
     if reasons:

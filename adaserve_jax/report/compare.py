@@ -90,7 +90,7 @@ def verdict(view: View, measure: Measure, settings: Sequence[LoadSetting]) -> st
     compared = [s for s in settings if len(_known(view, measure, s)) > 1]
     name = titled(measure)
     if not compared:
-        return f"{name}: nothing to compare, there is one policy at each setting."
+        return f"{name}: nothing to compare: no setting has two policies with this figure."
     if not any(group.has_records for s in compared for group in view.measured.groups_at(s)):
         return f"{name}: without request records nothing tells a difference from chance."
     leads = [lead for s in compared if (lead := leader(view, measure, s)) is not None]

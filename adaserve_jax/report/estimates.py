@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure, MeasureColumns, Unit
+from adaserve_jax.report.measures import (
+    ATTAINMENT,
+    ATTAINMENT_TPOT,
+    JUDGED_TIMES,
+    RATIOS,
+    THROUGHPUT,
+    VIOLATIONS,
+    Measure,
+    MeasureColumns,
+    Unit,
+)
 from adaserve_jax.report.points import MeasuredPoint, Pairing, PointGroup, pair_up
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
 from adaserve_jax.results.schema import ALL_CLASSES
@@ -196,6 +206,8 @@ def _is_constant(columns: MeasureColumns, measure: Measure, slo_class: str) -> b
 def _value(group: PointGroup, measure: Measure, slo_class: str) -> float | None:
     if measure.needs is not None and not any(getattr(point.row, measure.needs) for point in group.points):
         return None
+    if measure.of_outcome and not _has_outcome(group, measure, slo_class):
+        return None  # the goodput of requests without a target is not 0
     if not group.has_records:
         values = [getattr(point.rows[slo_class], measure.name) for point in group.points if slo_class in point.rows]
         known = [value for value in values if value is not None]
@@ -203,6 +215,15 @@ def _value(group: PointGroup, measure: Measure, slo_class: str) -> float | None:
     columns = group.columns
     (value,) = measure.of(columns, columns.mask(slo_class))(np.ones((1, len(columns.due_s))))
     return None if np.isnan(value) else float(value)
+
+
+def _has_outcome(group: PointGroup, measure: Measure, slo_class: str) -> bool:
+    """Return whether any request of a class has the target whose outcome the measure counts."""
+    if group.has_records:
+        return _count(group.columns, measure, slo_class) > 0
+    share = ATTAINMENT_TPOT if measure.counts == ATTAINMENT_TPOT.counts else ATTAINMENT
+    rows = [point.rows[slo_class] for point in group.points if slo_class in point.rows]
+    return any(getattr(row, share.name) is not None for row in rows)
 
 
 def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:

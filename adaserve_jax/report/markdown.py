@@ -33,13 +33,13 @@ def _section(section: Section) -> Iterator[str]:
         if isinstance(item, Text):
             yield from ((f"> **Warning:** {_prose(item.text)}" if item.warns else _paragraph(item.text)), "")
         elif isinstance(item, Table):
-            yield from _table(item, level=3)
+            yield from _table(item)
         else:
             yield from _figure(item)
 
 
-def _table(table: Table, *, level: int) -> Iterator[str]:
-    yield from (f"{'#' * level} {_inline(table.title)}", "")
+def _table(table: Table) -> Iterator[str]:
+    yield from (f"### {_inline(table.title)}", "")
     yield from _rows(table)
     yield ""
     if table.caption:

@@ -13,11 +13,15 @@ EVERY = "worst class"
 METHOD = (
     "A rate counts at a level if every class has at least that share of its requests meet all of their targets, there "
     "and at every lower rate that was measured. Beside it in parentheses stands the lowest rate that missed the level: "
-    "the limit lies between the two. `sure` is the highest rate at which the lower ends of the 95% intervals (Wilson) "
-    "keep the level. Fairness is Jain's index of the attainments of the classes: 1 if all are alike. Overload is twice "
-    "the highest rate at {first}; a burst is the same rate for a sixth of the time, and recovery is the time from its "
-    "end until 90% of the requests that follow meet their targets."
+    "the limit lies between the two; `at least` says that no rate missed it. `sure` is the highest rate at which the "
+    "lower ends of the 95% intervals (Wilson) keep the level. Fairness is Jain's index of the attainments of the "
+    "classes: 1 if all are alike. Overload is twice the highest rate at {first}; a burst is the same rate for a sixth "
+    "of the time, and recovery is the time from its end until 90% of the requests that follow meet their targets."
 )
+
+
+_ASKED = {"classes": "targets", "least_requests": "requests of each class"}
+"""Words for fields of a definition whose names do not say it."""
 
 
 def multi_slo_page(submissions: Sequence[Submission], title: str | None = None) -> Document:
@@ -71,9 +75,9 @@ def _warnings(submissions: Sequence[Submission]) -> list[Text]:
     """Return a sentence for everything in which the systems were not asked the same."""
     first = submissions[0].definition
     found = []
-    for name in ("preset", "classes", "workload_hash", "seed", "repeats", "duration_s"):
+    for name in ("preset", "classes", "workload_hash", "seed", "repeats", "duration_s", "least_requests"):
         if any(getattr(each.definition, name) != getattr(first, name) for each in submissions):
-            what = "targets" if name == "classes" else name.replace("_", " ")
+            what = _ASKED.get(name, name.replace("_", " "))
             found.append(Text(f"The systems differ in {what}, so that their rates cannot be compared.", warns=True))
     found += [Text(f"{each.system.name}: {note}", warns=True) for each in submissions for note in each.system.notes]
     return found
@@ -113,6 +117,8 @@ def _headline(submissions: Sequence[Submission], names: Sequence[str]) -> tuple[
 
 
 def _rate(level: AtLevel) -> str:
+    if level.rate_rps is not None and level.missed_rps is None:
+        return f"at least {number(level.rate_rps)}"
     missed = "" if level.missed_rps is None else f" ({number(level.missed_rps)})"
     return ("none" if level.rate_rps is None else number(level.rate_rps)) + missed
 

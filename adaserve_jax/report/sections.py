@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,7 @@ from adaserve_jax.report.measures import (
 from adaserve_jax.report.points import AXES, AXIS_LABELS, LoadSetting, MeasuredPoint, PointGroup, find_point
 from adaserve_jax.report.view import MOST_PANELS, View, condition_line, invalid_point, series_of, spread
 from adaserve_jax.results.samples import Sample
-from adaserve_jax.results.schema import ALL_CLASSES, Summary
+from adaserve_jax.results.schema import ALL_CLASSES, CAUSE_COLUMNS
 
 JOINT = (ATTAINMENT, GOODPUT)
 TPOT_ONLY = (ATTAINMENT_TPOT, GOODPUT_TPOT)
@@ -42,7 +42,6 @@ TIMES_OVER = np.linspace(0.0, 3.0, 151)
 PHASES_TITLE = "Where the time goes"
 NO_SAMPLES = "No point has samples: what was measured through a URL has none, nor have runs from before they existed."
 PHASES = ("plan_s", "draft_s", "select_s", "verify_s", "commit_s")
-CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
 TOKEN_RATE_S = 1.0
 """Shortest time over which a rate of tokens is taken: between two samples there may be no step, or two."""
 Read = Callable[[Sample], float]
@@ -422,7 +421,7 @@ def violations(view: View) -> Section | None:
                 tuple(cause_share(g, cause) for g in groups),
                 colour=colour,
             )
-            for colour, cause in enumerate(CAUSES)
+            for colour, cause in enumerate(CAUSE_COLUMNS)
             if any(cause_share(group, cause) for group in groups)
         )
         title = setting.describe(view.measured.varied)
@@ -452,7 +451,7 @@ def targeted(group: PointGroup) -> int:
 
 
 def _missed(group: PointGroup) -> bool:
-    return any(getattr(point.row, cause) for point in group.points for cause in CAUSES)
+    return any(getattr(point.row, cause) for point in group.points for cause in CAUSE_COLUMNS)
 
 
 def cause_share(group: PointGroup, cause: str) -> float:

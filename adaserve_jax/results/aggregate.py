@@ -16,7 +16,7 @@ import numpy as np
 
 from adaserve_jax.results.record_store import FileExtent, read_records
 from adaserve_jax.results.records import (
-    Cause,
+    CAUSES,
     RequestRecord,
     ServedRecord,
     ServerRun,
@@ -27,7 +27,6 @@ from adaserve_jax.results.records import (
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 STATUSES: tuple[Status, ...] = get_args(Status)
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 TIMES = (
     "due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s",
     "thinking_tpot_s", "answer_tpot_s", "thinking_tpot_slo_s", "e2e_slo_s",
@@ -41,7 +40,7 @@ ROW = np.dtype(
     [("slo_class", "i4"), ("status", "i1"), ("late_tokens", "i4"), ("gaps", "i4")]
     + [(name, "f8") for name in TIMES] + [(name, "i8") for name in COUNTS] + [(name, "i1") for name in OUTCOMES]
 )  # fmt: skip
-"""About 150 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
+"""163 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
 index of STATUSES. gaps: number of tokens after the first whose times are known."""
 Percentiles = tuple[float | None, float | None, float | None]
 """50th, 90th and 99th percentile."""

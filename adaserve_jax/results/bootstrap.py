@@ -54,15 +54,15 @@ def distributions(
     return np.concatenate(chunks, axis=1) if chunks else np.empty((len(statistics), 0))
 
 
-def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
-    """Return the middle `level` of the drawn values.
+def between(drawn: np.ndarray) -> Interval:
+    """Return the middle LEVEL of the drawn values.
 
     A bound is infinite if infinity is next to it. The interval is unknown if half of the values or more are NaN.
     """
     known = drawn[~np.isnan(drawn)]
     if 2 * len(known) <= len(drawn):
         return Interval(None, None)
-    tail = 100 * (1 - level) / 2
+    tail = 100 * (1 - LEVEL) / 2
     if np.isinf(known).any():  # nothing lies between a number and infinity
         low, high = np.percentile(known, tail, method="lower"), np.percentile(known, 100 - tail, method="higher")
     else:
@@ -108,12 +108,12 @@ def percentile(values: np.ndarray, q: float) -> Counted:
     return of
 
 
-def sure_share(records: int, level: float = LEVEL) -> float:
+def sure_share(records: int) -> float:
     """Return the lower bound of a share that all of so many independent records have, by Clopper and Pearson.
 
     The bootstrap would put it at 1, as it never draws what it has not seen.
     """
-    return ((1 - level) / 2) ** (1 / records)
+    return ((1 - LEVEL) / 2) ** (1 / records)
 
 
 def _at(running: np.ndarray, place: np.ndarray) -> np.ndarray:

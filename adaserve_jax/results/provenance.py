@@ -21,22 +21,16 @@ SAMPLES, SAMPLE_BYTES = 16, 1 << 16
 """Parts of a file of safetensors that `weights_hash` reads, and their length."""
 
 
-def source_commit(folder: Path | None = None) -> str:
-    """Return the commit of a checkout, with "-dirty" if tracked files differ, or "unknown".
-
-    folder: None for this package's own checkout, as it was when this process first asked.
-    """
-    return _own_commit() if folder is None else _commit_of(folder)
-
-
 @functools.cache
-def _own_commit() -> str:
-    """Return the commit of this package's checkout; "unknown" for an installed package, whatever lies around it."""
+def source_commit() -> str:
+    """Return `commit_of` this package's checkout, as it was when this process first asked; "unknown" for an installed
+    package, whatever lies around it."""
     own = Path(__file__).resolve()
-    return _commit_of(own.parent) if _git(own.parent, "ls-files", "--error-unmatch", own.name) else UNKNOWN
+    return commit_of(own.parent) if _git(own.parent, "ls-files", "--error-unmatch", own.name) else UNKNOWN
 
 
-def _commit_of(folder: Path) -> str:
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, with "-dirty" if tracked files differ, or "unknown"."""
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return UNKNOWN

@@ -6,7 +6,7 @@ A record holds numbers and names. It has the request's text only where a server 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
 from adaserve_jax.request_metrics import RequestMetrics, TpotParts, tpot_parts
@@ -16,6 +16,7 @@ Cause = Literal[
     "rejected", "failed", "unfinished", "queueing", "prefill", "infeasible", "preemption", "low_acceptance", "budget"
 ]  # fmt: skip
 """Reasons why a request missed its target, as far as its own record tells."""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 STATUS_OF: dict[str, Status] = {
     "stop": "finished",
     "length": "finished",

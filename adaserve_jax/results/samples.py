@@ -8,7 +8,7 @@ from adaserve_jax.stats import StepStats
 
 SAMPLE_S = 0.1
 """Interval between two samples."""
-# Columns that StepStats has too, under the same name: increases since the last sample, and latest values.
+# Columns that StepStats has too, under the same name: increases since the start of the point, and latest values.
 COUNTS = ("steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions")
 HOST_SECONDS = ("plan_s", "select_s", "commit_s")
 SECONDS = (*HOST_SECONDS, "draft_s", "verify_s", "wait_s")

@@ -1,4 +1,4 @@
-"""Columns of results.jsonl: one flat row per policy, rate and SLO class, with everything needed to repeat it.
+"""Columns of results.jsonl: one flat row per point and SLO class, with everything needed to repeat it.
 
 docs/metrics.md defines every column.
 """
@@ -141,6 +141,9 @@ class Summary:
     busy_throughput_tps: float | None = None
     cancelled: int = 0
     attainment_e2e: float | None = None
+
+
+CAUSE_COLUMNS = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,8 +125,8 @@ class ClassCount:
 @dataclass(frozen=True, kw_only=True)
 class SuitePoint:
     """One load. rate_rps: mean of a steady load, or the rate of a burst while it lasts. duration_s: in which requests
-    arrived, of both measurements where there are two. recovery_s: of a burst, from
-    its end; None where the system did not recover while requests came."""
+    arrived, of all repeats and measurements. recovery_s: of a burst, from its end; None where the system did not
+    recover while requests came."""
 
     stage: Stage
     rate_rps: float

@@ -42,8 +42,8 @@ LEAST_CHANCE = 1e-9
 class VirtualClock:
     """Seconds that pass only when told to."""
 
-    def __init__(self, start_s: float = 0.0):
-        self._now_s = start_s
+    def __init__(self):
+        self._now_s = 0.0
 
     def now(self) -> float:
         return self._now_s

@@ -1,7 +1,7 @@
 """Machines to simulate: their costs of verification and drafting, and the acceptance of their draft.
 
-A machine is a JSON file (two are packaged, shaped by AdaServe's published settings) or a profile that
-`adaserve profile` measured.
+A machine is a JSON file shaped by published settings, or a profile that was measured or computed; both kinds are
+packaged.
 """
 
 from __future__ import annotations

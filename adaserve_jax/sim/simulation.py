@@ -162,8 +162,8 @@ def simulate(
     run_id: str = "", point: str = "", replicas: int = 1, recorder: AcceptanceRecorder | None = None,
     sample: bool = False,
 ) -> Simulated:  # fmt: skip
-    """One policy over one trace, on `replicas` replicas. run_id, point: for the records. recorder: notes what
-    verifications reveal of acceptance. sample: whether samples are taken."""
+    """Serve one trace by one policy on `replicas` replicas, and return what happened. run_id, point: for the records.
+    recorder: notes what verifications reveal of acceptance. sample: whether samples are taken."""
     return _Simulation(policy, plan, machine, trace, (run_id, point), replicas, recorder, sample).run()
 
 

@@ -298,7 +298,6 @@ class Schedule:
     rate_rps: float
     duration_s: float
     arrivals: tuple[Arrival, ...]
-    seed: int = 0
 
 
 def make_schedule(
@@ -320,12 +319,12 @@ def make_schedule(
         return _own_times(workload, spec, rate_rps, duration_s, seed)
     if spec.process == PEAKS:
         arrivals = _peaks(workload, spec, rate_rps, duration_s, seed)
-        return Schedule(spec.text, rate_rps, duration_s, arrivals, seed)
+        return Schedule(spec.text, rate_rps, duration_s, arrivals)
     law = _law(spec, rate_rps)
     mean_rps = rate_rps * float(law.cumulative(np.array(duration_s))) / duration_s
     _check_count(mean_rps, duration_s)
     times = draw_times(law, rate_rps, duration_s, spec.cv, _stream(seed, _TIMES))
-    return Schedule(spec.text, mean_rps, duration_s, _assigned(times, workload.items, seed), seed)
+    return Schedule(spec.text, mean_rps, duration_s, _assigned(times, workload.items, seed))
 
 
 def _law(spec: ArrivalSpec, rate_rps: float) -> Law:
@@ -370,7 +369,8 @@ def _peaks(workload: Workload, spec: ArrivalSpec, rate_rps: float, duration_s: f
 
 
 def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, duration_s: float, seed: int) -> Schedule:
-    """arrival_s counted from the earliest, multiplied by the scale, or so that their mean rate is `rate_rps`."""
+    """Schedule the workload's own times, counted from the earliest and multiplied by the scale or to the mean rate
+    `rate_rps`."""
     if spec.process not in (TRACE, POISSON):
         raise ConfigError(
             f"arrivals {spec.text} need rates as numbers; the workload's own times go with poisson or trace"
@@ -397,7 +397,7 @@ def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, du
     drawn = _stream(seed, _SEEDS).integers(0, 2**63, len(items)).tolist()
     arrivals = tuple(Arrival(*each) for each in zip(times.tolist()[:count], items, drawn, strict=False))
     text = spec.text if spec.process == TRACE else TRACE
-    return Schedule(text, count / lasts_s if rate_rps is None else rate_rps, lasts_s, arrivals, seed)
+    return Schedule(text, count / lasts_s, lasts_s, arrivals)
 
 
 def _check_count(rate_rps: float, duration_s: float) -> None:

@@ -57,12 +57,11 @@ class WorkloadItem:
         """True if only lengths are known, so that a text has to be made (`prompt_text`)."""
         return self.prompt is None and not self.messages
 
-    def sampling(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters with this item's seed, or `seed` if it has none. Outputs of requests that are
-        known only by length are exactly as long as the trace says."""
-        chosen = seed if self.seed is None else self.seed
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters. Outputs of requests that are known only by length are exactly as long as the
+        trace says."""
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=chosen, ignore_eos=self.by_length
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, ignore_eos=self.by_length
         )
 
 

@@ -14,22 +14,23 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.items import Lengths, Message, Workload, WorkloadItem
 from adaserve_jax.workloads.workload import with_relative
 
-MOST_COPIES, SHARE_ERROR = 100, 0.002
-"""A workload without times is repeated, at most so often, until a share of its requests can be hit this closely."""
+MOST_COPIES, SHARE_ERROR = 100, 0.01
+"""A workload without times is repeated, at most so often, until a share of its requests can be hit this closely. 60
+requests, as the packaged ones, are never repeated: a short run over many copies would be a random draw of them."""
 
 
-def with_urgent_share(workload: Workload, share: float, *, urgent: str | None = None, seed: int = 0) -> Workload:
-    """`share` of the requests are of class `urgent`, the rest of the others in the proportion that they have.
+def with_urgent_share(workload: Workload, share: float) -> Workload:
+    """Return the workload with `share` of its requests of the urgent class, the others in their proportion.
 
-    None: the only class with relative targets; without any, that of the least TPOT target. The fewest requests are
-    replaced by others of the workload, at the same times; with a greater share, those that were urgent stay so. A
+    That class is the only one with relative targets; without any, that of the least TPOT target. The fewest requests
+    are replaced by others of the workload, at the same times; with a greater share, those that were urgent stay so. A
     workload without times is repeated where a whole number of its requests is not close to the share.
 
-    Raises ConfigError: no such class or share, or nothing to replace requests by.
+    Raises ConfigError: no such share, no one class that is the most urgent, or nothing to replace requests by.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"urgent share: expected a number from 0 to 1, got {share}")
-    name = _urgent_class(workload) if urgent is None else urgent
+    name = _urgent_class(workload)
     ours = [item for item in workload.items if item.slo_class == name]
     others = [item for item in workload.items if item.slo_class != name]
     if (share > 0 and not ours) or (share < 1 and not others):
@@ -39,16 +40,16 @@ def with_urgent_share(workload: Workload, share: float, *, urgent: str | None = 
         )
     copies = 1 if workload.has_arrivals else _copies(len(workload.items), share)
     items = list(workload.items) * copies
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     is_urgent = np.array([item.slo_class == name for item in items])
     order = [*rng.permutation(np.flatnonzero(is_urgent)), *rng.permutation(np.flatnonzero(~is_urgent))]
     count = round(share * len(items))
     for places, bodies in ((order[:count], ours), (order[count:], others)):
-        spare = _spread(bodies, rng)
+        substitutes = _spread(bodies, rng)
         wrong = sorted(int(place) for place in places if is_urgent[place] != (bodies is ours))
         for number, place in enumerate(wrong):
-            items[place] = replace(spare[number % len(spare)], arrival_s=items[place].arrival_s)
-    return workload.derived(f"urgent {name}={share:g}" + (f" seed {seed}" if seed else ""), items)
+            items[place] = replace(substitutes[number % len(substitutes)], arrival_s=items[place].arrival_s)
+    return workload.derived(f"urgent {name}={share:g}", items)
 
 
 def with_slo_scale(workload: Workload, scale: float) -> Workload:

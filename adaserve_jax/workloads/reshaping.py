@@ -27,7 +27,7 @@ class Reshaping:
 
 
 def reshape(trace: Trace, reshaping: Reshaping, seed: int) -> Trace:
-    """`trace` with everything that `reshaping` asks for: number of requests, then mix, rate and target."""
+    """Return the trace with every change of `reshaping`: number of requests, then mix, rate and target."""
     if reshaping.requests:
         trace = with_requests(trace, reshaping.requests, seed)
     if reshaping.mix is not None:

@@ -15,10 +15,10 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import arrivals as intensity
-from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S, Schedule
+from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S
 from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO
-from adaserve_jax.workloads.workload import SloTable, load_workload
+from adaserve_jax.workloads.workload import load_workload
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,12 @@ class Trace:
 
 
 def load_trace(
-    path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
-    ttft_slo_s: float | None = None, time_scale: float = 1.0,
+    path: Path, *, format: str = AUTO, slo_class: str | None = None, ttft_slo_s: float | None = None
 ) -> Trace:  # fmt: skip
-    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`; the rest as of
+    """Read a workload file that has times and lengths. format, slo_class: as of `load_workload`; ttft_slo_s: as of
     `adjusted`. Raises ConfigError naming file, line and field."""
-    workload = load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False)
-    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+    workload = load_workload(path, format=format, slo_class=slo_class, texts=False)
+    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s)
 
 
 def adjusted(
@@ -83,8 +82,8 @@ def adjusted(
     return replace(trace, sha256=derived_hash(trace.sha256, note), requests=requests)
 
 
-def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
-    """Make a trace of a workload's lengths and targets, at its own times or at those of a schedule.
+def trace_of(workload: Workload) -> Trace:
+    """Make a trace of a workload's lengths and targets, at its own times, counted from the earliest.
 
     Raises ConfigError when a request has no lengths, or there are no times.
     """
@@ -93,19 +92,12 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
             f"workload {workload.name} has texts and not the lengths that a simulation needs; give a trace, such as "
             "AdaServe's, Azure's, Mooncake's or BurstGPT's"
         )
-    if schedule is not None:
-        due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
-        note = f"{schedule.process} {schedule.rate_rps!r}/s {schedule.duration_s!r} s seed {schedule.seed}"
-        sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
-    elif workload.has_arrivals:
-        due = [(item.arrival_s or 0.0, item) for item in workload.items]
-        sha256, name = workload.sha256, workload.name
-    else:
-        raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")
-    if not due:
-        raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
-    requests = sorted((_request(at, item) for at, item in due), key=lambda request: request.due_s)
-    return Trace(name, sha256, tuple(requests), workload.notes)
+    if not workload.has_arrivals:
+        raise ConfigError(f"workload {workload.name} says no times, which a simulation needs; give a trace")
+    first_s = min(item.arrival_s or 0.0 for item in workload.items)
+    due = ((item.arrival_s or 0.0) - first_s for item in workload.items)
+    requests = sorted(map(_request, due, workload.items), key=lambda request: request.due_s)
+    return Trace(workload.name, workload.sha256, tuple(requests), workload.notes)
 
 
 def save_trace(trace: Trace, path: Path) -> None:

@@ -218,7 +218,7 @@ def measure_real(
                 if not times.exists():
                     shutil.rmtree(folder, ignore_errors=True)
                     plan = BenchPlan((policy,), (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
-                    run_bench(plan, workload, lambda _: engine, folder, close=False)
+                    run_bench(plan, workload, lambda: engine, folder)
                 rows = read_rows(folder / "results.jsonl", ResultRow)
                 row = next((row for row in rows if row.slo_class == ALL_CLASSES), None)
                 if row is None or not row.valid:

@@ -84,7 +84,8 @@ def _seconds(ms: float | None) -> float | None:
 
 
 def points_of(runs: Sequence[str], classes: Sequence[ClassTarget]) -> list[SuitePoint]:
-    """Return a point per rate. Raises ConfigError: a run is not RATE:CLASS=FILE, or a rate lacks a class."""
+    """Return a point per rate. Raises ConfigError: a run is not RATE:CLASS=FILE or is given twice, or a rate lacks a
+    class."""
     targets = {each.name: each for each in classes}
     by_rate: dict[float, dict[str, list[RequestRecord]]] = defaultdict(dict)
     for text in runs:
@@ -96,6 +97,8 @@ def points_of(runs: Sequence[str], classes: Sequence[ClassTarget]) -> list[Suite
             at = 0.0
         if not (equals and at > 0 and name in targets):
             raise ConfigError(f"expected RATE:CLASS=FILE with a class of {', '.join(targets)}, got {text!r}")
+        if name in by_rate[at]:
+            raise ConfigError(f"a run of {rate}:{name} is given twice, the second as {file}; give each once")
         by_rate[at][name] = read_export(Path(file), targets[name])
     found = []
     for at, of_class in sorted(by_rate.items()):

@@ -94,7 +94,7 @@ class Rounds:
             (policy,), (None,), duration_s, seed=number, drain_s=sizes.drain_s, warmup_requests=sizes.warm_up,
             max_late_s=0.25,
         )  # fmt: skip
-        rows = run_bench(plan, workload, lambda _: engine, folder, close=False)
+        rows = run_bench(plan, workload, lambda: engine, folder)
         self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
         row = next(row for row in rows if row.slo_class == ALL_CLASSES)
         if not row.valid:
@@ -121,9 +121,7 @@ def capacity_rps(
     plan = BenchPlan((policy,), (None,), 1.0, drain_s=4 * sizes.drain_s, warmup_requests=sizes.warm_up)
     folder = out / "runs" / "capacity"
     shutil.rmtree(folder, ignore_errors=True)
-    row = next(
-        row for row in run_bench(plan, workload, lambda _: engine, folder, close=False) if row.slo_class == ALL_CLASSES
-    )
+    row = next(row for row in run_bench(plan, workload, lambda: engine, folder) if row.slo_class == ALL_CLASSES)
     if row.finished < len(workload.items):
         raise ConfigError(f"{row.finished} of {len(workload.items)} requests finished while the capacity was measured")
     found = float(f"{row.finished / row.wall_s:.3g}")

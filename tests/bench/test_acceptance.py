@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def test_a_recorded_run_of_the_embedded_pair_accounts_for_every_accepted_token(t
     plan = BenchPlan(("spec:4",), (20.0,), duration_s=0.6, drain_s=60.0, record=True)
     workload = load_workload()
     workload = replace(workload, items=tuple(replace(item, max_tokens=40) for item in workload.items))
-    run_bench(plan, workload, lambda policy: LocalBenchEngine(config, record=True), tmp_path)
+    with closing(LocalBenchEngine(config, record=True)) as engine:
+        run_bench(plan, workload, lambda: engine, tmp_path)
     recorded = {r.request_id: r for r in read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)}
     requests = [r for r in read_rows(tmp_path / "requests.jsonl", RequestRecord) if r.drafted_tokens]
     assert len(requests) > 4

@@ -116,7 +116,9 @@ def test_own_times_can_be_scaled_or_brought_to_a_rate(timed: Workload):
     assert half.rate_rps == pytest.approx(4 / half.duration_s)
     at_rate = make_schedule(timed, parse_arrivals("trace"), rate_rps=0.3, duration_s=100, seed=0)
     assert times(at_rate).tolist() == pytest.approx([0.0, 0.25, 1.0, 10.0])  # 3 gaps in 20 s are 0.15/s: twice as fast
-    assert at_rate.rate_rps == 0.3
+    assert at_rate.rate_rps == pytest.approx(0.3)
+    cut = make_schedule(timed, parse_arrivals("trace"), rate_rps=0.3, duration_s=5, seed=0)
+    assert cut.rate_rps == len(cut.arrivals) / 5 != 0.3, "what is offered, not what was asked for"
     assert [(a.item, a.seed) for a in at_rate.arrivals] == [(a.item, a.seed) for a in half.arrivals]
 
 

@@ -190,7 +190,7 @@ def test_simulations_need_lengths_and_times(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workload w.jsonl has texts and not the lengths that a simulation needs"):
         load_trace(path)
     timeless = Workload("t", "h", tuple(replace(item, arrival_s=None) for item in sample(tmp_path, "azure").items))
-    with pytest.raises(ConfigError, match="workload t says no times; give a rate"):
+    with pytest.raises(ConfigError, match="workload t says no times, which a simulation needs; give a trace"):
         trace_of(timeless)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,8 @@ def models(card: dict[str, Any] | None = None) -> list[Act]:
     return fake.answer("200 OK", json.dumps({"data": [card]} if card else fake.MODELS).encode())
 
 
-def opened(server: FakeServer, **settings: Any) -> UrlEngine:
-    engine = UrlEngine(UrlSettings(server.url, **settings))
+def opened(server: FakeServer, on_note: Callable[[str], None] | None = None, **settings: Any) -> UrlEngine:
+    engine = UrlEngine(UrlSettings(server.url, **settings), on_note=on_note)
     engine.close()
     return engine
 
@@ -74,8 +74,10 @@ def test_without_a_baseline_relative_targets_are_refused():
     def script(request: Asked) -> Sequence[Act]:  # never two tokens
         return models() if request.route == "/v1/models" else stream(token("x", finish="stop"), fake.DONE)
 
+    told: list[str] = []
     with FakeServer(script) as server:
-        engine = opened(server, system="theirs")
+        engine = opened(server, system="theirs", on_note=told.append)
+        assert len(told) == 1 and told[0].startswith("theirs: it is sent no cache salt")
         item = WorkloadItem("p", (), 4, "chat", SLO(relative=2.0), 0.0, 0, None)
         assert (engine.about.system, engine.about.policies) == ("theirs", ("theirs",))
         with pytest.raises(ConfigError, match="relative target needs a baseline, and none could be measured"):
@@ -92,9 +94,11 @@ def test_a_server_of_this_package_is_told_salts_and_targets_and_says_its_baselin
             return models(card)
         return fake.answer("200 OK", json.dumps(version).encode()) if request.route == "/version" else fake.plain(2)
 
+    told: list[str] = []
     with FakeServer(script) as server:
-        engine = opened(server)
+        engine = opened(server, on_note=told.append)
         about = engine.about
+        assert not told
         assert (about.system, about.policies, about.target, about.draft) == ("adaserve_jax", ("adaserve",), "t", "d")
         assert (about.device, about.jax_version, about.max_requests, about.max_context) == ("tpu", "0.10", 64, 512)
         assert about.baseline_s == 0.008 and about.deterministic

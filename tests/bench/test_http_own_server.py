@@ -128,6 +128,14 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
         assert "answered 401; give the API key" in " ".join(capsys.readouterr().err.split())
         with_key = ("--url", server.url, "--api-key-env", "SERVER_KEY", *quick, "--out", str(out))
         assert run_program("bench", *with_key) == 0
+        for more, named in (
+            (("--header", "X-Team: blue"), "headers was [], is ['x-team']"),
+            (("--system", "other"), "system was None, is 'other'"),
+            (("--silence-timeout", "9"), "silence_timeout was 120.0, is 9.0"),
+            (("--spare-connections", "2"), "spare_connections was 8, is 2"),
+        ):
+            assert run_program("bench", *with_key, "--resume", *more) == 2
+            assert f"cannot resume {out}: {named}; give the options" in " ".join(capsys.readouterr().err.split())
         assert run_program("bench", *with_key, "--policies", "theirs", "--append") == 0
     folder = RunResults.load(out)
     rows = [row for row in folder.rows if row.slo_class == ALL_CLASSES]

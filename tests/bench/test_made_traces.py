@@ -13,7 +13,6 @@ from adaserve_jax.bench.simulate import Varied
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import traces
-from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.reshaping import Reshaping, at_rate, reshape, with_mix, with_requests, with_slo_scale
 from adaserve_jax.workloads.traces import (
@@ -38,20 +37,6 @@ def trace_of(*requests: tuple[float, str, int]) -> Trace:
 
 
 FOUR = trace_of((1.0, "code", 10), (2.0, "chat", 20), (4.0, "chat", 30), (8.0, "code", 40))
-
-
-def test_lengths_at_drawn_times_are_a_trace_of_their_own() -> None:
-    short, long = (
-        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, None, lengths=Lengths(tokens, 9)) for tokens in (10, 20)
-    )
-    workload = Workload("w", "0" * 64, (short, long))
-    schedule = Schedule("poisson", 2.0, 3.0, (Arrival(1.5, long, 0), Arrival(0.5, short, 1)), seed=4)
-    made = traces.trace_of(workload, schedule)
-    assert [(each.due_s, each.prompt_tokens, each.slo) for each in made.requests] == [(0.5, 10, CHAT), (1.5, 20, CHAT)]
-    assert made.name == "w poisson 2.0/s 3.0 s seed 4" and made.rate_rps == pytest.approx(2 / 1.5)
-    assert made.sha256 not in (workload.sha256, traces.trace_of(workload, replace(schedule, seed=5)).sha256)
-    with pytest.raises(ConfigError, match="no request of workload w arrives; raise the rate or the duration"):
-        traces.trace_of(workload, replace(schedule, arrivals=()))
 
 
 def test_a_fluctuating_trace_is_cut_to_the_machines_context():
@@ -91,6 +76,15 @@ def test_a_rate_moves_times_and_nothing_else() -> None:
     assert moved.sha256 == at_rate(FOUR, 1.0).sha256 != at_rate(FOUR, 1.5).sha256
     with pytest.raises(ConfigError, match="has all requests at time 0, so its rate cannot be changed"):
         at_rate(trace_of((0.0, "code", 1)), 2.0)
+
+
+def test_a_trace_that_begins_late_has_the_rate_at_which_its_requests_come() -> None:
+    items = tuple(
+        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, 300.0 + at, lengths=Lengths(10, 9)) for at in range(61)
+    )
+    made = traces.trace_of(Workload("w", "0" * 64, items))
+    assert [each.due_s for each in made.requests] == [float(at) for at in range(61)]
+    assert at_rate(made, 2.0).duration_s == pytest.approx(61 / 2)
 
 
 def test_a_mix_draws_requests_of_each_class_and_keeps_the_times() -> None:
@@ -143,7 +137,8 @@ def test_a_saved_trace_is_read_as_it_was(tmp_path: Path, name: str) -> None:
     made = fluctuating_trace(seed=3, ttft_slo_s=4.0)
     save_trace(made, tmp_path / name)
     read = load_trace(tmp_path / name, ttft_slo_s=4.0)
-    assert [r.due_s for r in read.requests] == pytest.approx([r.due_s for r in made.requests], abs=1e-8)
+    first_s = made.requests[0].due_s
+    assert [r.due_s for r in read.requests] == pytest.approx([r.due_s - first_s for r in made.requests], abs=1e-8)
     bodies = [[(r.prompt_tokens, r.output_tokens, r.slo, r.slo_class) for r in t.requests] for t in (read, made)]
     assert bodies[0] == bodies[1]
     with pytest.raises(ConfigError, match=r"cannot write trace .*choose another folder"):

@@ -34,7 +34,7 @@ def counts(workload: Workload) -> Counter[str]:
     return Counter(each.slo_class for each in workload.items)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.33, 0.515, 0.6, 0.9, 1.0])
 def test_the_share_is_hit_and_the_others_keep_their_proportion(share: float):
     """The packaged workload: 36 code, 12 chat, 12 summary."""
     mixed = with_urgent_share(load_workload(), share)
@@ -70,7 +70,6 @@ def test_the_most_urgent_class_is_found_or_asked_for():
     slos = {"a": SLO(tpot_ms=30), "b": SLO(tpot_ms=80), "c": SLO()}
     by_ms = Workload("w", "0", tuple(item("p", name, slo) for name, slo in slos.items()))
     assert counts(with_urgent_share(by_ms, 1.0)) == {"a": 3}
-    assert counts(with_urgent_share(by_ms, 1.0, urgent="c")) == {"c": 3}
     none = Workload("w", "0", (item(name="a"), item(name="b")))
     with pytest.raises(ConfigError, match=r"workload w must have one class that is the most urgent.* a, b; .*--slos"):
         with_urgent_share(none, 0.5)
@@ -80,16 +79,15 @@ def test_the_most_urgent_class_is_found_or_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("share", "urgent", "message"),
+    ("share", "message"),
     [
-        (1.5, None, "urgent share: expected a number from 0 to 1, got 1.5"),
-        (0.5, "maths", "0.5 of class 'maths' needs requests of that class and of another; workload t has code"),
-        (0.5, None, "0.5 of class 'code' needs requests of that class and of another; workload t has code"),
+        (1.5, "urgent share: expected a number from 0 to 1, got 1.5"),
+        (0.5, "0.5 of class 'code' needs requests of that class and of another; workload t has code"),
     ],
 )
-def test_shares_that_cannot_be_are_refused(share: float, urgent: str | None, message: str):
+def test_shares_that_cannot_be_are_refused(share: float, message: str):
     with pytest.raises(ConfigError) as told:
-        with_urgent_share(trace("code"), share, urgent=urgent)
+        with_urgent_share(trace("code"), share)
     assert message in str(told.value)
 
 
@@ -157,10 +155,8 @@ def test_every_derivation_has_a_hash_and_a_name_of_its_own():
     base = Workload("w", "0", (*trace("code", "chat").items, *by_length(9, 9).items))
     made = [
         base,
-        with_urgent_share(base, 0.25, urgent="chat"),
-        with_urgent_share(base, 0.5, urgent="chat"),
-        with_urgent_share(base, 0.5, urgent="code"),
-        with_urgent_share(base, 0.5, urgent="code", seed=1),
+        with_urgent_share(base, 0.25),
+        with_urgent_share(base, 0.5),
         with_slo_scale(base, 0.5),
         with_slo_scale(base, 0.6),
         with_slo_scale(with_slo_scale(base, 0.5), 0.6),

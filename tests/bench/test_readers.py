@@ -84,7 +84,7 @@ def test_a_traces_prompts_are_beside_it_class_by_class(tmp_path: Path) -> None:
     (tmp_path / "prompts_code.jsonl.gz").write_bytes(gzip.compress(prompts.encode()))
     workload = sample(tmp_path, "adaserve-trace")
     assert [(item.prompt, item.by_length) for item in workload.items] == [("def f():", False), (None, True)]
-    assert not workload.items[0].sampling(0).ignore_eos and workload.items[1].sampling(0).ignore_eos
+    assert not workload.items[0].sampling().ignore_eos and workload.items[1].sampling().ignore_eos
     assert workload.sha256 != sample(tmp_path, "adaserve-trace", texts=False).sha256, "other texts, another workload"
     (tmp_path / "prompts_chat.jsonl").write_text('{"id": "chat-0001", "prompt": "hi"}\n')
     with pytest.raises(ConfigError, match=r"w.txt:2: prompt_id: expected an id of the file of prompts of class chat"):

@@ -47,7 +47,7 @@ def points(folder: RunResults) -> list[tuple[str, bool]]:
 def test_a_run_that_is_done_measures_nothing_and_opens_nothing(make_bench, workload, tmp_path: Path):
     rows = run_bench(PLAN, workload, make_bench, tmp_path, use="new")
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
-    again = run_bench(PLAN, workload, lambda _: pytest.fail("opened"), tmp_path, use="resume")
+    again = run_bench(PLAN, workload, lambda: pytest.fail("opened"), tmp_path, use="resume")
     assert sorted(map(key_of, again)) == sorted(map(key_of, rows)) and set(again) == set(rows)
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
 
@@ -81,7 +81,7 @@ def test_whatever_byte_a_run_was_killed_at_it_ends_as_if_it_had_not_been(make_be
 
 def test_points_that_are_not_valid_are_measured_again(make_bench, workload, tmp_path: Path):
     plan = dataclasses.replace(PLAN, max_late_s=0.01)
-    late = run_bench(plan, workload, lambda policy: make_bench(policy, submit_s=0.03), tmp_path, use="new")
+    late = run_bench(plan, workload, lambda: make_bench("ar", submit_s=0.03), tmp_path, use="new")
     assert not any(row.valid for row in late)
     plan_again = dataclasses.replace(PLAN, max_late_s=0.01)
     rows = run_bench(plan_again, workload, make_bench, tmp_path, use="resume")
@@ -184,9 +184,9 @@ def test_what_was_measured_with_something_else_is_not_gone_on_with(
     held = half_done(make_bench, workload, tmp_path)
     opened = []
 
-    def open_other(policy: str):
-        opened.append(policy)
-        engine, about = make_bench(policy), make_bench(policy).about
+    def open_other():
+        engine, about = make_bench(), make_bench().about
+        opened.append(engine)
         if name in ("device", "target_params"):
             monkeypatch.setattr(type(engine), "about", dataclasses.replace(about, **{name: then}))
         return engine

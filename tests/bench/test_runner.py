@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.workloads.workload import Workload, load_workload
@@ -39,8 +41,8 @@ def workload(tmp_path: Path) -> Workload:
 def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workload, tmp_path: Path):
     opened = []
 
-    def open_engine(policy: str):
-        opened.append(make_bench(policy))
+    def open_engine():
+        opened.append(make_bench())
         return opened[-1]
 
     plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.25, seed=3, warmup_requests=0, max_late_s=60.0)
@@ -48,7 +50,6 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workloa
     (engine,) = opened
     assert engine.client.policies[:3] == ["ar", "ar", "spec:4"]  # opened, then every name is tried
     assert engine.client.policies[3:] == ["ar", "spec:4", "spec:4", "ar"]  # the first policy rotates by rate
-    assert engine.client.closed
     sent: dict[str, list] = {}
     for r in engine.client.submitted:
         sent.setdefault(r.request_id.rpartition("-")[0], []).append((r.prompt_ids, r.sampling, r.slo, r.slo_class))
@@ -60,7 +61,7 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workloa
 def test_requests_take_the_loaded_adapters_in_turn(make_bench, workload, tmp_path: Path):
     engine = make_bench("ar", adapters=("code", "sums", "third"))
     plan = BenchPlan(("ar",), (40.0,), duration_s=0.2, warmup_requests=0, max_late_s=60.0)
-    run_bench(plan, workload, lambda _: engine, tmp_path / "out")
+    run_bench(plan, workload, lambda: engine, tmp_path / "out")
     taken = [request.adapter for request in engine.client.submitted]
     assert len(taken) >= 6 and taken == [("code", "sums", "third")[index % 3] for index in range(len(taken))]
 
@@ -69,7 +70,7 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
     engine = make_bench("ar")
     plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2, max_late_s=60.0)
     for _ in range(2):
-        run_bench(plan, workload, lambda _: engine, tmp_path, close=False)
+        run_bench(plan, workload, lambda: engine, tmp_path)
     salts: dict[str, set[str]] = {}
     for request in engine.client.submitted:
         salts.setdefault(request.cache_salt, set()).add(request.request_id.rpartition("-")[0])
@@ -80,7 +81,7 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
 def test_no_request_shares_a_salt_with_its_own_copy(make_bench, workload, tmp_path: Path):
     engine = make_bench("ar")
     plan = BenchPlan(("ar",), (100.0,), duration_s=0.3, warmup_requests=0, max_late_s=60.0)
-    run_bench(plan, workload, lambda _: engine, tmp_path)
+    run_bench(plan, workload, lambda: engine, tmp_path)
     sent = [(request.cache_salt, tuple(request.prompt_ids)) for request in engine.client.submitted]
     assert len(sent) > 2 * len(workload.items) and len(sent) == len(set(sent))
 
@@ -95,8 +96,8 @@ def test_a_policy_that_the_engine_does_not_have_is_refused_before_anything_is_me
 
     engine = OfTwoPolicies(make_engine("ar"))
     with pytest.raises(ConfigError, match=f"{engine.about.system} serves by ar, spec:4, not by 'fast'"):
-        run_bench(BenchPlan(("ar", "fast"), (40.0,), 0.1), workload, lambda _: engine, tmp_path / "out")
-    assert engine.client.submitted == [] and engine.client.closed
+        run_bench(BenchPlan(("ar", "fast"), (40.0,), 0.1), workload, lambda: engine, tmp_path / "out")
+    assert engine.client.submitted == []
 
 
 def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
@@ -121,7 +122,7 @@ def test_no_text_of_a_request_is_written(make_bench, workload, tmp_path: Path):
 
 
 def test_a_relative_target_is_judged_against_the_measured_baseline(make_bench, workload, tmp_path: Path):
-    rows = run_bench(PLAN, workload, lambda p: make_bench(p, tpot_s=0.25), tmp_path)
+    rows = run_bench(PLAN, workload, lambda: make_bench("ar", tpot_s=0.25), tmp_path)
     by_class = {row.slo_class: row for row in rows}
     assert by_class["tight"].attainment == 0.0  # 50 x 4 ms < 250 ms
     assert by_class["loose"].attainment == 1.0
@@ -131,7 +132,7 @@ def test_a_relative_target_is_judged_against_the_measured_baseline(make_bench, w
 def test_a_point_is_invalid_if_a_program_was_compiled_while_it_was_measured(make_bench, workload, tmp_path: Path):
     engine, counts = make_bench("ar"), iter([3, 3, 3, 5])
     engine.compiles_after_ready = lambda: next(counts)
-    rows = run_bench(replace(PLAN, rates=(60.0, 80.0)), workload, lambda _: engine, tmp_path / "out")
+    rows = run_bench(replace(PLAN, rates=(60.0, 80.0)), workload, lambda: engine, tmp_path / "out")
     overall = [row for row in rows if row.slo_class == "all"]
     assert [(row.valid, row.compiles_after_ready) for row in overall] == [(True, 0), (False, 2)]
     assert overall[1].invalid_reason == "2 programs were compiled while it was measured"
@@ -145,8 +146,8 @@ def test_a_warm_up_that_is_interrupted_measures_nothing(make_bench, workload, tm
 
     engine.client.submit = submit
     with pytest.raises(KeyboardInterrupt):
-        run_bench(PLAN, workload, lambda _: engine, tmp_path)
-    assert not (tmp_path / "results.jsonl").exists() and engine.client.closed
+        run_bench(PLAN, workload, lambda: engine, tmp_path)
+    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_a_point_that_no_request_came_to_is_invalid(make_bench, workload, tmp_path: Path):
@@ -157,12 +158,12 @@ def test_a_point_that_no_request_came_to_is_invalid(make_bench, workload, tmp_pa
 
 def test_a_dead_engine_is_reported_and_ends_the_run(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0)
-    rows = run_bench(plan, workload, lambda p: make_bench(p, dies_after=2), tmp_path)
+    rows = run_bench(plan, workload, lambda: make_bench("ar", dies_after=2), tmp_path)
     assert (rows[0].policy, rows[0].valid, rows[0].invalid_reason) == ("ar", False, "engine died")
     assert rows[0].cause_failed == 1 or rows[0].failed == 1
 
 
-def shown(rows: list[ResultRow], width: int, **more: bool) -> list[str]:
+def shown(rows: list[ResultRow], width: int, **more: Any) -> list[str]:
     """Return the lines of the table on a terminal of so many columns."""
     console = Console(width=width, force_terminal=True, color_system=None, file=StringIO())
     console.print(result_table(rows, **more))
@@ -187,6 +188,15 @@ def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
     (line,) = (line.split() for line in shown(repeats, 80) if line.strip().startswith("ar"))
     assert line[:4] == ["ar", "60", "300", "66.7%"], "200 of 300 requests"
     assert "10.5" in line and "-" in line
+    some = [replace(row, repeat=n, point=f"p{n}", requests_with_slo=count, attainment_tpot=share, attainment_ttft=1.0)
+            for n, (count, share) in enumerate([(10, 1.0), (30, 0.0)])]  # fmt: skip
+    (record,) = read_rows(tmp_path / REQUESTS, RequestRecord)[:1]
+    records = [replace(record, point=f"p{n}", tpot_met=met) for n, met, count in
+               [(0, True, 10), (1, False, 5), (1, None, 25)] for _ in range(count)]  # fmt: skip
+    (line,) = (line.split() for line in shown(some, 80, records=records) if line.strip().startswith("ar"))
+    assert line[4] == "66.7%", "10 of the 15 that have a TPOT target"
+    (line,) = (line.split() for line in shown(some, 80) if line.strip().startswith("ar"))
+    assert line[4] == "-", "rows alone do not say how many have one"
     without = replace(row, requests_with_slo=0, attainment=None, attainment_tpot=None, goodput_tps=0.0)
     (line,) = (line.split() for line in shown([without], 80) if line.strip().startswith("ar"))
     assert line[3:6] == ["-", "-", "-"], "no targets, so no goodput"
@@ -210,7 +220,7 @@ def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(m
     recorder = Noting()
     engine = ScriptedBench(make_engine("ar"), max_prefill_tokens=96)
     engine.recorder = recorder
-    rows = run_bench(replace(PLAN, record=True), workload, lambda policy: engine, tmp_path)
+    rows = run_bench(replace(PLAN, record=True), workload, lambda: engine, tmp_path)
     records = read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)
     requests = read_rows(tmp_path / "requests.jsonl", RequestRecord)
     assert {(r.request_id, r.slo_class) for r in records} == {(r.request_id, r.slo_class) for r in requests}

@@ -91,7 +91,7 @@ def test_a_bench_writes_the_samples_of_each_point_without_its_warm_up(make_bench
     steps = count()
     engine.stats = lambda: StepStats(steps=next(steps), running=2)
     began_s = time.monotonic()
-    run_bench(BenchPlan(("ar", "spec:4"), (60.0,), 0.25), load_workload(), lambda _: engine, tmp_path)
+    run_bench(BenchPlan(("ar", "spec:4"), (60.0,), 0.25), load_workload(), lambda: engine, tmp_path)
     took_s, folder = time.monotonic() - began_s, RunResults.load(tmp_path)
     assert {point for _, point in folder.samples} == {"ar@60/s", "spec:4@60/s"}
     for samples in folder.samples.values():

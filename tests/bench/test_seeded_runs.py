@@ -32,7 +32,7 @@ def test_a_seeded_run_repeated_has_identical_token_counts(tmp_path: Path) -> Non
     engine = LocalBenchEngine(config)
     try:
         for name in ("one", "other"):
-            run_bench(plan, workload, lambda _: engine, tmp_path / name, close=False, use="new")
+            run_bench(plan, workload, lambda: engine, tmp_path / name, use="new")
     finally:
         engine.close()
     one, other = (RunResults.load(tmp_path / name) for name in ("one", "other"))

@@ -22,7 +22,7 @@ from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.sim.machines import load_machine, packaged_machines
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import load_trace
+from adaserve_jax.workloads.traces import adjusted, load_trace
 from tests.report.made import folder, point
 
 MACHINE = load_machine("llama-70b")
@@ -76,7 +76,7 @@ def test_a_trace_is_read_as_it_was_published(tmp_path: Path) -> None:
         '{"t_ms": 1500, "prompt_id": "chat-0001", "slo_ratio": -50.0, "output_length": 256, "input_length": 14}\n'
         '{"t_ms": 0, "prompt_id": "code-0002", "slo_ratio": 1.2, "output_length": 10, "input_length": 100}\n'
     )
-    trace = load_trace(path, ttft_slo_s=4.0, time_scale=2.0)
+    trace = adjusted(load_trace(path), ttft_slo_s=4.0, time_scale=2.0)
     first, second = trace.requests
     assert (first.slo_class, first.slo.relative, first.slo.ttft_s, first.prompt_tokens) == ("code", 1.2, 4.0, 100)
     assert (second.slo_class, second.slo.tpot_ms, second.due_s, second.output_tokens) == ("chat", 50.0, 3.0, 256)

@@ -63,11 +63,26 @@ def test_search_equals_the_whole_grid_in_simulation() -> None:
 
 def test_a_tuned_row_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaserve_jax.bench.simulate.Grid", lambda: Grid((2, 9), (256,), (16,)))
-    plan = SimulationPlan(("ar",), tune="search")
+    plan = SimulationPlan(("ar",), tune="search", max_requests=16, max_prefill_tokens=256)
     rows = [r for r in simulate_all(plan, MACHINE, [short_trace(12, output=8)]) if r.slo_class == ALL_CLASSES]
     assert [(r.policy, r.label, r.max_prefill_tokens, r.max_requests) for r in rows] == [
-        ("ar", None, 0, 64), ("spec:2", "tuned", 256, 16)
+        ("ar", None, 256, 16), ("spec:2", "tuned", 256, 16)
     ]  # fmt: skip
+
+
+def test_the_limits_of_machine_and_plan_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computed machines run 128 requests, which the grid's 64 do not reach."""
+    tried: list[Grid] = []
+    monkeypatch.setattr(
+        "adaserve_jax.bench.simulate.tune", lambda evaluate, grid, *, exhaustive: tried.append(grid) or grid
+    )
+    machine, trace = load_machine("h100-llama-8b"), short_trace(2)
+    tune_fixed(SimulationPlan(()), machine, trace)
+    tune_fixed(SimulationPlan((), max_requests=48, max_prefill_tokens=256), machine, trace)
+    whole, held = tried
+    assert whole.max_requests == (*Grid().max_requests, 128)
+    assert whole.prefill_tokens == (*Grid().prefill_tokens, machine.limits().max_tokens)
+    assert held.max_requests == (28, 32, 36, 42, 48) and held.prefill_tokens == (64, 128, 256)
 
 
 def test_without_a_draft_chunk_and_requests_are_tuned() -> None:

@@ -37,9 +37,9 @@ def test_every_field_is_read(tmp_path: Path):
     first, second = workload.items
     assert workload.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (first.prompt, first.max_tokens, first.slo_class, first.slo) == ("a", 7, "x", SLO(tpot_ms=40, ttft_ms=900))
-    assert (first.sampling(99).seed, first.sampling(99).temperature, first.arrival_s) == (5, 0.0, 1.5)
+    assert (first.sampling().seed, first.sampling().temperature, first.arrival_s) == (5, 0.0, 1.5)
     assert (second.prompt, second.messages[0].content, second.slo.relative) == (None, "hi", 1.2)
-    assert (second.sampling(99).seed, second.max_tokens, second.slo_class) == (99, 64, "default")
+    assert (second.sampling().seed, second.max_tokens, second.slo_class) == (None, 64, "default")
 
 
 @pytest.mark.parametrize(

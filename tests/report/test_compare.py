@@ -218,6 +218,19 @@ def test_one_policy_alone_has_nothing_to_be_ahead_of():
     assert "nothing to compare" in verdict(view, ATTAINMENT, view.measured.settings)
 
 
+@pytest.mark.parametrize("has_records", [True, False])
+def test_policies_without_targets_have_no_goodput_and_are_not_compared_by_it(has_records: bool):
+    free = [request(i, tpot_slo=None) for i in range(20)]
+    points = [point(free, policy=name) for name in ("a", "b")]
+    view = view_of(*(each if has_records else (each[0], [], []) for each in points))
+    for measure in (ATTAINMENT, GOODPUT):
+        assert verdict(view, measure, view.measured.settings).endswith(
+            ": nothing to compare: no setting has two policies with this figure."
+        )
+    table = headline(view).items[-1]
+    assert {row[table.columns.index("goodput, tokens/s")] for row in table.rows} == {"-"}
+
+
 def test_table_by_hand():
     quick = [request(i, tpot=0.125, spec=(2, 8, 3)) for i in range(39)] + [request(39, tpot_slo=None)]
     view = view_of(point(requests(20), policy="ar"), point(quick, policy="ours"))

@@ -65,6 +65,13 @@ def test_the_headline_has_the_rates_of_each_system():
     assert "worst class" in text and "chat (25%): TPOT 33 ms, TTFT 2000 ms" in text
 
 
+def test_a_level_that_no_rate_missed_has_a_least_rate():
+    headline = multi_slo_page([submission("quick", "ar", (1, 100, 100), (2, 99, 96))]).headline
+    assert headline is not None
+    (table,) = (item for item in headline.items if isinstance(item, Table))
+    assert table.rows[0][1:4] == ("at least 2", "at least 2", "1 (2)")
+
+
 def test_a_level_that_no_search_was_for_is_left_out():
     """With 20 requests of a class, one miss decides about 99 %."""
     few = [replace(each, definition=replace(each.definition, least_requests=20)) for each in (OURS, THEIRS)]
@@ -76,11 +83,15 @@ def test_a_level_that_no_search_was_for_is_left_out():
 
 
 def test_systems_that_were_asked_something_else_are_named():
-    slower = submission("theirs", "plain", (1, 100, 93), seed=1)
+    slower = submission("theirs", "plain", (1, 100, 93), seed=1, least_requests=20)
     document = multi_slo_page([OURS, replace(slower, system=replace(slower.system, notes=("a busy machine",)))])
     assert document.headline is not None
     warned = [item.text for item in document.headline.items if isinstance(item, Text) and item.warns]
-    assert warned == ["The systems differ in seed, so that their rates cannot be compared.", "theirs: a busy machine"]
+    assert warned == [
+        "The systems differ in seed, so that their rates cannot be compared.",
+        "The systems differ in requests of each class, so that their rates cannot be compared.",
+        "theirs: a busy machine",
+    ]
 
 
 def test_two_policies_of_one_system_are_told_apart_and_the_same_twice_is_refused():

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from adaserve_jax.results import provenance
 from adaserve_jax.results.provenance import (
+    commit_of,
     count_parameters,
     machine_name,
     model_hash,
@@ -44,16 +45,16 @@ def test_parameters_of_a_converted_checkpoint(tmp_path: Path):
 
 
 def test_commit_says_when_tracked_files_differ(tmp_path: Path):
-    assert source_commit(tmp_path) == "unknown"
+    assert commit_of(tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "file").write_text("1")
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    commit = source_commit(tmp_path)
+    commit = commit_of(tmp_path)
     assert len(commit) == 40
     (tmp_path / "file").write_text("2")
-    assert source_commit(tmp_path) == f"{commit}-dirty"
+    assert commit_of(tmp_path) == f"{commit}-dirty"
 
 
 def test_machine_names_cores_and_memory_but_no_host():
@@ -99,7 +100,7 @@ def test_a_processor_that_the_system_does_not_name_is_still_something(monkeypatc
 
 def test_without_git_no_commit_is_known(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert source_commit(tmp_path) == "unknown"
+    assert commit_of(tmp_path) == "unknown"
 
 
 def test_the_packages_own_commit_is_that_of_its_checkout():

@@ -12,8 +12,9 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
+from adaserve_jax.results.records import CAUSES
 from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, DashboardMonitor
-from adaserve_jax.server.dashboard.requests import ALL, CAUSES, ChoiceHistory, record_of
+from adaserve_jax.server.dashboard.requests import ALL, ChoiceHistory, record_of
 from adaserve_jax.server.dashboard.series import KEPT_SAMPLES, EngineHistory, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice, Origin

@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
-from adaserve_jax.results.records import Cause, RequestRecord, slowest_part, status_of, violation_cause
+from adaserve_jax.results.records import CAUSES, Cause, RequestRecord, slowest_part, status_of, violation_cause
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 
 CAPACITY = 2**15
 """Least number of choices kept; the most is twice that. A window in which more ended covers less time, and says so."""
 ALL = "all"
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NONE = -1
 _COLUMNS = {
     "ended_s": "f8", "slo_class": "i2", "met": "i1", "cancelled": "?", "cause": "i1", "output": "i4", "verify": "i4",

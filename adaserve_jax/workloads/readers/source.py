@@ -90,14 +90,14 @@ class Fields:
         """Return a required time in seconds. per: the file's units per second."""
         return self.number(field, low=0.0, high=MOST_SECONDS * per) / per
 
-    def messages(self, field: str = "messages") -> tuple[Message, ...]:
-        """Return the messages of a field, () when it is absent."""
-        turns = self.values.get(field)
+    def messages(self) -> tuple[Message, ...]:
+        """Return the messages, () when there are none."""
+        turns = self.values.get("messages")
         if turns is None:
             return ()
         read = [_turn(turn) for turn in turns] if isinstance(turns, list) else []
         if not read or None in read:
-            raise self.fail(field, 'a non-empty list of {"role": text, "content": text}')
+            raise self.fail("messages", 'a non-empty list of {"role": text, "content": text}')
         return tuple(turn for turn in read if turn is not None)
 
     def slo(self) -> SLO:
