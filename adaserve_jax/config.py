@@ -236,7 +236,8 @@ class EngineConfig(Settings):
 
     def changed(self) -> list[str]:
         """Return the names of the fields that differ from their defaults; a draft does not if "auto" becomes it."""
-        return [name for name in super().changed() if name != "draft" or self.draft != _draft_of(self.target)]
+        auto = None if self.drafter is not None else _draft_of(self.target)
+        return [name for name in super().changed() if name != "draft" or self.draft != auto]
 
     def _check_synthetic(self) -> None:
         """Raise ConfigError for options that need the target's own text, or tokens that a model drafted."""
@@ -310,8 +311,11 @@ def _draft_of(target: str) -> str | None:
     """Return the embedded draft for a target that has its tokenizer, as those that `adaserve grow` makes; else None."""
     if target == "demo":
         return target
-    own = Path(target).expanduser() / "tokenizer.json"
-    return "demo" if own.is_file() and filecmp.cmp(own, _EMBEDDED_TOKENIZER, shallow=False) else None
+    try:
+        own = Path(target).expanduser() / "tokenizer.json"
+        return "demo" if own.is_file() and filecmp.cmp(own, _EMBEDDED_TOKENIZER, shallow=False) else None
+    except (OSError, RuntimeError):  # loading names the folder and says what is wrong with it
+        return None
 
 
 def drafts_from_text(sources: str) -> bool:

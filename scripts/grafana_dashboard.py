@@ -1,4 +1,4 @@
-"""Writes deploy/grafana/adaserve.json, a Grafana dashboard of the metrics in docs/http.md. `--check`: only compares."""
+"""Writes deploy/grafana/adaserve.json, a dashboard of the metrics in docs/prometheus.md. `--check`: only compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of docs/draft-sources.md from runs of benchmarks/engine/draft_sources.py and draft_sources_load.py.
+"""Tables of docs/results.md from runs of benchmarks/engine/draft_sources.py and draft_sources_load.py.
 
 Imports no jax.
 """

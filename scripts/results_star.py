@@ -1,5 +1,5 @@
 """Draft services, in docs/results.md: Table 1 of StarSD and the paper's, and what the protocol costs; and in
-docs/architecture/star.md where a head should draft. Imports no jax.
+docs/results.md where a head should draft. Imports no jax.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def test_the_embedded_draft_goes_with_targets_of_its_tokenizer(tmp_path: Path) -
     embedded = (DEMO_FOLDER / "target" / "tokenizer.json").read_bytes()
     (grown / "tokenizer.json").write_bytes(embedded)
     (other / "tokenizer.json").write_bytes(embedded.replace(b"def", b"fed", 1))
-    found = {folder: EngineConfig(target=str(folder)).draft for folder in ("demo", grown, other, tmp_path)}
-    assert found == {"demo": "demo", grown: "demo", other: None, tmp_path: None}
+    folders = "demo", grown, other, tmp_path, "a" * 300, "~nobody-of-this-name/x"
+    found = {folder: EngineConfig(target=str(folder)).draft for folder in folders}
+    assert found == dict.fromkeys(folders, None) | {"demo": "demo", grown: "demo"}
     assert EngineConfig(target=str(other), draft="demo").draft == "demo" and EngineConfig(draft=None).draft is None
 
 

@@ -235,13 +235,15 @@ class _Bench:
         return cast(RecordingEngine, self.engine).recorder.take(names, **about)
 
     def _asks(self, point: Point, loaded: PreparedLoad) -> list[Ask]:
-        """Return the requests of a point. Each time that the workload comes around has a salt of its own: a request
-        must not draft from the answer to its own copy."""
-        times: Counter[int] = Counter()
+        """Return the requests of a point. A text that comes again has another salt each time: a request must not draft
+        from the answer to its own copy."""
+        times: Counter[object] = Counter()
         asks = []
         for number, arrival in enumerate(loaded.schedule.arrivals):
-            asks.append(self._ask(point, number, arrival, f"{point.name} {times[id(arrival.item)]}"))
-            times[id(arrival.item)] += 1
+            item = arrival.item
+            text = id(item) if item.by_length else str((item.prompt, item.messages))
+            asks.append(self._ask(point, number, arrival, f"{point.name} {times[text]}"))
+            times[text] += 1
         return asks
 
     def _ask(self, point: Point, number: int, arrival: Arrival, salt: str) -> Ask:

@@ -101,7 +101,8 @@ def report(
     elif len(paths) == 1 and paths[0].is_file() and not any(_is_given(value) for value in of_reports.values()):
         _report_records(paths[0], since, until, slo_class, key, format)
     else:
-        _refuse(of_records, "the table of one server's records, not to a report")
+        if paths and all(path.exists() for path in paths):
+            _refuse(of_records, "the table of one server's records, not to a report")
         write_report(paths, out, against, title=title, timeline=timeline, rate=rate, subject=subject, perfetto=perfetto)
 
 

@@ -14,7 +14,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -262,7 +262,7 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Drop unfinished training, save the rest, even after learning failed, and release the memory of training. Only
+        """Drop unfinished training, save the rest, even after learning failed, and release what training held. Only
         without requests."""
         with self._contained():
             if not self.failed:
@@ -270,8 +270,14 @@ class Learner:
         with self._contained():
             if self._keeper is not None:
                 self._keeper.close()
+        self.release()
+
+    def release(self) -> None:
+        """Release the memory of training and the folder, without writing. Again: nothing."""
         for draft in self._drafts:
             draft.trainer.close()
+        if self._keeper is not None:
+            self._keeper.unlock()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
@@ -309,7 +315,7 @@ class CheckpointSaver:
         self._locks = ExitStack()
 
     def load(self) -> None:
-        """Lock the folders until `close`, and load what was saved; those versions serve from now on.
+        """Lock the folders until `unlock`, and load what was saved; those versions serve from now on.
 
         Raises CheckpointError if a checkpoint cannot be read or is of other drafts, ConfigError if the folder cannot be
         written, or another engine learns into it.
@@ -385,19 +391,23 @@ class CheckpointSaver:
     def close(self) -> None:
         """Write what is new. An unfinished update is dropped; a version on probation counts as good. An error is logged
         and does not keep the rest from being written."""
-        if self._writing is not None:
-            wait([self._writing])
-        for draft in self._drafts:
+        with closing(self._locks):
+            if self._writing is not None:
+                wait([self._writing])
+            for draft in self._drafts:
+                try:
+                    draft.settle()
+                except Exception:
+                    _log.exception("draft %s: its last update could not be left; the good version is kept", draft.name)
             try:
-                draft.settle()
-            except Exception:
-                _log.exception("draft %s: its last update could not be left; the good version is kept", draft.name)
-        try:
-            self._begin()
-        finally:
-            self._writer.shutdown()
-        for draft in self._drafts:
-            self._save_records(draft.name, list(draft.buffer))
+                self._begin()
+            finally:
+                self._writer.shutdown()
+            for draft in self._drafts:
+                self._save_records(draft.name, list(draft.buffer))
+
+    def unlock(self) -> None:
+        """Let other engines learn into the folders."""
         self._locks.close()
 
     def _begin(self) -> None:

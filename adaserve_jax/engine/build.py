@@ -186,6 +186,7 @@ class Assembly:
         self._first_adapters = _read_adapters(config)
         self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=_learning_bytes(config))
         self.drafting: remote_draft.Drafting | None = None
+        self.learner: Learner | None = None
         self.adapters = AdapterTable(config.lora_slots)
 
     @property
@@ -228,7 +229,6 @@ class Assembly:
         except (CheckpointError, ConfigError) as error:  # this tokenizer cannot serve structured output
             self._no_grammars = str(error)
         self.router = self._build_router()
-        self.learner = None
         if config.learning is not None:
             self.learner = Learner(
                 self.executor, config.learning, self.calibrator, seed=config.seed, topics=self.router
@@ -324,7 +324,9 @@ class Assembly:
             self.learner.close()
 
     def release(self) -> None:
-        """Free the device and close connections."""
+        """Free the device and the learner's folder, and close connections."""
+        if self.learner is not None:
+            self.learner.release()
         if self.drafting is not None:
             self.drafting.drafter.close()
         self.executor.close()

@@ -191,7 +191,7 @@ def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
 
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
-        "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what it brought; ours",
+        "ours: depth, width, budget and prefill chunk chosen together by predicted cost, corrected by measured steps",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
         weighs_pages=True, sources="suffix+model",
     ),
@@ -525,8 +525,14 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     if not max_depth:
         raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar or {name}@suffix")
     if depth > max_depth:
+        by_text = drafts_from_text(named_sources(whole_name))
+        limit = (
+            f"max_depth and suffix_depth of at least {depth}, but one"
+            if by_text
+            else f"max_depth of at least {depth}, but it"
+        )
         raise ConfigError(
-            f"policy {name} needs max_depth of at least {depth}, but it is {max_depth}; raise it (Medusa heads draft "
-            "no deeper than there are heads), or choose a smaller k"
+            f"policy {name} needs {limit} is {max_depth}; raise it (Medusa heads draft no deeper than there are "
+            "heads), or choose a smaller k"
         )
     return POLICIES[f"{family}:<k>"], depth

@@ -1,6 +1,6 @@
 """Prometheus metrics of one server: requests as they end, and the engine's statistics at each scrape.
 
-docs/http.md lists them. No label holds a raw target or anything that a user wrote: classes come from the server's
+docs/prometheus.md lists them. No label holds a raw target or anything that a user wrote: classes come from the server's
 configuration, drafts and services from the operator.
 """
 

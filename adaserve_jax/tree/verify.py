@@ -62,7 +62,7 @@ def synthetic_draws(
     token: jax.Array, parent: jax.Array, emit_depth: jax.Array, coin: jax.Array, drawn: jax.Array,
     rates: tuple[float, ...],
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Accept nodes by coins with a chance by depth, instead of by comparison (docs/architecture/simulation.md).
+    """Accept nodes by coins with a chance by depth, instead of by comparison (docs/simulate.md).
 
     Arrays as for `accept_walk`. coin: f32[T], uniform in (0, 1). rates: chances of depth 1, 2, ...; 0 beyond.
     Returns `drawn` with an accepted child's token after its parent, and `agrees`: of several children whose coins say

@@ -174,7 +174,7 @@ logits are the draft's. AdamW at {settings["rate"]} and less, training-time test
 {settings["epochs"]}. {minutes:.0f} minutes on a share of one core. {metrics["machine"]}.
 
 Acceptance is the mean of sum min(p, q) over the five levels, on texts of the target after prompts that were held out;
-do not compare it with a draft's. docs/draft-sources.md compares what the two accept.
+do not compare it with a draft's. docs/results.md compares what the two accept.
 
 {epoch_table(metrics["evaluations"])}
 """

@@ -79,11 +79,13 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
 
 
 def test_no_request_shares_a_salt_with_its_own_copy(make_bench, workload, tmp_path: Path):
+    """Neither when the workload comes around again nor when another share repeats some of its requests."""
     engine = make_bench("ar")
-    plan = BenchPlan(("ar",), (100.0,), duration_s=0.3, warmup_requests=0, max_late_s=60.0)
+    loads = {"urgent_shares": (None, 0.9), "slo_scales": (None,)}
+    plan = BenchPlan(("ar",), (100.0,), duration_s=0.3, warmup_requests=0, max_late_s=60.0, **loads)
     run_bench(plan, workload, lambda: engine, tmp_path)
     sent = [(request.cache_salt, tuple(request.prompt_ids)) for request in engine.client.submitted]
-    assert len(sent) > 2 * len(workload.items) and len(sent) == len(set(sent))
+    assert len(sent) > 3 * len(workload.items) and len(sent) == len(set(sent))
 
 
 def test_a_policy_that_the_engine_does_not_have_is_refused_before_anything_is_measured(

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head is read from its published format and computes what a float64 oracle and torch compute."""
+"""An EAGLE-3 head is read from its published format and computes what a float64 oracle does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MTP layer of a MiMo checkpoint computes what a float64 oracle and torch do; the model beside it is Qwen 2's."""
+"""The MTP layer of a MiMo checkpoint computes what a float64 oracle does, and GLM's what transformers does."""
 
 from __future__ import annotations
 

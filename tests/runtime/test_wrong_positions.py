@@ -74,7 +74,7 @@ def test_the_nodes_are_those_of_the_walk() -> None:
     assert min(seen.values()) > 200
 
 
-def test_nothing_is_wrong_of_tokens_that_were_not_emitted_or_without_candidates() -> None:
+def test_the_cases_one_by_one() -> None:
     """A root with the candidates 3 and 4, 3 with the child 5; 3 is selected, 4 and 5 are not."""
     candidates = CandidateTrees(
         np.array([[3, 4, 5, 0]], np.int32), np.array([[-1, -1, 0, 0]], np.int32),
@@ -83,11 +83,18 @@ def test_nothing_is_wrong_of_tokens_that_were_not_emitted_or_without_candidates(
     trees = DraftTrees(
         np.zeros(2, np.int32), np.array([9, 3]), np.array([-1, 0]), np.array([0, 1]), np.array([-1, 0]), np.ones(2)
     )
-    for drawn in ([7], [4], [3, 5], [3, 0], [3, 8]):
+    for drawn, expected in (
+        ([7], [0]),  # not proposed
+        ([4], []),  # proposed, and pruned
+        ([3, 5], []),  # the same one deeper
+        ([3, 0], [1]),  # the candidate 0 is absent
+        ([3, 8], [1]),
+    ):
         tokens = np.zeros((1, 3), np.int32)
         tokens[0, : len(drawn)] = drawn
         accepted = np.array([True, len(drawn) > 1])
         outcome = StepOutcome(tokens, np.array([len(drawn)], np.int32), accepted, 0.0, 0.0, 0.0, 8)
+        assert wrong_nodes(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
         cut = StepOutcome(tokens, np.array([len(drawn) - 1], np.int32), accepted, 0.0, 0.0, 0.0, 8)
         assert wrong_nodes(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
         none = CandidateTrees.empty(1)

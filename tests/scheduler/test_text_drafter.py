@@ -183,9 +183,9 @@ def test_every_policy_drafts_from_text_where_there_is_no_draft(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["spec:4@suffix", "dspark:4@suffix"])
 def test_a_chain_longer_than_text_proposes_is_refused_at_the_start(name: str) -> None:
-    with pytest.raises(ConfigError, match="needs max_depth of at least 4, but it is 3"):
+    with pytest.raises(ConfigError, match="needs max_depth and suffix_depth of at least 4, but one is 3"):
         policy_of(EngineConfig(policy=name, suffix_depth=3))
-    with pytest.raises(ConfigError, match="needs max_depth of at least 4, but it is 3"):
+    with pytest.raises(ConfigError, match="needs max_depth and suffix_depth of at least 4, but one is 3"):
         Run.of(limits_of(suffix_depth=3), policy=name)
 
 

@@ -1,7 +1,7 @@
 """Nightjar's controllers (policies `nightjar`, `nightjar-v1`, `bingreedy`): chain length by measured seconds per token.
 
 For each size of batch they learn which chain, none included, earns most; targets are ignored. Sources: Nightjar,
-algorithm 1 of both versions, with the changes that docs/architecture/scheduler.md lists; ADA-BINGREEDY.
+algorithm 1 of both versions, with the changes that docs/architecture/baselines.md lists; ADA-BINGREEDY.
 """
 
 from __future__ import annotations

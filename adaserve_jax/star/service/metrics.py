@@ -1,4 +1,4 @@
-"""Prometheus metrics of a draft service, and the HTTP port of `/metrics` and `/health`. Documented in docs/star.md.
+"""Prometheus metrics of a draft service (docs/prometheus.md), and the HTTP port of `/metrics` and `/health`.
 
 No label ever holds anything that a target sent.
 """
