@@ -114,5 +114,6 @@ class Trainer:
         return meta
 
     def close(self) -> None:
-        """Release the arrays on the device. Nothing may be called afterwards."""
-        del self._state, self._base, self._sums, self._good
+        """Release the arrays on the device; again: nothing. Nothing else may be called afterwards."""
+        for name in ("_state", "_base", "_sums", "_good"):
+            vars(self).pop(name, None)

@@ -665,6 +665,19 @@ def test_a_broken_file_of_records_is_left_alone(
     serving.learner.close()
 
 
+def test_a_learner_that_is_released_writes_nothing_and_leaves_its_folder_to_others(
+    loaded: Loaded, tmp_path: Path
+) -> None:
+    serving = Serving(loaded, **kept_in(tmp_path))
+    serving.learn_versions()
+    serving.learner.release()
+    serving.learner.release()
+    again = Serving(loaded, **kept_in(tmp_path))
+    assert again.stats.version["default"] == 0
+    again.learner.close()
+    again.learner.release()
+
+
 class ScriptedLearner:
     """Is idle for a moment, and then has work for three times."""
 
@@ -687,6 +700,9 @@ class ScriptedLearner:
 
     def added(self, choice: Sequence, **how: Any) -> None:
         self.added_with = how
+
+    def release(self) -> None:
+        assert self.closed
 
     def stepped(self, *_: Any, **__: Any) -> None:
         pass
