@@ -184,7 +184,6 @@ def test_acceptance_is_what_explains_the_chains() -> None:
     assert acceptance_of_chains([], 3) is None
 
 
-@pytest.mark.slow
 def test_the_picture_is_written_and_a_wrong_name_is_refused_first(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "roofline.png"
