@@ -22,10 +22,8 @@ from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import RowSampling, SamplingParams, is_finite, require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-AS_GOOD_AS_0 = 1e-9
-"""Targets up to this are refused as 0 is: in seconds they would round to it."""
+NO_TARGET = 1e-9
+"""Values of targets up to this are refused as 0 is: rates that they ask for could not be reckoned with."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class SLO:
     target as a multiple of the measured baseline latency (one token, no speculation, one request alone); resolved
     at admission. e2e_ms: milliseconds from the request's arrival to its last token. thinking_tpot_ms: milliseconds
     per token while the output thinks, up to its closing mark; the TPOT target is then that of the tokens behind the
-    mark. Raises RequestError(code="invalid_slo") unless finite and > AS_GOOD_AS_0.
+    mark. Raises RequestError(code="invalid_slo") unless finite and > NO_TARGET.
     """
 
     tpot_ms: float | None = None
@@ -52,9 +50,7 @@ class SLO:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
-                require(
-                    is_finite(value) and value > AS_GOOD_AS_0, param, "a finite number above 0", value, "invalid_slo"
-                )
+                require(is_finite(value) and value > NO_TARGET, param, "a finite number above 0", value, "invalid_slo")
         both = self.tpot_ms is not None and self.relative is not None
         require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
 

@@ -35,7 +35,6 @@ from adaserve_jax.scheduler.policies import file_hashes
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.arrivals import Arrival
 from adaserve_jax.workloads.workload import Workload
 
 
@@ -241,22 +240,18 @@ class _Bench:
         asks = []
         for number, arrival in enumerate(loaded.schedule.arrivals):
             item = arrival.item
-            text = id(item) if item.by_length else str((item.prompt, item.messages))
-            asks.append(self._ask(point, number, arrival, f"{point.name} {times[text]}"))
+            text = id(item) if item.by_length else (item.prompt, item.messages)
+            asks.append(Ask(
+                request_id=_request_id(point, number),
+                item=item,
+                seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
+                slo=self._slo(item.slo),
+                cache_salt=f"{self.provenance.run_id} {point.name} {times[text]}",
+                max_tokens=item.max_tokens,
+                number=number,
+            ))  # fmt: skip
             times[text] += 1
         return asks
-
-    def _ask(self, point: Point, number: int, arrival: Arrival, salt: str) -> Ask:
-        item = arrival.item
-        return Ask(
-            request_id=_request_id(point, number),
-            item=item,
-            seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
-            slo=self._slo(item.slo),
-            cache_salt=f"{self.provenance.run_id} {salt}",
-            max_tokens=item.max_tokens,
-            number=number,
-        )
 
     def _slo(self, slo: SLO) -> SLO:
         if slo.relative is None or self.held_baseline_s is None:

@@ -526,13 +526,9 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
         raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar or {name}@suffix")
     if depth > max_depth:
         by_text = drafts_from_text(named_sources(whole_name))
-        limit = (
-            f"max_depth and suffix_depth of at least {depth}, but one"
-            if by_text
-            else f"max_depth of at least {depth}, but it"
-        )
+        limits, which = ("max_depth and suffix_depth", "one") if by_text else ("max_depth", "it")
         raise ConfigError(
-            f"policy {name} needs {limit} is {max_depth}; raise it (Medusa heads draft no deeper than there are "
-            "heads), or choose a smaller k"
+            f"policy {name} needs {limits} of at least {depth}, but {which} is {max_depth}; raise it (Medusa heads "
+            "draft no deeper than there are heads), or choose a smaller k"
         )
     return POLICIES[f"{family}:<k>"], depth
