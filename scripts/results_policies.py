@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from scripts.pages import head, line
@@ -35,7 +36,7 @@ def validation_tables(result: dict[str, Any]) -> str:
     rows = []
     for point in result["points"]:
         measured = [form.format(point[side][measure]) for measure, form in MEASURES for side in SIDES]
-        factor = f"{point['factors']['verify']:.2f}"
+        factor = f"{fmean(each['verify'] for each in point['factors']):.2f}"
         rows.append(line(f"{point['rate_rps']:g}", f"`{point['policy']}`", *measured, factor))
     errors = result["prediction_errors"]
     predicted = ", ".join(f"{kind} {each['median']:.1%} and {each['p90']:.1%}" for kind, each in errors.items())

@@ -6,11 +6,12 @@ The first requests of one of AdaServe's traces, their texts cut to a thirteenth 
 share of a step that it has on the paper's machine, with its targets in multiples of the baseline latency, arrive at
 several rates at a real engine with a grown target: plain decoding, the chain that the simulator finds best, the paper's
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
-Acceptance is recorded from the chain's runs. The latency that targets are scaled by, and the chain, are kept in
+All draft with the draft model alone, since the simulator has no text to draft from. Acceptance is recorded from the
+chain's runs. The latency that targets are scaled by, and the chain, are kept in
 chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
 again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded acceptance, twice: on
-the profile as it is, and with the times that steps took in the point's own rounds, warm-up included, beside the
-profile's samples. The first is a prediction; the second shows the error that is left without the machine's drift.
+the profile as it is, and once for each round with the times that its steps took, warm-up included, beside the profile's
+samples. The first is a prediction; the second shows the error that is left without the machine's drift.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
 the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are
@@ -140,8 +141,8 @@ def _texts(folder: Path) -> dict[str, str]:
 class Compared:
     """One policy at one rate, by measure: means over the engine's rounds, and over the simulator's seeds.
 
-    simulated: on the profile as it is. as_served: with the times of the rounds. factors: of those times over the
-    profile's samples.
+    simulated: on the profile as it is. as_served: with the times of each round. factors: of each round's times over
+    the profile's samples.
     """
 
     policy: str
@@ -149,7 +150,7 @@ class Compared:
     real: dict[str, float]
     simulated: dict[str, float]
     as_served: dict[str, float]
-    factors: ServingFactors
+    factors: list[ServingFactors]
     real_repeats: list[dict[str, float]]
 
     def difference(self, measure: str, side: str = "simulated") -> float:
@@ -239,13 +240,6 @@ def run_folder(out: Path, repeat: int, rate: float, policy: str) -> Path:
     return out / f"real-{repeat}-{rate:g}-{policy.replace(':', '')}"
 
 
-def factors_of(rounds: Sequence[Round]) -> ServingFactors:
-    """Return the times of the steps of all rounds over the profile's samples."""
-    factors = sum((each.served for each in rounds), ServedTimes()).factors()
-    assert factors is not None, "every round has steps"
-    return factors
-
-
 def read_records(out: Path, rates: Sequence[float], repeats: int, policy: str) -> list[AcceptanceRecord]:
     """Return what the real runs of one policy recorded."""
     folders = [run_folder(out, repeat, rate, policy) for repeat in range(repeats) for rate in rates]
@@ -299,7 +293,8 @@ def policy_validation(
 ) -> None:
     """Run both and compare."""
     make_folder(out)
-    config = EngineConfig(target=str(grown_target(params)), max_context=1024, prefix_cache=False)  # as simulated
+    target = str(grown_target(params))
+    config = EngineConfig(target=target, max_context=1024, prefix_cache=False, draft_sources="model")  # as simulated
     path = out / "profile.json"
     if not path.exists():
         write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))
@@ -331,12 +326,13 @@ def policy_validation(
 
     def compared(policy: str, rate: float) -> Compared:
         rounds = real[policy, rate]
-        factors, measures = factors_of(rounds), [each.measures for each in rounds]
-        simulated, as_served = (
+        factors = [found for each in rounds if (found := each.served.factors()) is not None]  # every round has steps
+        measures = [each.measures for each in rounds]
+        simulated, *as_served = (
             _simulated(policy, each, trace_asked, rate, acceptance, seeds=SIMULATIONS)
-            for each in (machine, replace(machine, serving=factors))
+            for each in (machine, *(replace(machine, serving=found) for found in factors))
         )
-        return Compared(policy, rate, _mean(measures), simulated, as_served, factors, measures)
+        return Compared(policy, rate, _mean(measures), simulated, _mean(as_served), factors, measures)
 
     points = [compared(policy, rate) for rate in chosen_rates for policy in policies]
     show(points)

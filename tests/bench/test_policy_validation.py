@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
+from adaserve_jax.scheduler.cost_model import ServingFactors
 from tests.bench.scripts import imported
 
 
@@ -56,7 +56,7 @@ def test_requests_are_scaled_to_the_machine(validation, asked):
 
 def point(validation, policy: str, real: float, simulated: float):
     sides = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated, real)]
-    return validation.Compared(policy, 1.0, *sides, ServingFactors(), [sides[0]])
+    return validation.Compared(policy, 1.0, *sides, [ServingFactors()], [sides[0]])
 
 
 def test_differences_and_orders(validation):
@@ -70,11 +70,3 @@ def test_differences_and_orders(validation):
     assert not validation.same_order([one, three])
     assert validation.same_order([one, three], "as_served")
     assert validation.same_order([one, point(validation, "four", 0.79, 0.9)]), "hardly apart in one of them"
-
-
-def test_factors_are_of_the_steps_of_all_rounds(validation):
-    """30 s of verification where the samples have 20, and no draft."""
-    served = [ServedTimes(10, 18.0, 10.0, overhead_s=0.01), ServedTimes(30, 12.0, 10.0, overhead_s=0.05)]
-    rounds = [validation.Round({}, each) for each in served]
-    found = validation.factors_of(rounds)
-    assert (found.verify, found.draft, found.overhead_s) == pytest.approx((1.5, 1.0, 0.0015))
