@@ -93,7 +93,6 @@ KNOBS = (
     Knob("queue", "PATIENCE_S", (5.0, 20.0)),
     Knob("queue", "AGEING_S", (10.0, 100.0)),
     Knob("queue", "PROMOTION_PERIOD", (32, 512)),
-    Knob("controllers.joint", "CATCHUP_STEPS", (8, 128)),
     Knob("controllers.joint", "COARSE_EDGES", (6, 24)),
     Knob("controllers.joint", "FINE_SHAPES", (1, 8)),
     Knob("controllers.joint", "REACH_STEPS", (1, 16)),

@@ -9,7 +9,7 @@ import pytest
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
-from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, JointController
+from adaserve_jax.scheduler.controllers.joint import COARSE_EDGES, GRID, JointController
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits
@@ -54,7 +54,7 @@ class Oracle:
         lag = [int(each) for each, can in zip(self.load.draft_lag, self.load.can_speculate, strict=True) if can]
         usual = sum(min(each, self.limits.max_depth + 1) for each in lag)
         catchup = self.cost.catchup_s(usual + min(self.load.prefill_tokens, last - self.rows))
-        catchup += self.cost.catchup_s(sum(lag) - usual) / CATCHUP_STEPS
+        catchup += self.cost.catchup_s(sum(lag) - usual) / OBJECTIVE.horizon
         return verify_s + depth * float(self.cost.level_s(rows)[width - 1]) + catchup + self.cost.overhead_s(True)
 
     def value(self, depth: int, width: int, edge: int, chunk: int, nodes: int, last: int) -> float:

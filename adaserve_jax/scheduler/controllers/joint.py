@@ -28,8 +28,6 @@ FINE_SHAPES = 3
 """Shapes that are also tried with the edges between the coarse ones."""
 CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
 """Shares of a step's tokens beside the roots that prefill may take, rounded up: prefill always progresses."""
-CATCHUP_STEPS = 32
-"""Steps over which the cost of a long catch-up is spread."""
 COARSE_EDGES = 12
 """Token edges that are tried with every shape; those between are tried with the best shapes only."""
 TEXT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -267,13 +265,13 @@ class JointController(Controller):
         return draft_s
 
     def _catchup_s(self, load: Load, most_tokens: int, context: float | None, switch_s: float | None) -> float:
-        """Return the seconds of this step's catch-up; the cost of a long lag is spread over CATCHUP_STEPS."""
+        """Return the seconds of this step's catch-up; the cost of a long lag is spread over the horizon."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         missing = int(lag.sum()) - usual
         usual += min(load.prefill_tokens, max(most_tokens - load.num_decode, 0))
         rest_s = self._cost.catchup_s(missing, context) if switch_s is None else switch_s
-        return self._cost.catchup_s(usual, context) + rest_s / CATCHUP_STEPS
+        return self._cost.catchup_s(usual, context) + rest_s / self._objective.horizon
 
     def _chunks(self, load: Load, edges: np.ndarray) -> np.ndarray:
         """Return i64[E, F], prefill tokens of every edge and share; one share while no prompt waits."""
