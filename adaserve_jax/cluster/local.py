@@ -24,17 +24,13 @@ WRITE_INTERVAL_S = 0.2
 
 
 class LocalCluster(Cluster):
-    """Processes of one cluster. Created, used and stopped on one event loop, in the main thread.
-
-    serves_s: seconds from the start until the first target was ready.
-    """
+    """Processes of one cluster. Created, used and stopped on one event loop, in the main thread."""
 
     orchestrator = "local"
 
     def __init__(self, plan: ClusterPlan, folder: ClusterFolder):
         """Reserve ports and create supervisors. folder: opened. Raises ConfigError if the router's port is taken."""
         super().__init__(plan, folder)
-        self.serves_s: float | None = None
         self._changed = asyncio.Event()
         self._listener = listen(plan.router.server)
         self.url = url_of(self._listener, plan.router.server)
@@ -65,7 +61,6 @@ class LocalCluster(Cluster):
         async def start_targets() -> None:
             first, *others = self._of("target")
             await start(first)
-            self.serves_s = time.monotonic() - began
             await asyncio.gather(*map(start, others))
 
         await asyncio.gather(*map(start, self._of("router") + self._of("draft")), start_targets())
@@ -111,7 +106,7 @@ class LocalCluster(Cluster):
         return {each.member.address if kind == "target" else each.member.name: each.replace for each in self._of(kind)}
 
     def write(self) -> None:
-        self.write_state(serves_after_s=self.serves_s, members=[each.describe() for each in self._supervisors])
+        self.write_state(members=[each.describe() for each in self._supervisors])
 
 
 async def up(plan: ClusterPlan, folder: ClusterFolder) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -25,8 +24,8 @@ ReplaceMember = Callable[[], Awaitable[None]]
 class Cluster(ABC):
     """A cluster with what supervises it.
 
-    phase: starting, ready or stopping. url: of the router. started_s: Unix time. ready_s: duration of the start in
-    seconds, None before it is over.
+    phase: starting, ready or stopping. url: of the router. ready_s: duration of the start in seconds, None before it is
+    over.
     """
 
     orchestrator: ClassVar[str]
@@ -36,7 +35,6 @@ class Cluster(ABC):
         self.folder = folder
         self.phase = "starting"
         self.url = ""
-        self.started_s = time.time()
         self.ready_s: float | None = None
         self._restart_lock = asyncio.Lock()
 
@@ -58,7 +56,6 @@ class Cluster(ABC):
         """Write state.json: the cluster as a whole, and the fields in `more`; no secrets."""
         self.folder.write({
             "orchestrator": self.orchestrator, "pid": os.getpid(), "phase": self.phase, "url": self.url,
-            "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
             "token_file": str(self.folder.token_file), "tls_cert": self.plan.router.tls_cert, **more,
         })  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import Any
 from adaserve_jax.cluster.router import router_command
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.cluster.supervisor import Member, SupervisorTiming
+from adaserve_jax.engine.ipc import CLOSE_LIMIT_S, SAVE_LIMIT_S
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.config_file import NONE, read_config
 from adaserve_jax.server.connection import ABORT_GRACE_S
@@ -28,6 +29,8 @@ CAN_RESERVE_PORTS = sys.platform == "linux"
 RESERVED_OPTIONS = ("--host", "--port", "--drafter", "--listen", "--http")
 """Options of members that only the cluster sets."""
 TLS_SETTINGS = ("tls_cert", "tls_key", "tls_client_ca")
+NO_TLS = {f"ADASERVE_{name.upper()}": NONE for name in TLS_SETTINGS}
+"""Environment of members, whose own connections are plain whatever the router's environment says."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +107,19 @@ class ClusterPlan:
 
     def learn_options(self, target: str) -> tuple[str, ...]:
         """Return the options that give one of several targets a learn_folder of its own, in the one that was given."""
+        folder = self._learn_folder
+        return () if self.targets == 1 or folder == NONE else ("--learn-folder", str(Path(folder, target)))
+
+    @property
+    def _learn_folder(self) -> str:
         folder = self._target_option("learn_folder") or os.environ.get("ADASERVE_LEARN_FOLDER")
-        folder = folder or self._target_file.get("learn_folder") or NONE
-        if self.targets == 1 or folder == NONE:
-            return ()
-        return ("--learn-folder", str(Path(folder, target)))
+        return folder or self._target_file.get("learn_folder") or NONE
 
     @property
     def target_grace_s(self) -> float:
-        """Time from a target's SIGTERM to its SIGKILL."""
-        return self.target_shutdown_s + ABORT_GRACE_S + self.timing.grace_margin_s
+        """Time from a target's SIGTERM to its SIGKILL, after which its engine has ended and saved what it learned."""
+        engine_s = CLOSE_LIMIT_S + (0.0 if self._learn_folder == NONE else SAVE_LIMIT_S)
+        return self.target_shutdown_s + ABORT_GRACE_S + engine_s + self.timing.grace_margin_s
 
     @property
     def router_grace_s(self) -> float:
@@ -182,7 +188,7 @@ def target_environment(plan: ClusterPlan) -> dict[str, str]:
     A target checks the router's API keys, uses plain HTTP whatever the router uses, and gives requests
     `plan.target_shutdown_s` to finish.
     """
-    environment = {f"ADASERVE_{name.upper()}": NONE for name in TLS_SETTINGS}
+    environment = dict(NO_TLS)
     environment["ADASERVE_SHUTDOWN_TIMEOUT"] = f"{plan.target_shutdown_s:g}"
     if plan.router.api_key is not None:
         environment["ADASERVE_API_KEY"] = plan.router.api_key
@@ -210,7 +216,7 @@ def place_draft(plan: ClusterPlan, number: int, host: str, port: int, http_port:
     command = render_command(template, host=bracketed(host), port=port, http_port=http_port)
     health = f"http://{bracketed(host)}:{http_port}/health"
     address = f"grpc://{bracketed(host)}:{port}"
-    return Member(name, command, health, logs / f"{name}.log", "draft", address, timing=plan.timing)
+    return Member(name, command, health, logs / f"{name}.log", "draft", address, NO_TLS, timing=plan.timing)
 
 
 def place_router(plan: ClusterPlan, settings: RouterSettings, descriptor: int, url: str, logs: Path) -> Member:

@@ -52,11 +52,12 @@ def request_json(
     request = urllib.request.Request(url, data, {**headers, "content-type": "application/json"})
     try:
         opener = _UNVERIFIED if certificate is None else _opener(certificate)
-        with opener.open(request, timeout=timeout_s) as answer:
+        try:
+            answer = opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as refused:
+            answer = refused
+        with answer:
             return answer.status, json_object(answer.read()) or {}
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json_object(error.read()) or {}
     except (OSError, ValueError, HTTPException) as error:
         raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 

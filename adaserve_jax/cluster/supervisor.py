@@ -1,8 +1,8 @@
 """Supervisor of one process: start it, check its health, restart it when it dies or hangs, stop it cleanly.
 
 Drafts, targets and the router are all supervised this way. The local orchestrator has a supervisor per member; on Ray
-each actor has one. A supervisor runs on one event loop, in a thread that must live as long as the supervisor, because
-the kernel ties a child to the thread that started it.
+each actor has one. A supervisor runs on one event loop, and its child ends with the process of the supervisor
+(`child_process.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SupervisorTiming:
     start_timeout_s: float = 900.0
     """Limit from a start until the process must be ready."""
     unhealthy_timeout_s: float = 30.0
-    """Limit of unhealthy time before a restart."""
+    """Limit of unhealthy time before a restart; time in which a server replaces its engine does not count."""
     termination_grace_s: float = 45.0
     """Time from SIGTERM to SIGKILL."""
     grace_margin_s: float = 10.0
@@ -267,7 +267,7 @@ class Supervisor:
             await asyncio.wait({probing, requested, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
                 self.detail = _exit_reason(child.returncode)
-                _signal_group(child.pid, signal.SIGKILL)  # its own children
+                _signal_group(child.pid, signal.SIGKILL)  # what it left; a server's engine has a session of its own
                 return False
             if not requested.done():
                 self.detail = probing.result()
@@ -312,10 +312,9 @@ class Supervisor:
                     self._start_timed_out = True
                     return f"was not ready within {timing.start_timeout_s:g} s ({state})"
             else:
-                unhealthy_since = now if unhealthy_since is None else unhealthy_since
+                unhealthy_since = now if unhealthy_since is None or state == RECOVERING else unhealthy_since
                 self._set_phase("failing", state)
-                timed_out = now - unhealthy_since > timing.unhealthy_timeout_s and state != RECOVERING
-                if state == "dead" or timed_out:
+                if state == "dead" or now - unhealthy_since > timing.unhealthy_timeout_s:
                     return f"was unwell for {now - unhealthy_since:.0f} s ({state})"
             await asyncio.sleep(timing.probe_interval_s)
 
@@ -373,5 +372,6 @@ def _signal_group(leader: int, number: int) -> None:
 def _exit_reason(status: int | None) -> str:
     """Describe an exit status, to be written after the process's name."""
     if status is not None and status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with status {status}"

@@ -37,7 +37,8 @@ BASELINE_TOLERANCE = 0.25
 """Relative change of a target's baseline that counts; less is scatter from start to start."""
 MAX_ANSWER_BYTES = 2**22
 MAX_TIMEOUTS = 2
-"""Health checks in a row that may time out before a target counts as down."""
+"""Health checks in a row that may time out before a target counts as down, and loses the requests that have been silent
+for as long."""
 MAX_SECONDS = 3600.0
 MAX_REQUESTS = 2**16
 """Bounds on what a target's self-description may claim."""
@@ -302,7 +303,7 @@ class TargetPoller:
     """
 
     def __init__(self, targets: TargetSet, balancer: Balancer, *, every_s: float, timeout_s: float, key: str | None):
-        self.classes = SloClasses({}, 0.02)
+        self.classes = SloClasses({}, GUESSED_BASELINE_S)
         self._targets = targets
         self._balancer = balancer
         self._every_s = every_s
@@ -340,7 +341,7 @@ class TargetPoller:
                 timeouts = timeouts + 1 if lost.reason == "connect_timeout" else 0
                 healthy, detail = False, lost.reason
             if timeouts >= MAX_TIMEOUTS:  # it hangs, or its machine is gone: its exchanges would never end
-                target.give_up(detail, timeouts * self._timeout_s)
+                target.give_up(detail, MAX_TIMEOUTS * self._timeout_s)
             self._targets.report(target, healthy, detail)
             needs_facts = needs_facts or not healthy  # it may come back as another server
             if healthy and not timeouts:

@@ -113,6 +113,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 ToEngine = Submit | Abort | LoadAdapter | UnloadAdapter
 FromEngine = Loading | Ready | Failed | Refused | AdapterReply | Step
 
+CLOSE_LIMIT_S = 15.0
+"""Seconds that an engine process has to end after `close`, before it is killed."""
 SAVE_LIMIT_S = 60.0
 """Seconds that an engine may take at its end to save learned drafts."""
 MAX_PATH = 100

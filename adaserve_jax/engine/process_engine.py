@@ -43,8 +43,6 @@ LAST_LOOK_MS = 250
 """Wait for messages that the child sent just before it ended."""
 LOOK_LIMIT_S = 1.0
 """Most silence that one poll counts: this process may have been suspended, and its child with it."""
-CLOSE_LIMIT_S = 15.0
-"""Time that the process has to end after `close`, before it is killed."""
 DYING_LIMIT_S = 1.0
 """Time that the process has to end after it reported that its engine died."""
 _log = logging.getLogger(__name__)
@@ -207,7 +205,7 @@ class ProcessEngine:
         if self._info is None:
             child.kill()  # while it loads it has nothing to save
         try:
-            child.wait(CLOSE_LIMIT_S + ipc.save_limit_s(self._config))
+            child.wait(ipc.CLOSE_LIMIT_S + ipc.save_limit_s(self._config))
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -300,20 +300,23 @@ class Suspects:
 
     After one crash they are served as before: most crashes have another cause. After two, they are tried one at a time,
     so that the next crash tells them apart: only the one that was there stays a suspect. One that is left alone after
-    two crashes or more is set aside: it is refused. A suspect that finishes is cleared. All are forgotten `window_s`
-    seconds after the last crash. Nothing is computed as long as no engine has died.
+    two crashes or more is set aside: it is refused, whatever else crashes the engine meanwhile. A suspect that finishes
+    is cleared. Each is forgotten `window_s` seconds after its last crash. Nothing is computed as long as no engine has
+    died.
     """
 
     def __init__(self, window_s: float, clock: Callable[[], float]):
         self._window_s = window_s
         self._clock = clock
         self._contents: frozenset[bytes] = frozenset()
+        self._aside: dict[bytes, tuple[int, float]] = {}
+        """Crashes of each request that is set aside, and the time of the last one."""
         self._crashes = 0
         self._crashed_at = 0.0
         self._on_trial: GenerateRequest | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._contents)
+        return bool(self._contents or self._aside)
 
     def engine_died(self, requests: Sequence[GenerateRequest]) -> None:
         """Keep the suspects that were in flight, or begin anew with all that were."""
@@ -321,6 +324,9 @@ class Suspects:
         stay = self._contents & there if now - self._crashed_at < self._window_s else frozenset[bytes]()
         self._crashes = self._crashes + 1 if stay else 1
         self._contents, self._crashed_at, self._on_trial = stay or there, now, None
+        if self._crashes > 1 and len(self._contents) == 1:
+            self._aside |= dict.fromkeys(self._contents, (self._crashes, now))
+            self._contents = frozenset()
 
     def watch(self, request: GenerateRequest, sink: Sink) -> Sink:
         """Return the sink to submit a request with; it notes that a suspect ended.
@@ -329,18 +335,20 @@ class Suspects:
             RequestError: the request is set aside.
             EngineRestartingError: another suspect is tried first.
         """
-        if self._clock() - self._crashed_at >= self._window_s:
+        now = self._clock()
+        self._aside = {each: (crashes, at) for each, (crashes, at) in self._aside.items() if now - at < self._window_s}
+        if now - self._crashed_at >= self._window_s:
             self._contents = frozenset()
         content = _content(request)
+        if content in self._aside:
+            raise RequestError(
+                f"the engine crashed {self._aside[content][0]} times in a row while this request was running, which is "
+                f"set aside for {self._window_s:g} s; change its prompt or parameters, and tell the operator",
+                code="crashes_engine",
+            )
         if content not in self._contents:
             return sink
         if self._crashes > 1:
-            if len(self._contents) == 1:
-                raise RequestError(
-                    f"this request was running each of the last {self._crashes} times that the engine crashed, and is "
-                    f"set aside for {self._window_s:g} s; change its prompt or parameters, and tell the operator",
-                    code="crashes_engine",
-                )
             if self._on_trial is not None:
                 raise EngineRestartingError(
                     "the engine crashed several times with this request and others; they are tried one at a time: "

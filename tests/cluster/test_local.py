@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -257,6 +258,14 @@ def test_wrong_settings_are_refused(wrong, said):
         RouterSettings(**wrong)
 
 
+def test_members_speak_no_tls_whatever_the_environment_says(tmp_path):
+    """A draft with TLS would be asked without, and every target would decode without drafts."""
+    plan = ClusterPlan(1, 1, RouterSettings())
+    target = place_target(plan, 0, "127.0.0.1", 1, ["grpc://127.0.0.1:2"], tmp_path)
+    for placed in (target, place_draft(plan, 0, "127.0.0.1", 2, 3, tmp_path)):
+        assert {placed.environment[f"ADASERVE_TLS_{name}"] for name in ("CERT", "KEY", "CLIENT_CA")} == {"none"}
+
+
 def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
     plan = ClusterPlan(1, 0, RouterSettings(api_key="sk-1,sk-2"))
     assert target_environment(plan)["ADASERVE_API_KEY"] == "sk-1,sk-2"
@@ -269,12 +278,14 @@ def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
     (("--shutdown-timeout", "1", "--shutdown-timeout=2"), 2.0), (("--shutdown-timeout",), 70.0),
 ])  # fmt: skip
 def test_nothing_is_killed_before_its_own_limit(options, shutdown_s, tmp_path):
-    """Two seconds to end what was aborted, and ten beyond that."""
+    """Two seconds to end what was aborted, fifteen for the engine to end, and ten beyond that."""
     plan = ClusterPlan(1, 0, RouterSettings(shutdown_timeout=70.0), serve_options=options)
     placed = place_target(plan, 0, "127.0.0.1", 1, [], tmp_path)
-    assert placed.timing.termination_grace_s == shutdown_s + 12.0 and plan.router_grace_s == 82.0
+    assert placed.timing.termination_grace_s == shutdown_s + 27.0 and plan.router_grace_s == 82.0
     assert float(placed.environment["ADASERVE_SHUTDOWN_TIMEOUT"]) == shutdown_s
     assert place_draft(plan, 0, "127.0.0.1", 1, 2, tmp_path).timing == plan.timing
+    learns = replace(plan, serve_options=(*options, "--learn-folder", str(tmp_path)))
+    assert learns.target_grace_s == shutdown_s + 87.0, "a minute to save what was learned"
 
 
 def test_targets_keep_to_their_configuration_file(tmp_path):

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from adaserve_jax.cluster import child_process
 from adaserve_jax.cluster.plan import free_ports
+from adaserve_jax.cluster.router_client import NoAnswer, request_json
 from adaserve_jax.cluster.supervisor import Member, MemberFailed, RestartBackoff, Supervisor, SupervisorTiming
 from tests.conftest import ROOT
 from tests.waiting import is_alive, wait_until
@@ -74,6 +77,25 @@ def test_what_dies_or_says_that_it_is_dead_is_started_again(tmp_path):
     asyncio.run(go())
 
 
+def test_the_time_in_which_a_server_replaces_its_engine_is_not_held_against_it(tmp_path):
+    """The clock goes on while it says `restarting`; what it says then has the whole limit again."""
+    state, now = tmp_path / "state", [0.0]
+
+    async def go() -> None:
+        async with supervised(member(tmp_path, f"--state={state}"), clock=lambda: now[0]) as supervisor:
+            first = supervisor.pid
+            state.write_text("restarting")
+            await until(lambda: supervisor.detail == "restarting")
+            now[0] += 100.0
+            state.write_text("stalled")
+            await until(lambda: supervisor.detail == "stalled")
+            state.write_text("ok")
+            await until(lambda: supervisor.phase == "ready")
+            assert (supervisor.pid, supervisor.restarts) == (first, 0)
+
+    asyncio.run(go())
+
+
 def test_one_that_is_unwell_for_long_is_replaced(tmp_path):
     state = tmp_path / "state"
 
@@ -83,6 +105,33 @@ def test_one_that_is_unwell_for_long_is_replaced(tmp_path):
             await until(lambda: supervisor.restarts == 1)
             state.unlink()
             await until(lambda: supervisor.phase == "ready")
+
+    asyncio.run(go())
+
+
+def test_an_answer_that_is_cut_counts_as_none():
+    """Its body is shorter than its head says, and it is an error: the answer of a server that is being killed."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(10.0)
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 100\r\n\r\n{")
+
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(answer)
+            with pytest.raises(NoAnswer, match="does not answer"):
+                request_json(f"http://127.0.0.1:{listening.getsockname()[1]}/health")
+            answered.result()
+
+
+def test_the_end_by_a_signal_without_a_name_is_told_and_mended(tmp_path):
+    async def go() -> None:
+        async with supervised(member(tmp_path)) as supervisor:
+            os.kill(supervisor.pid, signal.SIGRTMIN + 2)
+            await until(lambda: supervisor.restarts == 1 and supervisor.phase == "ready")
 
     asyncio.run(go())
 
