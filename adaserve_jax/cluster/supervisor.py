@@ -311,8 +311,11 @@ class Supervisor:
                 if now - began > timing.start_timeout_s:
                     self._start_timed_out = True
                     return f"was not ready within {timing.start_timeout_s:g} s ({state})"
+            elif state == RECOVERING:
+                unhealthy_since = None
+                self._set_phase("failing", state)
             else:
-                unhealthy_since = now if unhealthy_since is None or state == RECOVERING else unhealthy_since
+                unhealthy_since = now if unhealthy_since is None else unhealthy_since
                 self._set_phase("failing", state)
                 if state == "dead" or now - unhealthy_since > timing.unhealthy_timeout_s:
                     return f"was unwell for {now - unhealthy_since:.0f} s ({state})"

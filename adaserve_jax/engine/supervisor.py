@@ -324,9 +324,7 @@ class Suspects:
         stay = self._contents & there if now - self._crashed_at < self._window_s else frozenset[bytes]()
         self._crashes = self._crashes + 1 if stay else 1
         self._contents, self._crashed_at, self._on_trial = stay or there, now, None
-        if self._crashes > 1 and len(self._contents) == 1:
-            self._aside |= dict.fromkeys(self._contents, (self._crashes, now))
-            self._contents = frozenset()
+        self._set_last_aside()
 
     def watch(self, request: GenerateRequest, sink: Sink) -> Sink:
         """Return the sink to submit a request with; it notes that a suspect ended.
@@ -362,6 +360,7 @@ class Suspects:
                 left.discard(chunk.choice)
                 if chunk.finish_reason in ("stop", "length"):
                     self._contents -= {content}
+                    self._set_last_aside()
                 if not left:
                     self.end_trial(request)
             try:
@@ -371,6 +370,11 @@ class Suspects:
                 raise
 
         return watched
+
+    def _set_last_aside(self) -> None:
+        if self._crashes > 1 and len(self._contents) == 1:
+            self._aside |= dict.fromkeys(self._contents, (self._crashes, self._crashed_at))
+            self._contents = frozenset()
 
     def end_trial(self, request: GenerateRequest) -> None:
         """Let the next suspect be tried if this request, which ended or was not taken, is the one on trial."""
