@@ -412,8 +412,9 @@ class CheckpointSaver:
                     self._begin(index)
             finally:
                 self._writer.shutdown()
-            for draft in self._drafts:
-                self._save_records(draft.name, list(draft.buffer))
+            for index, draft in enumerate(self._drafts):
+                if index not in self._to_save:
+                    self._save_records(draft.name, list(draft.buffer))
 
     def unlock(self) -> None:
         """Let other engines learn into the folders."""

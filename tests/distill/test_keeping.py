@@ -224,6 +224,7 @@ def test_the_checkpoint_is_written_before_the_records(
     written(keeper)
     assert order == ["checkpoint", "records"]
     keeper.close()
+    assert order == ["checkpoint", "records"] * 2 + ["records"], "each draft's records once, as they are at the end"
 
 
 def test_one_draft_that_cannot_be_left_keeps_nothing_from_being_written(
