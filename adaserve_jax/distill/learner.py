@@ -306,7 +306,7 @@ class CheckpointSaver:
         self._folder = folder
         self._drafts = drafts
         self._clock = clock
-        self._topics = None if topics is None else TopicsFile(folder / TOPICS, topics)
+        self._topics = TopicsFile(folder / TOPICS, topics) if topics is not None and topics.to_state() else None
         self._records = records
         self._saved_at = clock()
         self._saved = [0] * len(drafts)
