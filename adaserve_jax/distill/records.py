@@ -288,8 +288,8 @@ class Watcher:
         self._recorder.begin(choice.sequence_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
 
     def drop(self, choice_id: str, reason: str) -> None:
-        """Stop watching a choice that ended outside a step; ignore one that is not watched."""
-        if choice_id in self._recorder:
+        """Stop watching a choice that ended outside a step; ignore one that is not watched or ended in a step."""
+        if choice_id in self._recorder and all(choice_id != ended for ended, _, _ in self._ended):
             self._recorder.end(choice_id, keep=False)
             self.leave_out(reason)
 
