@@ -12,7 +12,8 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.arrivals import Schedule, make_schedule, parse_arrivals
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 
 
 def schedule(text: str = "poisson", *, rate: float | None = 20.0, duration: float = 50.0, seed: int = 0) -> Schedule:

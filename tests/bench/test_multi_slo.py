@@ -47,7 +47,8 @@ from adaserve_jax.results.submission import (
     write_submission,
 )
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 from benchmarks.multi_slo import compare, from_aiperf
 from benchmarks.peers import common
 

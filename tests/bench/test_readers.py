@@ -11,10 +11,11 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import Lengths, Message, Workload
 from adaserve_jax.workloads.readers import FORMATS, find_format
 from adaserve_jax.workloads.readers.source import Source
 from adaserve_jax.workloads.traces import load_trace
-from adaserve_jax.workloads.workload import Lengths, Message, Workload, load_workload, parse_slos
+from adaserve_jax.workloads.workload import load_workload, parse_slos
 
 DOCS = Path(__file__).parents[2] / "docs" / "workloads.md"
 SAMPLES = dict(re.findall(r"^## ([a-z0-9-]+)\n.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL | re.MULTILINE))
