@@ -22,7 +22,7 @@ from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.sim.acceptance import AcceptanceRecorder
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 
 
 @dataclass(frozen=True)

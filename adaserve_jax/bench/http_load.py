@@ -38,8 +38,8 @@ from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.schema import OWN_SYSTEM
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import WorkloadItem
 from adaserve_jax.workloads.prompt_text import PromptWriter, about_tokens
-from adaserve_jax.workloads.workload import WorkloadItem
 
 SPIN_S = 0.0015
 """Time before a due time during which the loop spins: its timers are up to a millisecond late."""

@@ -22,7 +22,7 @@ from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 
 USAGE_LADDER: tuple[Mapping[str, Any], ...] = (
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},

@@ -17,8 +17,8 @@ from adaserve_jax.results.schema import OWN_SYSTEM
 from adaserve_jax.sim.acceptance import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
+from adaserve_jax.workloads.items import WorkloadItem
 from adaserve_jax.workloads.prompt_text import PromptWriter
-from adaserve_jax.workloads.workload import WorkloadItem
 
 INFO_COLUMNS = (
     "device", "jax_version", "target", "draft", "deterministic", "max_requests", "max_context", "baseline_s",

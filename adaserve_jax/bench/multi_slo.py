@@ -39,7 +39,7 @@ from adaserve_jax.results.submission import (
 )
 from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import Workload
+from adaserve_jax.workloads.items import Workload
 
 DURATION_S = 60.0
 CLASS_REQUESTS, LONGEST = 20, 10.0

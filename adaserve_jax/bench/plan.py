@@ -14,8 +14,8 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.workloads.arrivals import POISSON, TRACE, Schedule, make_schedule, parse_arrivals
+from adaserve_jax.workloads.items import Workload
 from adaserve_jax.workloads.mixing import with_slo_scale, with_urgent_share
-from adaserve_jax.workloads.workload import Workload
 
 DEFAULT_LOADS = (0.5, 1.5)
 """Offered output tokens, over those of one request served alone without speculation in the same time."""

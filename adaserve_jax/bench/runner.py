@@ -35,7 +35,7 @@ from adaserve_jax.scheduler.policies import file_hashes
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import Workload
+from adaserve_jax.workloads.items import Workload
 
 
 class RunObserver:

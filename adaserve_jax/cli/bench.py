@@ -71,10 +71,11 @@ from adaserve_jax.results.submission import Submission, SuitePoint
 from adaserve_jax.scheduler.policies import expand_groups, file_hashes, policy_of
 from adaserve_jax.settings import Panel, options_of
 from adaserve_jax.workloads.arrivals import EXAMPLES
+from adaserve_jax.workloads.items import Workload
 from adaserve_jax.workloads.mixing import as_chat as send_as_chat
 from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
 from adaserve_jax.workloads.readers import AUTO
-from adaserve_jax.workloads.workload import Workload, load_workload, parse_slos
+from adaserve_jax.workloads.workload import load_workload, parse_slos
 
 POLICIES = "ar,spec:4,adaserve"
 PRESET = "adaserve"

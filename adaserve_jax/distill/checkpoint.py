@@ -295,9 +295,9 @@ class TopicsFile:
             self._written = state
 
     def save(self) -> None:
-        """Write a changed state, atomically and with mode 0600. An empty state leaves the file as it is."""
+        """Write a changed state, atomically and with mode 0600."""
         state = self._router.to_state()
-        if not state or state == self._written:
+        if state == self._written:
             return
         try:
             write_whole(self._path, json.dumps(state), mode=PRIVATE)

@@ -294,7 +294,8 @@ class Learner:
 class CheckpointSaver:
     """Saves what the drafts of one learner learned, a folder per draft, so that a restart goes on from it.
 
-    A thread of its own writes; training waits only while state is copied to the host. Not thread-safe.
+    A thread of its own writes one draft after the other, so that the host has room for the state of one; training waits
+    only while that is copied. Not thread-safe.
     """
 
     def __init__(
@@ -305,10 +306,12 @@ class CheckpointSaver:
         self._folder = folder
         self._drafts = drafts
         self._clock = clock
-        self._topics = None if topics is None else TopicsFile(folder / TOPICS, topics)
+        self._topics = TopicsFile(folder / TOPICS, topics) if topics is not None and topics.to_state() else None
         self._records = records
         self._saved_at = clock()
         self._saved = [0] * len(drafts)
+        self._to_save: list[int] = []
+        """Drafts of this round of saving that are not written yet."""
         self._writer = ThreadPoolExecutor(1, "learn-saver")
         self._writing: Future[None] | None = None
         self._copied = threading.Event()
@@ -379,14 +382,18 @@ class CheckpointSaver:
     @property
     def idle_for_s(self) -> float | None:
         """Seconds until `save_if_due` has something to do; None: not before another version is confirmed."""
-        if self._is_writing:
+        if self._is_writing or self._to_save:
             return 0.0
         return max(0.0, self._saved_at + SAVE_EVERY_S - self._clock()) if self._new() else None
 
     def save_if_due(self) -> None:
-        """Begin to write confirmed versions that are new, once SAVE_EVERY_S have passed."""
-        if not self._is_writing and self._clock() - self._saved_at >= SAVE_EVERY_S:
-            self._begin()
+        """Begin to write the next confirmed version that is new, once SAVE_EVERY_S have passed since the first one."""
+        if self._is_writing:
+            return
+        if not self._to_save and self._clock() - self._saved_at >= SAVE_EVERY_S:
+            self._begin_round()
+        if self._to_save:
+            self._begin(self._to_save.pop(0))
 
     def close(self) -> None:
         """Write what is new. An unfinished update is dropped; a version on probation counts as good. An error is logged
@@ -400,24 +407,28 @@ class CheckpointSaver:
                 except Exception:
                     _log.exception("draft %s: its last update could not be left; the good version is kept", draft.name)
             try:
-                self._begin()
+                self._begin_round()
+                for index in self._to_save:
+                    self._begin(index)
             finally:
                 self._writer.shutdown()
-            for draft in self._drafts:
-                self._save_records(draft.name, list(draft.buffer))
+            for index, draft in enumerate(self._drafts):
+                if index not in self._to_save:
+                    self._save_records(draft.name, list(draft.buffer))
 
     def unlock(self) -> None:
         """Let other engines learn into the folders."""
         self._locks.close()
 
-    def _begin(self) -> None:
-        self._saved_at = self._clock()
-        new = self._new()
-        if new or self._topics is not None:
-            states = [self._drafts[index].state() for index in new]
-            texts = [list(self._drafts[index].buffer) for index in new]
-            self._copied.clear()
-            self._writing = self._writer.submit(self._save, new, states, texts)
+    def _begin_round(self) -> None:
+        self._saved_at, self._to_save = self._clock(), self._new()
+        if self._topics is not None:
+            self._writing = self._writer.submit(self._topics.save)
+
+    def _begin(self, index: int) -> None:
+        draft = self._drafts[index]
+        self._copied.clear()
+        self._writing = self._writer.submit(self._save, index, draft.state(), list(draft.buffer))
 
     @property
     def _is_writing(self) -> bool:
@@ -426,28 +437,22 @@ class CheckpointSaver:
     def _new(self) -> list[int]:
         return [index for index, draft in enumerate(self._drafts) if draft.good_version != self._saved[index]]
 
-    def _save(self, drafts: list[int], states: list[dict[str, Any]], texts: list[list[Record]]) -> None:
-        """Write checkpoints in the writer's thread; log what fails, so that learning goes on."""
+    def _save(self, index: int, state: dict[str, Any], records: list[Record]) -> None:
+        """Write a checkpoint in the writer's thread; log what fails, so that learning goes on."""
+        draft = self._drafts[index]
         try:
-            snapshots = [self._drafts[index].trainer.snapshot() for index in drafts]
+            snapshot = draft.trainer.snapshot()
             self._copied.set()
-            for index, state, snapshot, records in zip(drafts, states, snapshots, texts, strict=True):
-                name = self._drafts[index].name
-                try:
-                    snapshot.save(self._folder / name, state["version"], state)
-                    self._saved[index] = state["version"]
-                except Exception:
-                    _log.exception("what draft %s learned could not be written", name)
-                self._save_records(name, records)
-            if self._topics is not None:
-                self._topics.save()
+            snapshot.save(self._folder / draft.name, state["version"], state)
+            self._saved[index] = state["version"]
         except Exception:
-            _log.exception("what was learned could not be written to %s", self._folder)
+            _log.exception("what draft %s learned could not be written", draft.name)
+        self._save_records(draft.name, records)
 
     def _save_records(self, name: str, records: list[Record]) -> None:
         """Write the records of a draft if they are to be kept; log what fails."""
         if self._records is not None:
             try:
                 self._records.save(self._folder / name / RECORDS, records)
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 _log.error("records could not be written to %s: %s", self._folder / name, error)

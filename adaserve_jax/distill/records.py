@@ -82,8 +82,8 @@ class Record:
 def is_held_out(prompt_ids: np.ndarray, share: float, seed: int) -> bool:
     """Return True for the `share` of prompts whose texts are held out.
 
-    A hash of the token ids, keyed by the seed, decides: always the same for a prompt, and not to be steered by a client
-    who does not know the seed.
+    A hash of the token ids, keyed by the seed, decides, always the same for a prompt. Whoever knows the seed can choose
+    prompts of either side.
     """
     key = seed.to_bytes(8, "little", signed=True)
     digest = blake2b(np.asarray(prompt_ids, "<i4").tobytes(), digest_size=8, key=key).digest()
@@ -288,8 +288,8 @@ class Watcher:
         self._recorder.begin(choice.sequence_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
 
     def drop(self, choice_id: str, reason: str) -> None:
-        """Stop watching a choice that ended outside a step; ignore one that is not watched."""
-        if choice_id in self._recorder:
+        """Stop watching a choice that ended outside a step; ignore one that is not watched or ended in a step."""
+        if choice_id in self._recorder and all(choice_id != ended for ended, _, _ in self._ended):
             self._recorder.end(choice_id, keep=False)
             self.leave_out(reason)
 

@@ -204,7 +204,7 @@ class TopicClassifier:
                     f"of embedding {embedding!r}; topics are learned anew"
                 )
             topics = {index: self._from_plain(plain[name]) for index, name in enumerate(names) if name in plain}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"kept topics cannot be read ({error!r}); topics are learned anew") from error
         with self._lock:
             for index, topic in topics.items():

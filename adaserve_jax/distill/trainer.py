@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,11 @@ class Trainer:
 
     def snapshot(self) -> Snapshot:
         """Copy the good version to the host."""
+        return self._snapshot(np.array)
+
+    def _snapshot(self, array_of: Callable[[jax.Array], np.ndarray]) -> Snapshot:
         named = jax.tree_util.tree_leaves_with_path(self._good)
-        arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): array_of(leaf) for path, leaf in named}
         return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays, self._target)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
@@ -99,7 +103,7 @@ class Trainer:
 
         Return its meta, or None if there is no checkpoint. Raises CheckpointError, and then nothing changes.
         """
-        like = self.snapshot()
+        like = self._snapshot(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape))  # takes no memory
         found = read(folder, like)
         if found is None:
             return None

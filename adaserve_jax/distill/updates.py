@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,8 +121,12 @@ class Ring:
 
     def __iter__(self) -> Iterator[Record]:
         """Yield records, oldest first."""
+        return iter(self.latest(self._added))
+
+    def latest(self, count: int) -> list[Record]:
+        """Return those of the last `count` added records that are still there, oldest first."""
         kept = sorted((entry for entries in self._of.values() for entry in entries), key=lambda entry: entry[0])
-        return (record for _, record in kept)
+        return [record for number, record in kept if number >= self._added - count]
 
     def add(self, record: Record) -> None:
         """Add a record, evicting another if there is no room."""
@@ -130,9 +134,6 @@ class Ring:
         self._of.setdefault(record.tenant, deque()).append((self._added, record))
         self._added += 1
         self._len += 1
-
-    def counts(self) -> dict[str, int]:
-        return {tenant: len(entries) for tenant, entries in self._of.items()}
 
     def _make_room(self, tenant: str) -> None:
         own = len(self._of.get(tenant, ()))
@@ -207,12 +208,16 @@ class RecordBuffer:
                 break
         return (drawn + above)[:num_records]
 
-    def held_out(self) -> list[Record]:
-        """Return the records to check a draft on, oldest first: the latest of each tenant, limited by `fair_limit`."""
-        left = self._held_out.counts()
+    def held_out(self, latest: int | None = None) -> list[Record]:
+        """Return the records to check a draft on, oldest first: the latest of each tenant, limited by `fair_limit`.
+
+        latest: only those among so many held-out records that were added last; None: among all.
+        """
+        records = list(self._held_out) if latest is None else self._held_out.latest(latest)
+        left = Counter(record.tenant for record in records)
         most = fair_limit(list(left.values()), self._share)
         chosen = []
-        for record in self._held_out:
+        for record in records:
             if left[record.tenant] <= most:
                 chosen.append(record)
             left[record.tenant] -= 1
@@ -326,8 +331,8 @@ class DraftUpdates:
         self._is_training, self._on_probation, self._new_held_out = False, True, 0
 
     def _end_probation(self) -> Iterator[PieceKind]:
-        self._new_held_out = 0
-        verdict = yield from self._compare(self.buffer.held_out()[::-1], PROBATION_BATCHES)
+        records, self._new_held_out = self.buffer.held_out(self._new_held_out), 0
+        verdict = yield from self._compare(records[::-1], PROBATION_BATCHES)
         self.acceptance = verdict.acceptance
         if verdict.good:
             yield "copy"

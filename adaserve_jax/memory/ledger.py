@@ -167,17 +167,20 @@ class Ledger:
         return sum(self.counted(part) for part in self.parts(expanded=expanded))
 
     @property
+    def known(self) -> int:
+        """Bytes of the larger of both layouts, without a reserve."""
+        layouts = (False, True) if self.extension_pages else (False,)
+        return max(self.taken(expanded=each) for each in layouts)
+
+    @property
     def needed(self) -> int:
         """Bytes of the larger of both layouts, with the reserve if the workspace is not known."""
-        layouts = (False, True) if self.extension_pages else (False,)
-        return max(self.taken(expanded=each) for each in layouts) + (
-            self.sizes.reserve if self.workspace is None else 0
-        )
+        return self.known + (self.sizes.reserve if self.workspace is None else 0)
 
     @property
     def fits(self) -> bool:
-        """True if the known parts fit; a reserve is not known."""
-        return self.needed - (self.sizes.reserve if self.workspace is None else 0) <= self.limit.bytes
+        """True if the known parts fit."""
+        return self.known <= self.limit.bytes
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,6 @@ def refusal(ledger: Ledger, size: EngineSize) -> str:
     Each change that is named was tried on the ledger and is enough by itself.
     """
     parts = ", ".join(_say(part.name, ledger.counted(part), ledger) for part in ledger.parts())
-    known = ledger.needed - (ledger.sizes.reserve if ledger.workspace is None else 0)
     found = list(_changes(ledger, size))
     advice = (
         f"to make it fit, change one of: {'; '.join(found)}"
@@ -210,8 +212,8 @@ def refusal(ledger: Ledger, size: EngineSize) -> str:
         "memory"
     )
     return (
-        f"the engine takes {mib(known)} of memory, but the limit is {mib(ledger.limit.bytes)} ({ledger.limit.source}): "
-        f"{parts}; {advice}"
+        f"the engine takes {mib(ledger.known)} of memory, but the limit is {mib(ledger.limit.bytes)} "
+        f"({ledger.limit.source}): {parts}; {advice}"
     )
 
 

@@ -107,8 +107,9 @@ class Residency:
         if self.state == "loading":
             return None if self._wait else "reload"
         if self.state == "resident":
-            self._count(pressure, bool(speculates) and pages_pay is None, speculates is not None)
-            return "expand" if self._may_change and self._wants_pages(pages_pay) else None
+            decided = speculates is not None
+            self._count(pressure, bool(speculates) and pages_pay is None, decided)
+            return "expand" if self._may_change and self._wants_pages(decided, pages_pay) else None
         idle = not pressure.waiting and not pressure.running
         # while idle this flag is stale: the sequence that was blocked has left
         short = pressure.blocked_on_pages and not idle
@@ -135,8 +136,8 @@ class Residency:
         short = pressure.blocked_on_pages or pressure.free_pages < self.tau_low_pages
         self._short_steps = self._short_steps + decided if short and not needed else 0
 
-    def _wants_pages(self, pages_pay: Callable[[], bool] | None) -> bool:
+    def _wants_pages(self, decided: bool, pages_pay: Callable[[], bool] | None) -> bool:
         steps = self._rule.persist_steps
         if pages_pay is None:
             return self._short_steps >= steps
-        return self._short_steps >= steps and self._short_steps % steps == 0 and pages_pay()
+        return decided and self._short_steps >= steps and self._short_steps % steps == 0 and pages_pay()

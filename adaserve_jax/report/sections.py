@@ -47,7 +47,7 @@ TOKEN_RATE_S = 1.0
 Read = Callable[[Sample], float]
 TIMELINE_PANELS: tuple[tuple[str, str, tuple[tuple[str, Read], ...]], ...] = (
     ("Draft", "levels, nodes", (("depth", lambda s: s.depth), ("width", lambda s: s.width))),
-    ("Budget", "verified tree nodes", (("budget", lambda s: s.budget),)),
+    ("Verified tree nodes", "nodes", (("verified", lambda s: s.budget),)),
     ("Requests", "requests", (("running", lambda s: s.running), ("waiting", lambda s: s.waiting))),
     ("KV pages", "pages", (
         ("used", lambda s: s.pages_used), ("all", lambda s: s.pages_total),

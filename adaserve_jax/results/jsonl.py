@@ -80,7 +80,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -9,12 +9,13 @@ import math
 import os
 import platform
 import secrets
-import struct
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
+
+from adaserve_jax.errors import CheckpointError
 
 UNKNOWN = "unknown"
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16
@@ -71,13 +72,13 @@ def count_parameters(folder: Path, begins: str | tuple[str, ...] = "") -> int | 
             named = [(name, each) for header in headers for name, each in header.items() if name != "__metadata__"]
             return sum(math.prod(each["shape"]) for name, each in named if name.startswith(begins))
         return sum(math.prod(json.loads(path.read_text())["shape"]) for path in arrays) if arrays else None
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
         return None
 
 
 def model_hash(folder: Path) -> str:
     """Return the SHA-256, in hex, of everything that a checkpoint's times depend on: config.json, and names, sizes and
-    headers (names, shapes and types of all tensors) of the weights. Raises OSError, or ValueError: a wrong header."""
+    headers (names, shapes and types of all tensors) of the weights. Raises OSError, CheckpointError: a wrong header."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -105,12 +106,16 @@ def weights_hash(folder: Path) -> str:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Read the header of a safetensors file: u64 little-endian length, then JSON."""
+    """Read the header of a safetensors file: u64 little-endian length, then JSON. Raises OSError, CheckpointError."""
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length < path.stat().st_size else b""
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
     if not isinstance(header, dict):
-        raise ValueError(f"{path}: the safetensors header must be a JSON object, got {type(header).__name__}")
+        raise CheckpointError(f"{path} is not a readable safetensors file: its header must be a JSON object")
     return cast("dict[str, Any]", header)
 
 

@@ -21,9 +21,9 @@ LATEST = (
 class Sample:
     """State of an engine at one moment of a point, and its counts since the point's start; columns: docs/metrics.md.
 
-    t_s: since the start of the point. depth, width, budget: of the latest step; budget counts its verified tree nodes.
-    Over several replicas counts, requests, pages and budgets are added up, depth and width are the greatest, and the
-    draft is resident if it is on all replicas.
+    t_s: since the start of the point. depth, width, budget: of the latest step; budget counts its verified tree nodes,
+    which may be fewer than the scheduler's budget. Over several replicas counts, requests, pages and budgets are added
+    up, depth and width are the greatest, and the draft is resident if it is on all replicas.
     """
 
     run_id: str

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import RequestRecord
@@ -30,6 +30,8 @@ RECOVERED, LEAST_AFTER = 0.9, 10
 """A system has recovered at the first moment after which this share of the requests that follow meets its targets, with
 at least so many of them left to tell."""
 Stage = Literal["rate", "overload", "burst"]
+Count = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,18 @@ class ClassCount:
     """
 
     name: str
-    requests: int
-    met: int
-    lost: int
+    requests: Count
+    met: Count
+    lost: Count
     goodput_tps: float
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     tpot_p50_ms: float | None
     tpot_p99_ms: float | None
+
+    def __post_init__(self) -> None:
+        if self.met > self.requests:
+            raise ValueError(f"met must be at most requests, got {self.met} of {self.requests}")
 
     @property
     def attainment(self) -> float:
@@ -129,9 +135,9 @@ class SuitePoint:
     recover while requests came."""
 
     stage: Stage
-    rate_rps: float
-    duration_s: float
-    classes: tuple[ClassCount, ...]
+    rate_rps: Above0
+    duration_s: Above0
+    classes: Annotated[tuple[ClassCount, ...], Field(min_length=1)]
     recovery_s: float | None = None
 
     @property

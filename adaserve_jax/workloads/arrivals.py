@@ -263,12 +263,12 @@ CHUNK = 4096
 
 
 def _grid(duration_s: float, feature_s: float) -> np.ndarray:
-    steps = math.ceil(duration_s / feature_s * STEPS_PER_FEATURE) + 1
-    if steps > MOST_STEPS:
+    steps = duration_s / feature_s * STEPS_PER_FEATURE
+    if steps > MOST_STEPS - 1:
         raise ConfigError(
             f"a rate that changes within {feature_s:g} s is too fine for a run of {duration_s:g} s; shorten the run"
         )
-    return np.linspace(0.0, duration_s, max(steps, STEPS_PER_FEATURE))
+    return np.linspace(0.0, duration_s, max(math.ceil(steps) + 1, STEPS_PER_FEATURE))
 
 
 def _normal_cdf(x: np.ndarray) -> np.ndarray:
@@ -321,7 +321,8 @@ def make_schedule(
         arrivals = _peaks(workload, spec, rate_rps, duration_s, seed)
         return Schedule(spec.text, rate_rps, duration_s, arrivals)
     law = _law(spec, rate_rps)
-    mean_rps = rate_rps * float(law.cumulative(np.array(duration_s))) / duration_s
+    end = np.array(law.knots(duration_s)[-1])  # `knots` refuses a law that is too fine for numbers
+    mean_rps = rate_rps * float(law.cumulative(end)) / duration_s
     _check_count(mean_rps, duration_s)
     times = draw_times(law, rate_rps, duration_s, spec.cv, _stream(seed, _TIMES))
     return Schedule(spec.text, mean_rps, duration_s, _assigned(times, workload.items, seed))

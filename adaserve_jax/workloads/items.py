@@ -99,7 +99,8 @@ class TraceRequest:
     """Lengths and target of a request, without a text.
 
     due_s: seconds since the start of the trace. tenant: who sends it. max_tokens: limit that it sends to a simulated
-    scheduler; if that is above output_tokens, the request stops before its limit, and the scheduler is not told when.
+    scheduler; 0: the same as output_tokens. If it is above that, the request stops before its limit, and the scheduler
+    is not told when.
     """
 
     due_s: float

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.items import Lengths, Message, TraceRequest, Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO, find_format, left_out_notes
 from adaserve_jax.workloads.readers.format import Gaps
 from adaserve_jax.workloads.readers.jsonl import MAX_TEMPERATURE
@@ -104,8 +104,6 @@ def _slo(name: str, text: str) -> SLO:
     except RequestError as error:
         raise ConfigError(f"slos: class {name}: {error}") from error
 
-
-__all__ = ["PACKAGED", "Lengths", "Message", "Workload", "WorkloadItem", "load_workload"]
 
 PACKAGED = "packaged"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.workloads.items import Workload, WorkloadItem
 from adaserve_jax.workloads.traces import Trace
-from adaserve_jax.workloads.workload import Workload, WorkloadItem
 from benchmarks.engine.throughput_prompts import Prompts
 from benchmarks.nightjar.points import CLASSES, POISSON, PROFILE, SETUPS, made_segment, segment_of
 from benchmarks.nightjar.segments import at_once, poisson_arrivals, shortened, thinned, with_lengths

@@ -21,7 +21,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
-from adaserve_jax.workloads.workload import Workload
+from adaserve_jax.workloads.items import Workload
 from benchmarks.nightjar.requests import Sizes
 from benchmarks.nightjar.views import FIGURES
 

@@ -28,7 +28,8 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 from benchmarks import program
 from benchmarks.grown import grown_draft, grown_target
 from benchmarks.osd.runs import wait_until_learned

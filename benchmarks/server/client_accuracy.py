@@ -34,7 +34,7 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 from benchmarks.engine.cpu_time import CpuTimer
 from benchmarks.server.http_load import HOST, command_line, quantile, served
 from benchmarks.server.paced_engine import PacedEngine

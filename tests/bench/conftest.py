@@ -18,7 +18,7 @@ from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import FinishReason
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 
 BASELINE_S = 0.004
 

@@ -12,7 +12,8 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.arrivals import Schedule, make_schedule, parse_arrivals
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 
 
 def schedule(text: str = "poisson", *, rate: float | None = 20.0, duration: float = 50.0, seed: int = 0) -> Schedule:
@@ -143,6 +144,8 @@ def test_one_request_is_a_trace_too(tmp_path: Path):
         ({"text": "peaks:maths=3"}, "arrivals: peaks: workload packaged has no class 'maths'; it has chat"),
         ({"text": "peaks:chat=60"}, "peaks: chat peaks after the run's 50 s; make it longer"),
         ({"text": "sine:period=1e-6,swing=0.5"}, "a rate that changes within 1e-06 s is too fine for a run of 50 s"),
+        ({"text": "sine:period=1e-310,swing=0.5"}, "too fine for a run of 50 s"),
+        ({"text": "peaks:chat=5,width=1e-310"}, "too fine for a run of 50 s"),
     ],
 )
 def test_what_cannot_be_is_said(settings: dict, message: str):

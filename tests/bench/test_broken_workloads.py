@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.items import Workload
 from adaserve_jax.workloads.readers import FORMATS, find_format, source
 from adaserve_jax.workloads.readers.format import Gaps
 from adaserve_jax.workloads.readers.source import Source
 from adaserve_jax.workloads.traces import load_trace, trace_of
-from adaserve_jax.workloads.workload import Workload, load_workload, parse_slos
+from adaserve_jax.workloads.workload import load_workload, parse_slos
 from tests.bench.test_readers import SAMPLES, sample, source_of
 
 EMISSION = '{"emission_time_ms": 0, "input_length": 1, "output_length": 1, "prompt": "p", "slo_ratio": 1'

@@ -22,7 +22,7 @@ from adaserve_jax.http_client import pool as http_pool
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import Message, WorkloadItem
+from adaserve_jax.workloads.items import Message, WorkloadItem
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import Act, Asked, FakeServer, chunk, event, stream, token
 from tests.waiting import PATIENCE_S, wait_until

@@ -20,7 +20,7 @@ from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 from tests.program import run_program
 from tests.server.conftest import Running, running, serving
 from tests.server.scripted import BASELINE_S, ByteTokenizer, ScriptedEngine

@@ -8,6 +8,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import Lengths, Message, Workload, WorkloadItem
 from adaserve_jax.workloads.mixing import (
     LengthLimits,
     as_chat,
@@ -16,7 +17,7 @@ from adaserve_jax.workloads.mixing import (
     with_slo_scale,
     with_urgent_share,
 )
-from adaserve_jax.workloads.workload import Lengths, Message, Workload, WorkloadItem, load_workload
+from adaserve_jax.workloads.workload import load_workload
 
 
 def item(text: str | None = "p", name: str = "code", slo: SLO | None = None, **more) -> WorkloadItem:

@@ -47,7 +47,8 @@ from adaserve_jax.results.submission import (
     write_submission,
 )
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 from benchmarks.multi_slo import compare, from_aiperf
 from benchmarks.peers import common
 
@@ -287,6 +288,22 @@ def test_a_submission_is_read_as_it_was_written_and_anything_else_is_refused(wor
     for name, other in (("overload_fairness", fairness - 1e-6), ("recovery_s", 123.0)):
         path.write_text(json.dumps(values | {"verdict": figures | {name: other}}))
         with pytest.raises(ConfigError, match="the verdict does not follow from the points"):
+            read_submission(path)
+    first = values["points"][0]
+    for field, wrong, message in (
+        (
+            "classes",
+            [first["classes"][0] | {"met": 101}],
+            "points.0.classes.0: .*met must be at most requests, got 101 of",
+        ),
+        ("classes", [first["classes"][0] | {"lost": -1}], "points.0.classes.0.lost: .*greater than or equal to 0"),
+        ("classes", [], "points.0.classes: .*at least 1 item"),
+        ("rate_rps", 0.0, "points.0.rate_rps: .*greater than 0"),
+        ("rate_rps", math.inf, "points.0.rate_rps: .*finite number"),
+        ("duration_s", -1.0, "points.0.duration_s: .*greater than 0"),
+    ):
+        path.write_text(json.dumps(values | {"points": [first | {field: wrong}, *values["points"][1:]]}))
+        with pytest.raises(ConfigError, match=f"is not a submission to multi-slo: {message}"):
             read_submission(path)
     del values["system"]["name"]
     path.write_text(json.dumps(values))

@@ -11,8 +11,9 @@ from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import Lengths, WorkloadItem
 from adaserve_jax.workloads.prompt_text import PromptWriter, about_tokens
-from adaserve_jax.workloads.workload import Lengths, WorkloadItem, load_workload
+from adaserve_jax.workloads.workload import load_workload
 from tests.models.checkpoints import byte_tokenizer, metaspace_tokenizer, write_tokenizer
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import Lengths, Message, Workload
 from adaserve_jax.workloads.readers import FORMATS, find_format
 from adaserve_jax.workloads.readers.source import Source
 from adaserve_jax.workloads.traces import load_trace
-from adaserve_jax.workloads.workload import Lengths, Message, Workload, load_workload, parse_slos
+from adaserve_jax.workloads.workload import load_workload, parse_slos
 
 DOCS = Path(__file__).parents[2] / "docs" / "workloads.md"
 SAMPLES = dict(re.findall(r"^## ([a-z0-9-]+)\n.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL | re.MULTILINE))
@@ -72,10 +73,10 @@ def test_adaserves_targets_are_multiples_or_milliseconds(tmp_path: Path, name: s
 def test_adaserves_other_targets_are_classes_of_their_own(tmp_path: Path) -> None:
     line = {"emission_time_ms": 0, "input_length": 1, "output_length": 1, "prompt": "p"}
     path = tmp_path / "w.json"
-    path.write_text(json.dumps([{**line, "slo_ratio": ratio} for ratio in (-150, -70.5, 0, 0.6)]))
+    path.write_text(json.dumps([{**line, "slo_ratio": ratio} for ratio in (-150, -70.5, 0, 1e-320, 0.6)]))
     assert [(item.slo_class, item.slo) for item in load_workload(path).items] == [
         ("summarization", SLO(tpot_ms=150)), ("tpot 70.5 ms", SLO(tpot_ms=70.5)), ("default", SLO()),
-        ("code", SLO(relative=0.6)),
+        ("default", SLO()), ("code", SLO(relative=0.6)),
     ]  # fmt: skip
 
 

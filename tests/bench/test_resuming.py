@@ -15,7 +15,8 @@ from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 from tests.bench.conftest import BASELINE_S
 from tests.results.points import record, row, sample
 

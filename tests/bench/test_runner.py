@@ -19,7 +19,8 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
-from adaserve_jax.workloads.workload import Workload, load_workload
+from adaserve_jax.workloads.items import Workload
+from adaserve_jax.workloads.workload import load_workload
 from tests.bench.conftest import ScriptedBench
 
 PLAN = BenchPlan(("ar",), (60.0,), duration_s=0.2, max_late_s=60.0)

@@ -10,8 +10,7 @@ import pytest
 from adaserve_jax.bench.plan import default_rates
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.types import SLO, CandidateTrees, DraftTrees, StepPlan
-from adaserve_jax.workloads.items import WorkloadItem
-from adaserve_jax.workloads.workload import Workload
+from adaserve_jax.workloads.items import Workload, WorkloadItem
 from tests.scheduler.harness import Run, limits_of, request_of
 
 

@@ -13,8 +13,8 @@ from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.workloads.items import WorkloadItem
 from adaserve_jax.workloads.prompt_text import PromptWriter
-from adaserve_jax.workloads.workload import WorkloadItem
 from tests.bench.conftest import Script, ScriptedEngine
 from tests.program import run_program
 

@@ -73,6 +73,15 @@ def test_the_held_out_slice_obeys_the_share():
     assert len(filled({"ann": 60}, capacity=128, held_out=True).held_out()) == 60
 
 
+def test_held_out_records_that_came_since_are_those_still_there_that_were_added_last():
+    buffer = filled({"ann": 20, "bob": 4}, held_out=True)
+    assert numbers(buffer.held_out(5)) == [19, 20, 21, 22, 23]
+    assert numbers(buffer.held_out(0)) == []
+    buffer = filled({"ann": 4, "bob": 20}, capacity=128, held_out=True)
+    assert numbers(buffer.held_out(22)) == [2, 3, *range(16, 24)]  # the share is of these
+    assert numbers(filled({"": 20}, held_out=True).held_out(18)) == list(range(4, 20))  # two were evicted
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 60), max_size=6), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_fair_most_is_the_largest_that_keeps_the_share(counts: list[int], share: float):

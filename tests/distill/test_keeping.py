@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,34 @@ def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path:
     keeper.close()
 
 
+def test_one_draft_is_copied_and_written_after_the_other(
+    programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, clock, order = drafts_of(programs), Clock(0.0), []
+    keeper = keeper_of(tmp_path, served, clock)
+    for each in served:
+        each.take(Language(1).records(64))
+        trainer = each.updates.trainer
+        monkeypatch.setattr(trainer, "snapshot", partial(copied, trainer.snapshot, order))
+    save = Snapshot.save
+    monkeypatch.setattr(Snapshot, "save", lambda *args: order.append("write") or save(*args))
+    clock.now_s = SAVE_EVERY_S
+    keeper.save_if_due()
+    wait_until(lambda: order == ["copy", "write"] and not keeper.is_copying)  # the other may be trained meanwhile
+    wait_until(lambda: keeper.save_if_due() or keeper.idle_for_s != 0.0)
+    assert order == ["copy", "write"] * 2
+    keeper.close()
+    assert order == ["copy", "write"] * 4, "those on probation are confirmed by the end"
+    again = drafts_of(programs)
+    keeper_of(tmp_path, again).close()
+    assert [each.updates.version for each in again] == [each.updates.version for each in served]
+
+
+def copied(snapshot: Callable[[], Snapshot], order: list[str]) -> Snapshot:
+    order.append("copy")
+    return snapshot()
+
+
 def test_a_folder_that_cannot_be_written_is_asked_again_later(
     programs: TrainPrograms, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +224,7 @@ def test_the_checkpoint_is_written_before_the_records(
     written(keeper)
     assert order == ["checkpoint", "records"]
     keeper.close()
+    assert order == ["checkpoint", "records"] * 2 + ["records"], "each draft's records once, as they are at the end"
 
 
 def test_one_draft_that_cannot_be_left_keeps_nothing_from_being_written(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaserve_jax.distill.records import LOG_ZERO, MAX_RECORD_ROWS, SURPLUS_ROWS, Record, TextRecorder, is_held_out
+from adaserve_jax.distill.records import (
+    LOG_ZERO,
+    MAX_RECORD_ROWS,
+    SURPLUS_ROWS,
+    Record,
+    TextRecorder,
+    Watcher,
+    is_held_out,
+)
+from adaserve_jax.types import SequenceUpdate
 from tests.conftest import ROOT
 
 K = 3
@@ -187,6 +197,22 @@ def test_all_texts_after_a_prompt_are_on_one_side():
         assert len(found) == 1
         sides += found
     assert set(sides) == {True, False}
+
+
+def test_a_choice_that_ended_in_a_step_is_not_dropped_when_its_request_is_aborted():
+    notes = recorder()
+    watcher = Watcher(notes, lambda at: None, only_wrong=False)  # type: ignore[arg-type, return-value]
+    for name in ("a/0", "a/1", "a/2"):
+        begin(notes, name, 1, 2)
+    add(notes, ("a/0", 1, 5))
+    state = SimpleNamespace(token_ids=np.array([1, 2, 3], np.int32), prompt_len=2, num_tokens=3)
+    ended = {0: SequenceUpdate("a/0", (3,), "stop"), 1: SequenceUpdate("a/1", (3,), "length")}
+    watcher.end(SimpleNamespace(states=[state, state], ended=ended))  # type: ignore[arg-type]
+    for name in ("a/0", "a/1", "a/2"):
+        watcher.drop(name, "abort")
+    (record,) = watcher.take_in()
+    assert record.tokens.tolist() == [1, 2, 3]
+    assert watcher.left_out == {"no_positions": 1, "abort": 1}
 
 
 class RecorderMachine(RuleBasedStateMachine):

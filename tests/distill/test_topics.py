@@ -197,6 +197,8 @@ def test_a_state_that_does_not_fit_is_told_and_changes_nothing(embedding: np.nda
         (changed(mean=[float("nan")] * 128), "finite numbers"),
         (changed(near=float("inf")), "finite numbers"),
         (changed(near=None), "cannot be read"),
+        (changed(near=10**400), "cannot be read"),
+        (changed(mean=[10**400] * 128), "cannot be read"),
         (changed(count=-1), "a count is an integer of at least 0, got -1"),
         (changed(count=True), "got True"),
         (changed(shares=[1]), "cannot be read"),

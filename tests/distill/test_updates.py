@@ -105,6 +105,17 @@ def test_a_version_that_turns_out_worse_is_taken_back(programs: TrainPrograms):
     assert updates.version > worse
 
 
+def test_only_records_that_came_since_decide_on_a_version(programs: TrainPrograms):
+    """The ring is still full of texts in the new language, by which the version came to serve."""
+    served, old = Served(programs, SHORT), Language(1)
+    updates, version = served.updates, on_probation(served, old)
+    served.take([Language(3).record() for _ in range(SHORT.learn_every - 1)])
+    assert updates.version > version
+    updates.add(old.record(held_out=True))
+    assert list(updates.run())[-1] == "publish"
+    assert (updates.version, updates.rolled_back) == (version, 1)
+
+
 @pytest.mark.parametrize("last", [pytest.param("copy", marks=pytest.mark.slow), "publish"])
 @pytest.mark.slow
 def test_a_version_that_was_found_worse_is_not_kept_at_the_end(programs: TrainPrograms, last: str):

@@ -55,6 +55,9 @@ class TestExpand:
         each = residency()
         steps = [(SHORT, True)] * 3 + [(ENOUGH, True)] + [(SHORT, False)] * 4
         assert [each.due(*step, lambda: True) for step in steps] == [None] * 7 + ["expand"]
+        each, answers = residency(), iter([False, True])
+        steps = [(SHORT, True)] * 4 + [(SHORT, None)] * 3 + [(SHORT, True)] * 4  # steps of prompts ask nothing
+        assert [each.due(*step, lambda: next(answers)) for step in steps] == [None] * 10 + ["expand"]
 
 
 class TestContract:

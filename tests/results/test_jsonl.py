@@ -102,7 +102,7 @@ def test_nothing_is_appended_to_half_a_line(tmp_path: Path):
         assert read_rows(path, ResultRow) == [*before, row(policy="next")]
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"half', b"\x00\x00"])
+@pytest.mark.parametrize("tail", [b"", b'{"half', b"\x00\x00", b"[" * 100_000])
 def test_a_wrong_line_before_the_last_one_is_an_error_also_for_who_reads_good_rows(tmp_path: Path, tail: bytes):
     path = tmp_path / "rows.jsonl"
     append_rows(path, [row()])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from adaserve_jax.errors import CheckpointError
 from adaserve_jax.results import provenance
 from adaserve_jax.results.provenance import (
     commit_of,
@@ -29,10 +30,27 @@ def test_parameters_are_counted_from_headers(tmp_path: Path):
 
 def test_unreadable_checkpoints_have_no_count(tmp_path: Path):
     assert count_parameters(tmp_path) is None
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 5) + b"{nope")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        b"version https://git-lfs",
+        b"\xff" * 16,
+        struct.pack("<Q", 5) + b"{nope",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 1 << 40) + b"{}",
+    ],
+)
+def test_a_broken_header_is_refused_and_has_no_count(tmp_path: Path, content: bytes):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
     assert count_parameters(tmp_path) is None
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + json.dumps([]).encode())
-    assert count_parameters(tmp_path) is None
+    for hash_of in (model_hash, weights_hash):
+        with pytest.raises(CheckpointError, match="safetensors file: its header must be a JSON object"):
+            hash_of(tmp_path)
 
 
 def test_parameters_of_a_converted_checkpoint(tmp_path: Path):

@@ -21,7 +21,7 @@ from adaserve_jax.server.connection import tls_options
 from adaserve_jax.server.serve import reload_certificate
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.workload import WorkloadItem
+from adaserve_jax.workloads.items import WorkloadItem
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adaserve_jax.types import SLO
+from adaserve_jax.types import NO_TARGET, SLO
 from adaserve_jax.workloads.items import Lengths, WorkloadItem
 from adaserve_jax.workloads.readers.format import DEFAULT_CLASS, Format, Gaps, has_keys
 from adaserve_jax.workloads.readers.source import Fields, Source
@@ -55,9 +55,10 @@ def _read_trace(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
 
 
 def _target(request: Fields) -> SLO:
-    """Read slo_ratio. Above 0: a multiple of the baseline latency; below 0: milliseconds per token; 0: no target."""
+    """Read slo_ratio. Above 0: a multiple of the baseline latency; below 0: milliseconds per token; 0, or within
+    NO_TARGET of it: no target."""
     ratio = request.number("slo_ratio", low=-MOST_RATIO, high=MOST_RATIO)
-    if not ratio:
+    if abs(ratio) <= NO_TARGET:
         return SLO()
     return SLO(relative=ratio) if ratio > 0 else SLO(tpot_ms=-ratio)
 
