@@ -53,9 +53,8 @@ from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_a
 from adaserve_jax.sim.machines import Machine, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import Trace, load_trace
-from adaserve_jax.workloads.workload import Workload, WorkloadItem
 from benchmarks import program
 from benchmarks.grown import grown_target
 
