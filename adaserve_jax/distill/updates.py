@@ -30,7 +30,8 @@ CHECK_BATCHES = 8
 PROBATION_BATCHES = 4
 """Held-out batches that check a version once it serves, the latest records first."""
 PROBATION_RECORDS = 4
-"""New held-out records that end a version's probation; a single one does when the next update is due."""
+"""New held-out records that end a version's probation; a single one does when the next update is due, and is judged
+with the ones before it."""
 _log = logging.getLogger(__name__)
 
 PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "publish"]
@@ -331,7 +332,8 @@ class DraftUpdates:
         self._is_training, self._on_probation, self._new_held_out = False, True, 0
 
     def _end_probation(self) -> Iterator[PieceKind]:
-        records, self._new_held_out = self.buffer.held_out(self._new_held_out), 0
+        records = self.buffer.held_out(max(self._new_held_out, PROBATION_RECORDS))  # one alone is no evidence
+        self._new_held_out = 0
         verdict = yield from self._compare(records[::-1], PROBATION_BATCHES)
         self.acceptance = verdict.acceptance
         if verdict.good:

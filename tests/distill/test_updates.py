@@ -111,7 +111,8 @@ def test_only_records_that_came_since_decide_on_a_version(programs: TrainProgram
     updates, version = served.updates, on_probation(served, old)
     served.take([Language(3).record() for _ in range(SHORT.learn_every - 1)])
     assert updates.version > version
-    updates.add(old.record(held_out=True))
+    for _ in range(PROBATION_RECORDS):
+        updates.add(old.record(held_out=True))
     assert list(updates.run())[-1] == "publish"
     assert (updates.version, updates.rolled_back) == (version, 1)
 
