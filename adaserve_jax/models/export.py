@@ -100,7 +100,7 @@ def _token_tensors(head_row: np.ndarray) -> dict[str, np.ndarray]:
 
 def _type_to_write(source: Path, dtype: str) -> str:
     """Resolve "auto" to the type of the source's embedding, or of the logits' weight of a head without one; f32 for a
-    source that `adaserve convert` wrote."""
+    source that `adaserve convert` wrote, or that has neither."""
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"dtype must be one of auto, {', '.join(TYPES)}, got {dtype!r}")
     if dtype != "auto":
@@ -109,8 +109,8 @@ def _type_to_write(source: Path, dtype: str) -> str:
         return "f32"
     files = TensorFiles(source)
     candidates = ("model.embed_tokens.weight", "medusa_head.0.0.linear.weight", "lm_head.weight")
-    name = next(each for each in candidates if each in files.names)
-    return _NAME_OF.get(files.dtype_of(name), "f32")
+    found = next((files.dtype_of(name) for name in candidates if name in files.names), "")
+    return _NAME_OF.get(found, "f32")
 
 
 def _tensors(params: Mapping[str, Any], config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
