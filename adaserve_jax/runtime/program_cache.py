@@ -1,8 +1,8 @@
 """Executables on disk, found by what a program is made from, so that a start need not trace it again.
 
 JAX's own cache finds a program by its lowered form: it saves XLA's work, but not tracing and lowering, which then take
-most of a start. Here a program is found by its function, the shapes of its arguments, and the source of every package
-that device programs are written in. Where these changed but the program did not, its lowered text finds it.
+most of a start. Here a program is found by its key, its function, the shapes of its arguments, and the source of every
+package that device programs are written in. Where these changed but the program did not, its lowered text finds it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,13 @@ class ProgramCache:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def executable(self, function: Any, arguments: tuple[Any, ...]) -> Callable:
-        """Return a jitted function compiled for arguments of these shapes: from the folder, else compiled and kept."""
+    def executable(self, key: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Callable:
+        """Return a jitted function compiled for arguments of these shapes: from the folder, else compiled and kept.
+
+        key: of the program among those of its source; it tells apart what only options of `jax.jit` do.
+        """
         devices = _devices(arguments)
-        by_source = None if self._folder is None else _name_by_source(function, arguments)
+        by_source = None if self._folder is None else _name_by_source(key, function, arguments)
         if self._folder is None or by_source is None or len(devices) > 1:
             return function.lower(*arguments).compile()
         if (found := _load(self._folder / by_source, devices)) is not None:
@@ -120,7 +123,7 @@ def _link(path: Path, other: Path) -> None:
         _log.info("%s could not be linked: %s", other, error)
 
 
-def _name_by_source(function: Any, arguments: tuple[Any, ...]) -> str | None:
+def _name_by_source(key: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> str | None:
     """Return the file name of a program by what it is made from; None if that cannot be described."""
     leaves, tree = jax.tree.flatten(arguments)
     try:
@@ -128,11 +131,11 @@ def _name_by_source(function: Any, arguments: tuple[Any, ...]) -> str | None:
     except TypeError:
         return None
     shapes = [(x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves]
-    return _digest(_environment(), _sources(), _devices(arguments), described, tree, shapes)
+    return _digest(_environment(), _sources(), _devices(arguments), key, described, tree, shapes)
 
 
 def _describe(value: Any) -> Any:
-    """Return a value as texts and tuples that are equal for equal programs only.
+    """Return a value as texts and tuples that are equal for equal programs only, but for options of `jax.jit`.
 
     Raises:
         TypeError: a value has no such text.

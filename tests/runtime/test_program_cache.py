@@ -60,9 +60,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def compiled(function: Any, *arguments: Any) -> Any:
+def compiled(function: Any, *arguments: Any, key: str = "one") -> Any:
     """Give each test programs of its own: JAX has those of the process in memory, and they are not kept then."""
-    return compile_all([Declared(("one",), function, arguments)])["one",]
+    return compile_all([Declared((key,), function, arguments)])[key,]
 
 
 def test_a_second_start_traces_nothing_and_computes_the_same(folder: Path) -> None:
@@ -91,6 +91,9 @@ def test_an_argument_that_is_given_away_stays_so(folder: Path) -> None:
         assert compiled(jax.jit(shift_in_place, donate_argnums=0), X)(given).tolist() == [1, 1, 1]
         assert given.is_deleted()
     assert traced == ["in place"]
+    kept = jnp.zeros(3)
+    assert compiled(jax.jit(shift_in_place), X, key="other")(kept).tolist() == [1, 1, 1]
+    assert not kept.is_deleted()
 
 
 def test_the_compiler_says_of_a_loaded_program_what_it_said_of_the_first(folder: Path) -> None:
