@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import pytest
 
 from adaserve_jax.cpu_kernels.library import SWITCH, fingerprint
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
+from adaserve_jax.runtime.program_cache import UNUSED_LIMIT_S
 from tests.conftest import ROOT
 
 traced: list[str] = []
@@ -146,6 +148,19 @@ def test_a_damaged_file_is_compiled_again(folder: Path, caplog: pytest.LogCaptur
     function.clear_cache()
     assert compiled(function, X)(np.zeros(3, np.float32)).tolist() == [9, 9, 9]
     assert "cannot be loaded and is compiled again" in caplog.text
+
+
+def test_files_that_no_start_has_used_for_long_are_deleted(folder: Path) -> None:
+    for by in (21, 22):
+        compiled(jax.jit(Shift(by).shifted), X)
+    for path in (folder / "programs").iterdir():
+        os.utime(path, (0, time.time() - UNUSED_LIMIT_S + 3600))
+    compiled(jax.jit(Shift(21).shifted), X)  # loaded, and so used now
+    for path in (folder / "programs").iterdir():
+        os.utime(path, (0, path.stat().st_mtime - 7200))
+    traced.clear()
+    compiled(jax.jit(Shift(21).shifted), X)
+    assert traced == [] and len(list((folder / "programs").iterdir())) == 2, "one program under two names"
 
 
 START = """
