@@ -77,7 +77,7 @@ class CompiledProgram:
 
 
 @dataclass(frozen=True)
-class AbsentEngine:
+class DevicePlan:
     """An engine planned for a device that is not here.
 
     resolved: with all layers. layers: that programs are compiled with, of the target and of the draft.
@@ -89,7 +89,7 @@ class AbsentEngine:
     layers: int
 
 
-def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> AbsentEngine:
+def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> DevicePlan:
     """Plan an engine for an absent device from the models' configurations, and from a head's weights where they are
     there; weights and vocabularies may be missing. layers: to compile; 0: all.
 
@@ -104,11 +104,11 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
     if drafts:
         draft = read_draft(str(config.draft), drafts[0], config.max_context, may_lack_weights=True)
     pair = ModelPair(folder, target, draft, tuple(drafts))
-    return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
+    return DevicePlan(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 
 
 def compile_absent(
-    engine: AbsentEngine, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
+    engine: DevicePlan, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
 ) -> list[CompiledProgram]:
     """Compile the programs of an engine, of each kind the largest, or all with `every_bucket`, and report on each.
 

@@ -17,8 +17,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice, device_named, missing_compiler
 from adaserve_jax.runtime.absent_engine import (
-    AbsentEngine,
     CompiledProgram,
+    DevicePlan,
     collectives_of,
     compile_absent,
     copies_of,
@@ -131,7 +131,7 @@ def test_what_a_forward_takes_is_counted(options: dict[str, Any]) -> None:
     """Compiled for this CPU, which has a compiler everywhere."""
     pair, resolved = plan_shapes(EngineConfig(**DEMO | {"token_edges": (16,)} | options))
     compiled = compile_absent(
-        AbsentEngine(SimpleNamespace(platform="cpu"), pair, resolved, 0), kinds={"verify", "catch-up"}
+        DevicePlan(SimpleNamespace(platform="cpu"), pair, resolved, 0), kinds={"verify", "catch-up"}
     )
     assert {each.kind for each in compiled} == {"verify", "catch-up"}
     for each in compiled:
