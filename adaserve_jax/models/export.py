@@ -38,7 +38,7 @@ def export(
     The inverse of `load_params`. Host memory holds one weight and one shard at a time.
 
     params: of the model of `source`, of any float type, on any device. An EAGLE-3 head keeps its format, and shares its
-    target's embedding if it did. dtype: f16, bf16, f32, or auto for that of the
+    target's embedding if it did. MTP layers of `source` are left out. dtype: f16, bf16, f32, or auto for that of the
     source's embedding. progress: called with ("writing", tensors written, total).
     Raises ConfigError: `out` is not empty, or there is no such dtype; CheckpointError: the weights are of another
     model, or a value is not finite in that type. `out` then has no index, and loading it fails.
@@ -53,6 +53,8 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     copy_all_but_weights(source, out)
     given = read_json(out / "config.json")
+    if config.mtp is not None:  # its layers are no part of the model
+        given["num_nextn_predict_layers"] = 0
     (out / "config.json").write_text(json.dumps(with_type(given, dtype), indent=2) + "\n")
     shared = config.eagle3 is not None and not has_own_embedding(source)
     _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
