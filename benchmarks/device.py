@@ -54,7 +54,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice
-from adaserve_jax.runtime.absent_engine import AbsentEngine
+from adaserve_jax.runtime.absent_engine import DevicePlan
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import find_pair
 from adaserve_jax.runtime.warmup import measure
@@ -160,7 +160,7 @@ def computed_step(executor: ModelExecutor, config: EngineConfig, context: int) -
     sheet = data_sheet(jax.local_devices()[0].device_kind)
     if sheet is None:
         return None
-    engine = AbsentEngine(sheet, find_pair(config), executor.resolved, 0)
+    engine = DevicePlan(sheet, find_pair(config), executor.resolved, 0)
     roofline = roofline_of(engine, engine.pair.target, ways=config.tp, assumed=Assumptions())
     buckets = executor.resolved.verify_buckets
 

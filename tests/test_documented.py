@@ -99,6 +99,7 @@ def test_the_guide_says_of_every_field_whether_it_is_served():
             f"processor time, {chat_prompt.MEMORY_LIMIT_BYTES >> 20} MiB",
         ),
         ("http.md", f"{chat_prompt.AT_ONCE} templates are rendered at a time"),
+        ("http.md", f"no answer after {chat_prompt.WALL_LIMIT_S:g} seconds gets 429 `queue_full`"),
         ("tools.md", f"up to {sampling.MAX_TOOLS} functions"),
     ],
 )

@@ -18,7 +18,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.results.profile import Identity, Profile, Timings
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.absent_device import AbsentDevice
-from adaserve_jax.runtime.absent_engine import AbsentEngine
+from adaserve_jax.runtime.absent_engine import DevicePlan
 from adaserve_jax.runtime.sizing import expert_bytes, page_bytes, weight_bytes
 
 CONTEXTS = (256, 1024, 4096)
@@ -84,7 +84,7 @@ class Roofline:
         return (exchanges + 1) * self.assumed.exchange_s + share * (summed + gathered) / self.device.link_bytes_per_s
 
 
-def roofline_of(engine: AbsentEngine, config: ModelConfig, *, ways: int, assumed: Assumptions) -> Roofline:
+def roofline_of(engine: DevicePlan, config: ModelConfig, *, ways: int, assumed: Assumptions) -> Roofline:
     """Return the roofline of one of the engine's models, divided over so many devices."""
     resolved = engine.resolved
     partition = resolved.placement.partition if ways > 1 else type(resolved.placement.partition)()
@@ -104,7 +104,7 @@ def roofline_of(engine: AbsentEngine, config: ModelConfig, *, ways: int, assumed
     return Roofline(engine.device, config, ways, weights, products, context, assumed, experts)
 
 
-def computed_profile(engine: AbsentEngine, *, name: str, acceptance: float | None, assumed: Assumptions) -> Profile:
+def computed_profile(engine: DevicePlan, *, name: str, acceptance: float | None, assumed: Assumptions) -> Profile:
     """Compute the profile of an engine: the times of every bucket by roofline, marked as computed.
 
     acceptance: chance that the target takes the draft's first choice, which no roofline tells.

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,8 +92,8 @@ def _compiler() -> list[str] | None:
 
 def _name(command: list[str]) -> str:
     """Return a hash of all that decides what the library is: sources, XLA's headers, compiler and processor."""
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    facts = (jax.__version__, version, *OPTIONS, platform.machine(), instruction_sets())
+    compiler = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    facts = (version("jaxlib"), compiler, *OPTIONS, platform.machine(), instruction_sets())  # jaxlib has the headers
     digest = hashlib.sha256("\0".join(facts).encode())
     for path in [*sorted(_SOURCES.glob("*.h")), _SOURCES / "kernels.cc"]:
         digest.update(path.read_bytes())

@@ -25,12 +25,12 @@ from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import EngineInfo, GenerateRequest
 from adaserve_jax.engine.core import EngineCore, EngineTokenizer
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.config import GenerationDefaults, resolve_folder
+from adaserve_jax.models.config import GenerationDefaults, ModelConfig, resolve_folder
 from adaserve_jax.models.lora import Matrices, read_adapter
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.runtime.executor import load_executor
-from adaserve_jax.runtime.loading import device_name, find_pair
+from adaserve_jax.runtime.loading import device_name
 from adaserve_jax.runtime.sizing import dtype_of
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.policies import find_policy, longest_chain, policy_of
@@ -139,21 +139,26 @@ class WarmFolder:
             _log.warning("the times of this start could not be kept for a restart: %s", error)
 
 
+def _target_of(config: EngineConfig) -> ModelConfig:
+    return ModelConfig.from_folder(resolve_folder(config.target, "target"))
+
+
 def _learning_bytes(config: EngineConfig) -> int:
     """Plan the device memory of learning before anything is loaded; 0 without learning."""
     if config.learning is None:
         return 0
-    pair = find_pair(config)
-    assert pair.draft is not None, "a LearnConfig comes with a draft"
-    target = pair.target if pair.draft.is_head else None
-    return training_bytes(pair.draft, config.learning, dtype_of(config), len(config.draft_names), target)
+    target, path = _target_of(config), next(iter(config.draft_folders.values()))
+    draft = ModelConfig.of_draft(path, resolve_folder(path, "draft", config.target))
+    return training_bytes(
+        draft, config.learning, dtype_of(config), len(config.draft_names), target if draft.is_head else None
+    )
 
 
 def _read_adapters(config: EngineConfig) -> dict[str, Matrices]:
     """Read the adapters that are loaded first, before anything else is. Raises CheckpointError."""
     if not config.lora:
         return {}
-    target = find_pair(config).target
+    target = _target_of(config)
     return {name: read_adapter(folder, target, config.max_lora_rank) for name, folder in config.lora_folders.items()}
 
 

@@ -19,7 +19,7 @@ import zmq
 from adaserve_jax import errors
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
-from adaserve_jax.errors import AdaServeError, EngineDeadError, RequestError
+from adaserve_jax.errors import AdaServeError, RequestError
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -140,14 +140,14 @@ def to_fault(error: BaseException) -> Fault:
 
 
 def to_error(fault: Fault) -> Exception:
-    """Rebuild an exception of adaserve_jax.errors or of Python by its name; any other becomes an EngineDeadError."""
+    """Rebuild an exception of adaserve_jax.errors or of Python by its name; any other becomes an AdaServeError."""
     if fault.kind == RequestError.__name__:
         return RequestError(fault.message, param=fault.param, code=fault.code or "invalid_request")
     kind = getattr(errors, fault.kind, None) or getattr(builtins, fault.kind, None)
     known = (AdaServeError, OSError, ValueError, RuntimeError, TypeError)
     if isinstance(kind, type) and issubclass(kind, known) and not issubclass(kind, UnicodeError):
         return kind(fault.message)
-    return EngineDeadError(f"the engine failed with {fault.kind}: {fault.message}")
+    return AdaServeError(f"the engine failed with {fault.kind}: {fault.message}")
 
 
 def new_folder() -> str:

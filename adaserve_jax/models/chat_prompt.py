@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,18 +56,17 @@ PLAIN_CHAT = ChatPrompt()
 class TemplateProcesses:
     """Renders templates of clients, each in a process of its own. Thread-safe."""
 
-    def __init__(self, at_once: int = AT_ONCE, wait_s: float = WALL_LIMIT_S):
-        """Allow `at_once` processes; others wait for so long."""
-        self._places = threading.Semaphore(at_once)
-        self._wait_s = wait_s
+    def __init__(self) -> None:
+        """Allow AT_ONCE processes; other templates wait for their turn."""
+        self._places = threading.Semaphore(AT_ONCE)
 
     def render(
         self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]
     ) -> str:
         """Render a client's template in a process with limits. Blocks, for WALL_LIMIT_S at most.
 
-        Raises RequestError: it fails or exceeds a limit; QueueFullError: too many are being rendered; AdaServeError:
-        the process itself fails.
+        Raises RequestError: it fails or exceeds a limit; QueueFullError: too many are being rendered to end in that
+        time; AdaServeError: the process itself fails.
         """
         assert prompt.template is not None
         if len(prompt.template) > MAX_TEMPLATE_CHARS:
@@ -88,15 +88,18 @@ class TemplateProcesses:
         return before
 
     def _run(self, task: str) -> str:
-        if not self._places.acquire(timeout=self._wait_s):
-            raise QueueFullError("too many chat templates are being rendered; retry later")
+        until = time.monotonic() + WALL_LIMIT_S
+        busy = QueueFullError("too many chat templates are being rendered; retry later")
+        if not self._places.acquire(timeout=WALL_LIMIT_S):
+            raise busy
         try:
             ended = subprocess.run(
                 [sys.executable, "-I", "-B", str(_PROGRAM)],
-                input=task.encode(), capture_output=True, timeout=WALL_LIMIT_S, env={}, cwd="/", check=False,
+                input=task.encode(), capture_output=True, timeout=until - time.monotonic(), env={}, cwd="/",
+                check=False,
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise _refusal(f"it takes more than {WALL_LIMIT_S:g} s") from None
+        except subprocess.TimeoutExpired:  # not the template's fault: it only computes, which CPU_LIMIT_S bounds
+            raise busy from None
         finally:
             self._places.release()
         if ended.returncode < 0 or b"MemoryError" in ended.stderr:  # killed by a limit, or no memory for the answer

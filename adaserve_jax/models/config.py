@@ -6,6 +6,7 @@ before a weight is read.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -345,6 +346,8 @@ class ModelConfig:
             rotary_dim = values.integer("rotary_dim", default=rotary_dim)
         if rotary_dim % 2:
             raise CheckpointError(f"{path}: partial_rotary_factor must give an even dimension, got {rotary_dim}")
+        if rotary_dim > head_dim:
+            raise values.wrong("rotary_dim", rotary_dim, f"at most head_dim ({head_dim})")
         if isinstance(scaling, LongRopeScaling) and {len(scaling.short), len(scaling.long)} != {rotary_dim // 2}:
             raise CheckpointError(
                 f"{path}: short_factor and long_factor must have {rotary_dim // 2} numbers, one per rotated pair, got "
@@ -397,9 +400,9 @@ class ModelConfig:
         )
 
 
-def _architecture(given: dict[str, Any]) -> Any:
+def _architecture(given: dict[str, Any]) -> str | None:
     asked = given.get("architectures") or given.get("model_type")
-    return asked[0] if isinstance(asked, list) and len(asked) == 1 else ARCHITECTURE_OF_TYPE.get(str(asked))
+    return str(asked[0]) if isinstance(asked, list) and len(asked) == 1 else ARCHITECTURE_OF_TYPE.get(str(asked))
 
 
 def _is_eagle3(given: dict[str, Any]) -> bool:
@@ -561,7 +564,7 @@ def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | N
         types = [sliding if windowed else full] * layers
         if given and given != types:
             raise values.unsupported("layer_types", f"only {types[0]!r} in every layer is, with these other settings")
-    if len(types) != layers or set(types) - {full, sliding}:
+    if not isinstance(types, list) or len(types) != layers or any(kind not in (full, sliding) for kind in types):
         raise values.unsupported("layer_types", f"one of {full!r} and {sliding!r} for each of {layers} layers is")
     if sliding not in types:
         return ()
@@ -669,7 +672,7 @@ def resolve_folder(
         return resolve_folder(target, "target")
     embedded = {"demo": role, "demo-head": "head"} if role == "draft" else {"demo": role}
     name = embedded.get(str(name_or_path))
-    folder = Path(name_or_path).expanduser() if name is None else DEMO_FOLDER / name
+    folder = Path(os.path.expanduser(name_or_path)) if name is None else DEMO_FOLDER / name
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         fetch = f"; for a name of the Hub: hf download {name_or_path} --local-dir FOLDER, then give FOLDER"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class ConfigValues:
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a number above 0; the default is for an absent key only. Raises CheckpointError."""
         value = self.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.wrong(name, value, "a number above 0")
         return float(value)
 

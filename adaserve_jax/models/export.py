@@ -38,7 +38,7 @@ def export(
     The inverse of `load_params`. Host memory holds one weight and one shard at a time.
 
     params: of the model of `source`, of any float type, on any device. An EAGLE-3 head keeps its format, and shares its
-    target's embedding if it did. dtype: f16, bf16, f32, or auto for that of the
+    target's embedding if it did. MTP layers of `source` are left out. dtype: f16, bf16, f32, or auto for that of the
     source's embedding. progress: called with ("writing", tensors written, total).
     Raises ConfigError: `out` is not empty, or there is no such dtype; CheckpointError: the weights are of another
     model, or a value is not finite in that type. `out` then has no index, and loading it fails.
@@ -53,6 +53,8 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     copy_all_but_weights(source, out)
     given = read_json(out / "config.json")
+    if config.mtp is not None:  # its layers are no part of the model
+        given["num_nextn_predict_layers"] = 0
     (out / "config.json").write_text(json.dumps(with_type(given, dtype), indent=2) + "\n")
     shared = config.eagle3 is not None and not has_own_embedding(source)
     _write(params, config, out, dtype, progress, without=("embed",) if shared else ())
@@ -100,7 +102,7 @@ def _token_tensors(head_row: np.ndarray) -> dict[str, np.ndarray]:
 
 def _type_to_write(source: Path, dtype: str) -> str:
     """Resolve "auto" to the type of the source's embedding, or of the logits' weight of a head without one; f32 for a
-    source that `adaserve convert` wrote."""
+    source that `adaserve convert` wrote, or that has neither."""
     if dtype not in ("auto", *TYPES):
         raise ConfigError(f"dtype must be one of auto, {', '.join(TYPES)}, got {dtype!r}")
     if dtype != "auto":
@@ -109,8 +111,8 @@ def _type_to_write(source: Path, dtype: str) -> str:
         return "f32"
     files = TensorFiles(source)
     candidates = ("model.embed_tokens.weight", "medusa_head.0.0.linear.weight", "lm_head.weight")
-    name = next(each for each in candidates if each in files.names)
-    return _NAME_OF.get(files.dtype_of(name), "f32")
+    found = next((files.dtype_of(name) for name in candidates if name in files.names), "")
+    return _NAME_OF.get(found, "f32")
 
 
 def _tensors(params: Mapping[str, Any], config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

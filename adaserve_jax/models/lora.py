@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.checkpoint_formats.encoding import FLOATS
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.config_values import ConfigValues, read_json
 from adaserve_jax.models.decoder import LORA_A, LORA_B, adapter_specs
@@ -57,8 +58,8 @@ def read_adapter(folder: str | Path, config: ModelConfig, max_rank: int) -> Matr
         raise CheckpointError(f"{path} is missing; expected an adapter that PEFT saved as safetensors")
     try:
         with safe_open(path, framework="numpy") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            found = _check_tensors(path, shapes, modules, rank)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            found = _check_tensors(path, slices, modules, rank)
             _check_complete(values, found, modules)
             return _fuse(path, file, found, modules, config, max_rank, scale)
     except (SafetensorError, OSError) as error:
@@ -101,11 +102,11 @@ def _modules(config: ModelConfig) -> dict[str, tuple[str, int, tuple[int, ...]]]
 
 
 def _check_tensors(
-    path: Path, shapes: dict[str, tuple[int, ...]], modules: dict[str, Any], rank: int
+    path: Path, slices: dict[str, Any], modules: dict[str, Any], rank: int
 ) -> dict[str, tuple[str, str]]:
     """Return the tensors of A and B of each adapted module. Raises as `read_adapter` does."""
     found: dict[str, dict[str, str]] = {}
-    for name, shape in shapes.items():
+    for name, tensor in slices.items():
         own, _, part = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         module = text_name(own) or own
         if part not in ("lora_A", "lora_B") or not name.startswith(PREFIX) or not name.endswith(".weight"):
@@ -116,10 +117,15 @@ def _check_tensors(
             raise UnsupportedModelError(f"{path}: tensor {name} is not supported; {_why_unknown(module, modules)}")
         outputs, inputs = modules[module][2]
         expected = (rank, inputs) if part == "lora_A" else (outputs, rank)
-        if shape != expected:
+        if tuple(tensor.get_shape()) != expected:
             raise CheckpointError(
                 f"{path}: tensor {name} must have shape {list(expected)} for this model and r = {rank}, got "
-                f"{list(shape)}; the adapter is of another model"
+                f"{list(tensor.get_shape())}; the adapter is of another model"
+            )
+        if tensor.get_dtype() not in FLOATS:
+            raise UnsupportedModelError(
+                f"{path}: tensor {name} of type {tensor.get_dtype()} is not supported; save the adapter as one of "
+                f"{', '.join(FLOATS)}"
             )
         found.setdefault(module, {})[part] = name
     for module, parts in found.items():

@@ -167,7 +167,10 @@ def read_rope(
         return theta, _longrope(rope, top)
     if alpha_dim and (rope.get("rope_type") or rope.get("type")) == "dynamic" and rope.get(_ALPHA):
         theta *= rope.positive(_ALPHA) ** (alpha_dim / (alpha_dim - 2))
-    return theta, _scaling(rope, name, top)
+    scaling = _scaling(rope, name, top)
+    if isinstance(scaling, YarnScaling) and theta <= 1:
+        raise top.wrong("rope_theta", theta, "above 1 with yarn, whose ramp divides by its logarithm")
+    return theta, scaling
 
 
 def _rope_of(top: ConfigValues) -> tuple[str, Any]:
@@ -206,6 +209,8 @@ def _longrope(rope: ConfigValues, top: ConfigValues) -> LongRopeScaling:
 
     before = "original_max_position_embeddings"
     original = rope.integer(before, default=top.integer(before))
+    if original < 2:  # the magnitude divides by its logarithm
+        raise rope.wrong(before, original, "an integer >= 2")
     factor = rope.optional("factor") or top.integer("max_position_embeddings") / original
     magnitude = rope.optional("attention_factor")
     if magnitude is None:

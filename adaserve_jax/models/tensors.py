@@ -247,7 +247,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         raise CheckpointError(f"{folder}: expected {_SINGLE_FILE} or {_INDEX_FILE}, found neither")
     weight_map = read_json(index).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    names = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
     if not names or any(Path(name).name != name for name in names):
         raise CheckpointError(f"{index}: expected a weight_map from tensor names to names of files beside it")
     return [folder / name for name in names]

@@ -63,7 +63,7 @@ def text_settings(given: dict[str, Any], path: Path) -> dict[str, Any]:
         own = {name: value for name, value in given.items() if name not in ("vision_config", "model_type")}
     elif not isinstance(own, dict):
         raise CheckpointError(f"{path}: text_config must be an object, got {own!r}")
-    kind = own.get("model_type", first)
+    kind = str(own.get("model_type", first))
     if kind not in whole.texts:
         raise UnsupportedModelError(
             f"{path}: text_config.model_type = {kind!r} is not supported; use one of {', '.join(whole.texts)}"
@@ -80,7 +80,7 @@ def text_settings(given: dict[str, Any], path: Path) -> dict[str, Any]:
 def _whole_of(given: dict[str, Any]) -> _Whole | None:
     names = given.get("architectures")
     if isinstance(names, list) and len(names) == 1:
-        return _WHOLE.get(names[0])
+        return _WHOLE.get(str(names[0]))
     return None if names else next((each for each in _WHOLE.values() if each.own == given.get("model_type")), None)
 
 

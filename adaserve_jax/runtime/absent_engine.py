@@ -28,7 +28,7 @@ from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.compile import Bucket, Declared
 from adaserve_jax.runtime.loading import AbstractEngine, ModelPair, declare_shapes, read_draft
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.sizing import Resolved, page_bytes, resolve, weight_bytes
+from adaserve_jax.runtime.sizing import Resolved, adapter_bytes, page_bytes, resolve, weight_bytes
 from adaserve_jax.types import Progress
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
@@ -77,7 +77,7 @@ class CompiledProgram:
 
 
 @dataclass(frozen=True)
-class AbsentEngine:
+class DevicePlan:
     """An engine planned for a device that is not here.
 
     resolved: with all layers. layers: that programs are compiled with, of the target and of the draft.
@@ -89,7 +89,7 @@ class AbsentEngine:
     layers: int
 
 
-def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> AbsentEngine:
+def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = False, layers: int = 0) -> DevicePlan:
     """Plan an engine for an absent device from the models' configurations, and from a head's weights where they are
     there; weights and vocabularies may be missing. layers: to compile; 0: all.
 
@@ -104,11 +104,11 @@ def plan_absent(config: EngineConfig, device: AbsentDevice, *, elastic: bool = F
     if drafts:
         draft = read_draft(str(config.draft), drafts[0], config.max_context, may_lack_weights=True)
     pair = ModelPair(folder, target, draft, tuple(drafts))
-    return AbsentEngine(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
+    return DevicePlan(device, pair, resolve(config, pair.target, draft, elastic=elastic, absent=device), layers)
 
 
 def compile_absent(
-    engine: AbsentEngine, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
+    engine: DevicePlan, *, every_bucket: bool = False, kinds: Collection[str] = (), progress: Progress | None = None
 ) -> list[CompiledProgram]:
     """Compile the programs of an engine, of each kind the largest, or all with `every_bucket`, and report on each.
 
@@ -301,17 +301,19 @@ def _first_lines(error: Exception) -> str:
 
 
 def _ledger_bytes(declared: Declared, pair: ModelPair, resolved: Resolved) -> int | None:
-    """Return the bytes of weights and pages that a forward of one slab takes, as the ledger counts them."""
-    kind, limits, partition = kind_of(declared.key), resolved.limits, resolved.placement.partition
-    platform = resolved.placement.devices[0].platform
-    if kind == "verify":
-        weights = weight_bytes(partition.whole(pair.target), resolved.dtype, resolved.config.quantize, partition)
-        page = page_bytes(partition.local(pair.target), limits.page_size, resolved.dtype, platform)
+    """Return the bytes of weights, adapters and pages that a forward of one slab takes, as the ledger counts them."""
+    kind, config, dtype, limits = kind_of(declared.key), resolved.config, resolved.dtype, resolved.limits
+    partition, platform = resolved.placement.partition, resolved.placement.devices[0].platform
+    whole, local = partition.whole(pair.target), partition.local(pair.target)
+    page = page_bytes(local, limits.page_size, dtype, platform)
+    if kind == "verify":  # a head's features are written by the commit, and read by the catch-up alone
+        weights = weight_bytes(whole, dtype, config.quantize, partition)
+        weights += adapter_bytes(whole, config.lora_slots, config.max_lora_rank, dtype, partition)
     elif kind == "catch-up" and pair.draft is not None:
-        weights, page = (
-            weight_bytes(pair.draft, resolved.dtype),
-            page_bytes(pair.draft, limits.page_size, resolved.dtype, platform),
-        )
+        read = len(pair.draft.feature_layers(pair.target.num_layers))
+        features = page_bytes(local, limits.page_size, dtype, platform, feature_layers=read) - page
+        weights = weight_bytes(pair.draft, dtype)
+        page = page_bytes(pair.draft, limits.page_size, dtype, platform) + features
     else:
         return None
     return weights + limits.num_pages * page

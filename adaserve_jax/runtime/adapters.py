@@ -60,10 +60,12 @@ class AdapterBank:
     def put(self, slot: int, matrices: Matrices) -> None:
         """Replace what a slot, from 1 to `count`, holds. Call it between steps, when no sequence uses the slot.
 
-        Raises RequestError, and changes nothing, if the device has no room for the matrices.
+        Raises RequestError, and changes nothing, if the device has no room for the matrices; RuntimeError: the adapters
+        that were loaded are lost, and the engine must end.
         """
         assert 1 <= slot <= self.count
-        place = self._target.placement
+        place, weights = self._target.placement, self._target.weights[0]
+        bank = {name: weights[name] for name in self._specs}
         try:
             one = {
                 name: jax.device_put(
@@ -72,11 +74,12 @@ class AdapterBank:
                 )
                 for name, matrix in matrices.items()
             }
+            replaced = self._target.compiled[KEY](bank, one, np.int32(slot - 1))
         except (RuntimeError, MemoryError) as error:
+            if any(array.is_deleted() for array in bank.values()):
+                raise
             raise RequestError(f"the device has no room for the adapter: {error}", param="lora_name") from error
-        weights = self._target.weights[0]
-        bank = {name: weights[name] for name in self._specs}
-        weights |= self._target.compiled[KEY](bank, one, np.int32(slot - 1))
+        weights |= replaced
 
     def _spec_of_one(self, name: str) -> Any:
         """Return the partition spec of one adapter's matrix."""

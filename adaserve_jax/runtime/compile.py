@@ -95,7 +95,7 @@ def compile_all(programs: Sequence[Declared], progress: Progress | None = None) 
     jax_folder = jax.config.values["jax_compilation_cache_dir"]
     folder = None if jax_folder is None else Path(jax_folder) / "programs"
     with ProgramCache(folder) as cache, ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
-        pending = {threads.submit(cache.executable, each.function, each.arguments): each for each in programs}
+        pending = {threads.submit(cache.executable, each.key, each.function, each.arguments): each for each in programs}
         try:
             for future in as_completed(pending):
                 done[pending[future].key] = future.result()

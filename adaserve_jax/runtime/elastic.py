@@ -222,10 +222,6 @@ class HostCopy:
         host = SingleDeviceSharding(self._device, memory_kind="pinned_host") if pinned else None
         self.arrays = {n: np.array(w) if host is None else jax.device_put(w, host) for n, w in params.items()}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.arrays.values())
-
     def load(self) -> Params:
         """Return new device arrays. Except on a CPU, their copies may still be running."""
         return {name: self._to_device(held) for name, held in self.arrays.items()}

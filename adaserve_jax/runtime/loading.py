@@ -268,7 +268,7 @@ class AbstractPlacement(Placement):
         return self.abstract(shape, dtype, spec)
 
 
-def plan_shapes(config: EngineConfig, *, elastic: bool = False, training_bytes: int = 0) -> tuple[ModelPair, Resolved]:
+def plan_shapes(config: EngineConfig, *, elastic: bool = False) -> tuple[ModelPair, Resolved]:
     """Plan memory from shapes alone, without loading weights or compiling: the workspace is then the reserve for it.
 
     Raises CheckpointError, ConfigError: as `load_executor` does, except for memory.
@@ -279,17 +279,17 @@ def plan_shapes(config: EngineConfig, *, elastic: bool = False, training_bytes: 
             "several checks its own memory as it starts"
         )
     pair = find_pair(config)
-    return pair, resolve_pair(config, pair, elastic=elastic, training_bytes=training_bytes)
+    return pair, resolve_pair(config, pair, elastic=elastic)
 
 
 def plan_memory(
-    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
+    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False
 ) -> tuple[Resolved, Workspace]:
     """Plan memory without loading weights, for a model that may not fit. Arguments are those of `load_executor`.
 
     Compiles every program for shapes alone, to learn its workspace. Raises as `plan_shapes` does.
     """
-    pair, resolved = plan_shapes(config, elastic=elastic, training_bytes=training_bytes)
+    pair, resolved = plan_shapes(config, elastic=elastic)
     use_compile_cache(config.compile_cache)
     abstract = declare_shapes(pair, resolved, progress)
     return resolved, workspace_of(compile_all(abstract.declared, progress), abstract.resampler.shapes.bytes)

@@ -35,9 +35,9 @@ def check_moves(from_pages: np.ndarray, to_pages: np.ndarray, *, target_pages: i
         raise ValueError(f"moves write pages more than once: {_some(pages[times > 1])}")
 
 
-def _some(pages: np.ndarray, most: int = 8) -> str:
+def _some(pages: np.ndarray) -> str:
     """List the first few pages, for a message."""
-    return ", ".join(map(str, pages[:most].tolist())) + (", ..." if len(pages) > most else "")
+    return ", ".join(map(str, pages[:8].tolist())) + (", ..." if len(pages) > 8 else "")
 
 
 def move_pages(target: jax.Array, source: jax.Array, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:

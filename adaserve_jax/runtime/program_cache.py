@@ -1,12 +1,13 @@
 """Executables on disk, found by what a program is made from, so that a start need not trace it again.
 
 JAX's own cache finds a program by its lowered form: it saves XLA's work, but not tracing and lowering, which then take
-most of a start. Here a program is found by its function, the shapes of its arguments, and the source of every package
-that device programs are written in. Where these changed but the program did not, its lowered text finds it.
+most of a start. Here a program is found by its key, its function, the shapes of its arguments, and the source of every
+package that device programs are written in. Where these changed but the program did not, its lowered text finds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -14,6 +15,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -33,6 +35,8 @@ SOURCES = ("*.py", "cpu_kernels/**/*.py", "models/**/*.py", "pallas_kernels/**/*
 RETRIEVED_EVENT = "/jax/compilation_cache/cache_retrieval_time_sec"
 LAYOUT = 3
 """Version of the files; those of another one are not read. Files of versions 1 and 2 may lack their functions."""
+UNUSED_LIMIT_S = 30 * 24 * 3600
+"""Time without a load after which a file is deleted: each change of source, version or settings leaves files behind."""
 _retrieved: set[str] = set()
 """Programs that JAX's own cache had, by their text. XLA's CPU client writes such a program without its functions, and
 every call of it would fail. JAX gives them to later engines of the process from memory, without an event and whatever
@@ -54,12 +58,17 @@ class ProgramCache:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            _delete_unused(self._folder)  # last: what this start needs may be as old, but has been loaded now
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def executable(self, function: Any, arguments: tuple[Any, ...]) -> Callable:
-        """Return a jitted function compiled for arguments of these shapes: from the folder, else compiled and kept."""
+    def executable(self, key: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Callable:
+        """Return a jitted function compiled for arguments of these shapes: from the folder, else compiled and kept.
+
+        key: of the program among those of its source; it tells apart what only options of `jax.jit` do.
+        """
         devices = _devices(arguments)
-        by_source = None if self._folder is None else _name_by_source(function, arguments)
+        by_source = None if self._folder is None else _name_by_source(key, function, arguments)
         if self._folder is None or by_source is None or len(devices) > 1:
             return function.lower(*arguments).compile()
         if (found := _load(self._folder / by_source, devices)) is not None:
@@ -92,12 +101,23 @@ def _load(path: Path, devices: list[Any]) -> Callable | None:
     """Return the executable of a file, to run on these devices; None if there is none, or if it cannot be loaded."""
     try:
         loaded = pickle.loads(path.read_bytes())
+        with contextlib.suppress(OSError):  # a folder that is only read keeps what it has
+            os.utime(path)  # of all its names, which are links to one file
         return deserialize_and_load(*loaded, backend=devices[0].client, execution_devices=devices)
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file or another XLA makes of it: it is compiled again
         _log.warning("the program in %s cannot be loaded and is compiled again: %s", path, error)
         return None
+
+
+def _delete_unused(folder: Path) -> None:
+    """Delete the files that no start has written or loaded for UNUSED_LIMIT_S, as far as that is possible."""
+    oldest = time.time() - UNUSED_LIMIT_S
+    with contextlib.suppress(OSError):  # there is no folder yet, it is only read, or another start deletes too
+        for path in folder.iterdir():
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _save(path: Path, executable: Any) -> bool:
@@ -120,7 +140,7 @@ def _link(path: Path, other: Path) -> None:
         _log.info("%s could not be linked: %s", other, error)
 
 
-def _name_by_source(function: Any, arguments: tuple[Any, ...]) -> str | None:
+def _name_by_source(key: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> str | None:
     """Return the file name of a program by what it is made from; None if that cannot be described."""
     leaves, tree = jax.tree.flatten(arguments)
     try:
@@ -128,11 +148,11 @@ def _name_by_source(function: Any, arguments: tuple[Any, ...]) -> str | None:
     except TypeError:
         return None
     shapes = [(x.shape, x.dtype, getattr(x, "weak_type", False), getattr(x, "sharding", None)) for x in leaves]
-    return _digest(_environment(), _sources(), _devices(arguments), described, tree, shapes)
+    return _digest(_environment(), _sources(), _devices(arguments), key, described, tree, shapes)
 
 
 def _describe(value: Any) -> Any:
-    """Return a value as texts and tuples that are equal for equal programs only.
+    """Return a value as texts and tuples that are equal for equal programs only, but for options of `jax.jit`.
 
     Raises:
         TypeError: a value has no such text.

@@ -141,7 +141,10 @@ def resolve(
     sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
     config, sizes = _choose_weights(config, target, memory, sizes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
-    config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
+    config = replace(
+        config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages,
+        attention=attention.partition("_")[0],  # "mosaic" of both platforms
+    )  # fmt: skip
     speculates = draft is not None or config.drafter is not None
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,

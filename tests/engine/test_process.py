@@ -25,7 +25,14 @@ from adaserve_jax.engine import ipc
 from adaserve_jax.engine import process_engine as process
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process_engine import ProcessEngine
-from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import (
+    AdaServeError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+)
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import SLO, SamplingParams, TokenLogprob
@@ -473,9 +480,10 @@ def test_a_child_that_cannot_be_spawned_leaves_nothing(monkeypatch, tmp_path):
         (RequestError("r", param="prompt", code="c"), RequestError),
         (FileNotFoundError("f"), FileNotFoundError),
         (ValueError("v"), ValueError),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), EngineDeadError),
-        (KeyboardInterrupt("k"), EngineDeadError),
-        (msgspec.DecodeError("m"), EngineDeadError),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), AdaServeError),
+        (KeyboardInterrupt("k"), AdaServeError),
+        (msgspec.DecodeError("m"), AdaServeError),
+        (EngineDeadError("d"), EngineDeadError),
     ],
 )
 def test_errors_cross_with_class_and_text(error, kind):

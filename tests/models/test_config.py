@@ -395,6 +395,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         MIXTRAL | {"routed_scaling_factor": 2.5},
         "routed_scaling_factor = 2.5 is not supported; only 1 is in this family",
     ),
+    (
+        QWEN3 | {"use_sliding_window": True, "layer_types": 5},
+        "layer_types = 5 is not supported; one of 'full_attention' and 'sliding_attention' for each of 2 layers is",
+    ),
+    (QWEN3 | {"use_sliding_window": True, "layer_types": [["full_attention"]] * 2}, "layer_types = .*; one of"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"architectures \[\['LlamaForCausalLM'\]\] is not supported"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.* is not supported, which needs latent"),
 ]
 
@@ -415,6 +421,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1] * 8}},
         "short_factor and long_factor must have 8 numbers, one per rotated pair, got 1 and 8",
     ),
+    (
+        PHI3 | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 1}},
+        "rope_scaling.original_max_position_embeddings must be an integer >= 2, got 1",
+    ),
+    (PHI3 | {"rotary_dim": 18}, r"rotary_dim must be at most head_dim \(16\), got 18"),
+    (
+        {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}},
+        "rope_theta must be above 1 with yarn, whose ramp divides by its logarithm, got 1",
+    ),
+    ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor must be a number above 0, got inf"),
     ({"hidden_size": "absent"}, "hidden_size must be an integer >= 1, got None"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
     ({"vocab_size": "many"}, "vocab_size must be an integer >= 1, got 'many'"),
@@ -503,6 +519,8 @@ def test_names_resolve_to_folders(tmp_path: Path) -> None:
         resolve_folder("meta-llama/Llama-3.2-1B", "target")
     with pytest.raises(CheckpointError, match=r"draft checkpoint '.*nowhere': expected a folder at .*, found nothing"):
         resolve_folder(tmp_path / "nowhere", "draft")
+    with pytest.raises(CheckpointError, match="expected a folder at ~no-such-user/model, found nothing"):
+        resolve_folder("~no-such-user/model", "target")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="found a file; give the path of a Hugging Face checkpoint folder"):
         resolve_folder(tmp_path / "file", "target")

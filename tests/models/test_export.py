@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models import loading as converted
@@ -191,3 +192,8 @@ def test_misuse_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
         convert(source, out)
     with pytest.raises(ConfigError, match="dtype must be one of auto, f16, bf16, f32, got 'int8'"):
         convert(source, tmp_path / "int8", dtype="int8")
+    headless = write_checkpoint(tmp_path / "headless")
+    tensors = load_file(headless / "model.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, headless / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing, expected with shape"):
+        convert(headless, tmp_path / "headless_out")

@@ -117,6 +117,9 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         _load(folder)
     index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": 5}}))
+    with pytest.raises(CheckpointError, match="5 is missing; expected the checkpoint's weights in it"):
+        _load(folder)
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
     with pytest.raises(CheckpointError, match="expected a weight_map from tensor names to names of files beside it"):
         _load(folder)

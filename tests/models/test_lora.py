@@ -192,3 +192,10 @@ def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> N
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="must be finite, got a value that is not"):
         read(base, adapter)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.bool_, np.int8])
+def test_tensors_of_other_types_are_refused(base: Path, tmp_path: Path, dtype: Any) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1, dtype=dtype)
+    with pytest.raises(UnsupportedModelError, match="is not supported; save the adapter as one of F16, BF16"):
+        read(base, adapter)

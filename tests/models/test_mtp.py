@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params, param_specs
-from adaserve_jax.models.export import convert
+from adaserve_jax.models.export import convert, export
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import assert_same, load, write_checkpoint, write_mimo, write_tensors
 from tests.models.head_logits import head_logits
@@ -94,6 +94,13 @@ def test_random_parameters_fit_their_specs(tmp_path: Path) -> None:
     assert {name: weight.shape for name, weight in init_params(config, 0).items()} == {
         name: shape for name, (shape, _) in param_specs(config).items()
     }
+
+
+def test_an_exported_checkpoint_names_no_layer_that_it_lacks(tmp_path: Path) -> None:
+    folder, out = write_mimo(tmp_path / "mimo"), tmp_path / "out"
+    export(load(folder), folder, out)
+    assert ModelConfig.from_folder(out) == replace(ModelConfig.from_folder(folder), mtp=None)
+    assert_same(load(out), load(folder))
 
 
 def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:

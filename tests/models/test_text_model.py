@@ -155,6 +155,8 @@ def test_other_text_models_are_refused(tmp_path: Path) -> None:
         match=r"text_config.model_type = 'llama' is not supported; use one of mistral, ministral3",
     ):
         config_of(tmp_path, **whole, text_config={"model_type": "llama"})
+    with pytest.raises(UnsupportedModelError, match=r"text_config.model_type = .*mistral.* is not supported"):
+        config_of(tmp_path, **whole, text_config={"model_type": ["mistral"]})
     with pytest.raises(CheckpointError, match="text_config must be an object, got 3"):
         config_of(tmp_path, **whole, text_config=3)
     with pytest.raises(UnsupportedModelError, match="Gemma3ForSequenceClassification"):

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.absent_device import DEVICES, AbsentDevice, device_named, missing_compiler
 from adaserve_jax.runtime.absent_engine import (
     CompiledProgram,
+    DevicePlan,
     collectives_of,
+    compile_absent,
     copies_of,
     kernels_of_slices,
     plan_absent,
@@ -24,7 +28,9 @@ from adaserve_jax.runtime.absent_engine import (
     read_ptxas,
     read_thunks,
 )
+from adaserve_jax.runtime.loading import plan_shapes
 from adaserve_jax.sim.machines import load_machine
+from tests.engines import DEMO
 from tests.program import run_program
 
 SMALL = {
@@ -118,6 +124,18 @@ def test_shapes_that_the_kernels_do_not_run_compile_too(tmp_path: Path, name: st
     assert done.returncode == 0, done.stderr
     rows = rows_of(done.stdout).values()
     assert len(rows) >= 7 and all(cells[6] == "0" and (len(cells) == 11 or cells[12] == "0") for cells in rows), rows
+
+
+@pytest.mark.parametrize("options", [{"draft": "demo", "max_loras": 4}, {"draft": "demo-head"}])
+def test_what_a_forward_takes_is_counted(options: dict[str, Any]) -> None:
+    """Compiled for this CPU, which has a compiler everywhere."""
+    pair, resolved = plan_shapes(EngineConfig(**DEMO | {"token_edges": (16,)} | options))
+    compiled = compile_absent(
+        DevicePlan(SimpleNamespace(platform="cpu"), pair, resolved, 0), kinds={"verify", "catch-up"}
+    )
+    assert {each.kind for each in compiled} == {"verify", "catch-up"}
+    for each in compiled:
+        assert each.ledger_bytes and 0.98 <= each.ledger_bytes / each.argument_bytes <= 1.0, each
 
 
 def test_unknown_devices_and_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

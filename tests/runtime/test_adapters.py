@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import RequestError
 from adaserve_jax.models.families import ARCHITECTURE_OF_TYPE
 from adaserve_jax.models.families import FAMILIES as SERVED
+from adaserve_jax.runtime.adapters import KEY
 from adaserve_jax.runtime.executor import load_executor
-from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.model import DeviceModel, free
 from tests.documents import rows, section
 from tests.models.adapters import write_adapter, write_merged
 from tests.models.checkpoints import write_checkpoint
@@ -109,6 +111,27 @@ def test_without_room_for_adapters_no_program_has_any(tmp_path: Path) -> None:
     assert not any(room in text for text in plain.values())
     assert all(room in text for key, text in with_room.items() if text != plain[key])
     assert any(text != plain[key] for key, text in with_room.items())
+
+
+def test_a_device_that_fails_loses_nothing_that_it_had_not_given_away(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "target", num_hidden_layers=1)
+    executor = load_executor(EngineConfig(target=str(base), draft=None, max_loras=1, max_lora_rank=4, **SMALL))
+    assert executor.adapters is not None
+    matrices = executor.adapters.read(write_adapter(tmp_path / "adapter", base, seed=1))
+
+    def fail(bank: dict[str, Any], *_: object) -> None:
+        if given_away:
+            free(bank)
+        raise RuntimeError("the device fails")
+
+    executor.target.compiled = {KEY: fail}
+    given_away = False
+    with pytest.raises(RequestError, match="the device has no room for the adapter: the device fails"):
+        executor.put_adapter(1, matrices)
+    given_away = True
+    with pytest.raises(RuntimeError, match=r"^the device fails"):
+        executor.put_adapter(1, matrices)
+    executor.close()
 
 
 def test_prompts_and_trees_equal_the_merged_checkpoint(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import pytest
 
 from adaserve_jax.cpu_kernels.library import SWITCH, fingerprint
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
+from adaserve_jax.runtime.program_cache import UNUSED_LIMIT_S
 from tests.conftest import ROOT
 
 traced: list[str] = []
@@ -60,9 +62,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def compiled(function: Any, *arguments: Any) -> Any:
+def compiled(function: Any, *arguments: Any, key: str = "one") -> Any:
     """Give each test programs of its own: JAX has those of the process in memory, and they are not kept then."""
-    return compile_all([Declared(("one",), function, arguments)])["one",]
+    return compile_all([Declared((key,), function, arguments)])[key,]
 
 
 def test_a_second_start_traces_nothing_and_computes_the_same(folder: Path) -> None:
@@ -91,6 +93,9 @@ def test_an_argument_that_is_given_away_stays_so(folder: Path) -> None:
         assert compiled(jax.jit(shift_in_place, donate_argnums=0), X)(given).tolist() == [1, 1, 1]
         assert given.is_deleted()
     assert traced == ["in place"]
+    kept = jnp.zeros(3)
+    assert compiled(jax.jit(shift_in_place), X, key="other")(kept).tolist() == [1, 1, 1]
+    assert not kept.is_deleted()
 
 
 def test_the_compiler_says_of_a_loaded_program_what_it_said_of_the_first(folder: Path) -> None:
@@ -143,6 +148,19 @@ def test_a_damaged_file_is_compiled_again(folder: Path, caplog: pytest.LogCaptur
     function.clear_cache()
     assert compiled(function, X)(np.zeros(3, np.float32)).tolist() == [9, 9, 9]
     assert "cannot be loaded and is compiled again" in caplog.text
+
+
+def test_files_that_no_start_has_used_for_long_are_deleted(folder: Path) -> None:
+    for by in (21, 22):
+        compiled(jax.jit(Shift(by).shifted), X)
+    for path in (folder / "programs").iterdir():
+        os.utime(path, (0, time.time() - UNUSED_LIMIT_S + 3600))
+    compiled(jax.jit(Shift(21).shifted), X)  # loaded, and so used now
+    for path in (folder / "programs").iterdir():
+        os.utime(path, (0, path.stat().st_mtime - 7200))
+    traced.clear()
+    compiled(jax.jit(Shift(21).shifted), X)
+    assert traced == [] and len(list((folder / "programs").iterdir())) == 2, "one program under two names"
 
 
 START = """

@@ -59,6 +59,7 @@ def test_auto_on_a_cpu() -> None:
     assert resolved.verify_buckets.row_edges[-1] == limits.max_requests
     assert resolved.catchup_buckets.token_edges[-1] == limits.max_tokens
     assert limits.num_pages >= limits.max_pages_per_request
+    assert resolved.config.attention == resolved.attention  # chosen once for all processes
     assert resolve(resolved.config, TARGET, DRAFT).limits == limits  # resolving again changes nothing
 
 

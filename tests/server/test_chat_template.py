@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,10 +276,46 @@ def test_a_client_may_send_no_template_unless_the_server_trusts_it(server):
     assert "this server runs without --trust-request-chat-template" in error["message"]
 
 
-def test_so_many_templates_are_rendered_at_once():
-    none = TemplateProcesses(at_once=0, wait_s=0)
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_a_template_that_has_no_turn_or_no_time_left_is_not_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr(chat_prompt, "WALL_LIMIT_S", 0.1)
+    monkeypatch.setattr(chat_prompt, "AT_ONCE", at_once)
     with pytest.raises(QueueFullError, match="too many chat templates are being rendered; retry later"):
-        none.render(ChatPrompt(template="x"), MESSAGES, {})
+        TemplateProcesses().render(ChatPrompt(template="x"), MESSAGES, {})
+
+
+def test_the_wait_and_the_process_have_one_deadline(monkeypatch: pytest.MonkeyPatch):
+    taken, given = [], []
+
+    class Places:
+        """Lets nobody through for so long as the caller may wait, and then does."""
+
+        def __init__(self, _: int):
+            pass
+
+        def acquire(self, timeout: float) -> bool:
+            taken.append(timeout)
+            return not threading.Event().wait(timeout)
+
+        def release(self) -> None:
+            pass
+
+    def run(*_: Any, timeout: float, **__: Any) -> Any:
+        given.append(timeout)
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(chat_prompt, "WALL_LIMIT_S", 0.1)
+    monkeypatch.setattr("threading.Semaphore", Places)
+    monkeypatch.setattr("subprocess.run", run)
+    with pytest.raises(QueueFullError, match="too many chat templates are being rendered; retry later"):
+        TemplateProcesses().render(ChatPrompt(template="x"), MESSAGES, {})
+    assert taken == [0.1] and given[0] <= 0
 
 
 def test_a_process_that_fails_itself_is_not_the_templates_fault(
