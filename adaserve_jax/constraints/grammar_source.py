@@ -53,8 +53,8 @@ _VALUES = {"const", "enum", "default", "examples"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LEAST, _MOST = -(2**63), 2**63 - 1
 """Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
-_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\Z)", re.DOTALL)
-"""An escape or a class of a regular expression."""
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+"""An escape or a class of a regular expression. A class matches at any `[`: one that failed would be tried at each."""
 _NOT_PYTHON = re.compile(r"\[|--|&&|~~|\|\|")
 """Syntax that Python's classes lack and Rust's have."""
 _NEGATION = re.compile(r"(\\.)|\[\^(-+|\]?)", re.DOTALL)
