@@ -70,9 +70,19 @@ async def encode_chat(
     template = tokenizer.chat_template if prompt.template is None else prompt.template
     if not _KNOWS_TOOLS.search(template):
         turns, shown = _plain(turns, shown, form), []
-    size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(shown))
-    size = size if prompt.template is None else LONG_TEXT + 1
+    size = _size([turns, shown, prompt.variables]) if prompt.template is None else LONG_TEXT + 1
     return await run_sized(size, lambda: tokenizer.apply_chat_template(turns, replace(prompt, tools=shown)))
+
+
+def _size(value: Any) -> int:
+    """Return the characters of all texts in a JSON value, and one for each other value, however deep it is nested."""
+    size, left = 0, [value]
+    while left:
+        one = left.pop()
+        size += len(one) if isinstance(one, str) else 1
+        if isinstance(one, dict | list):
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+    return size
 
 
 def _turn(message: Message, index: int) -> Turn:
