@@ -21,7 +21,8 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
 
 NEWER_ROLES = {"developer": "system"}
-_KNOWS_TOOLS = re.compile(r"\{[{%][^}]*\btools\b")
+_KNOWS_TOOLS = re.compile(r"\{[{%](?:(?!\{[{%])[^}])*?\btools\b")
+"""A tag that names tools; the search ends at the next tag, or it would go to the end of the text from each of them."""
 _RESERVED = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
@@ -32,7 +33,7 @@ Turn = dict[str, Any]
 
 
 def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> ChatPrompt:
-    """Return the options of the chat template. Raises ApiError."""
+    """Return the options of the chat template. Raises ApiError and RequestError."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
             "chat_template must be left out: this server runs without --trust-request-chat-template",
