@@ -18,9 +18,10 @@ import numpy as np
 
 from adaserve_jax.constraints.bad_words import BadWords, Spells, spellings
 from adaserve_jax.constraints.grammar import Grammars, PreparedGrammar
-from adaserve_jax.constraints.grammar_source import field_of
+from adaserve_jax.constraints.grammar_source import field_of, refuse
 from adaserve_jax.constraints.masks import all_but, allow, forbid
 from adaserve_jax.constraints.sandbox import contained
+from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.errors import AdaServeError, RequestError
 from adaserve_jax.sampling import ANSWERING, BEFORE_THINKING, GrammarKind, SamplingParams, ToolCalls
 from adaserve_jax.types import DraftTrees, LogitEdits, Sequence, StepOutcome, StepPlan
@@ -108,6 +109,9 @@ class Constraints:
             raise RequestError(
                 f"{source[1]} must be left out: {self._no_grammars}", param=source[1], code="unsupported_parameter"
             )
+        calls = sampling.tool_calls
+        if calls is not None and calls.format not in FORMATS:
+            refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
         return RequestConstraints.of(sampling, np.asarray(prompt_ids, np.int32), self._tokenizer, self._vocab_size)
 
     def prepare(self, sampling: SamplingParams, shared: RequestConstraints | None, then: Callable[[], None]) -> None:

@@ -118,8 +118,6 @@ def schema_grammar(text: str, matcher: type[LLMatcher], kind: GrammarKind = "jso
 
 def _schemas_of(calls: ToolCalls) -> list[str]:
     """Return the checked schemas of tools, and then that of an answer, if there is one. Raises RequestError."""
-    if calls.format not in FORMATS:
-        refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
     texts = [*calls.tools, *([("response_format", calls.answer)] if calls.answer is not None else [])]
     schemas = [read_schema(text, "tool_calls", name) for name, text in texts]
     if FORMATS[calls.format].arguments is not None:
