@@ -96,6 +96,7 @@ def noting(start_server):
 
 
 LONG = "a" * (LONG_TEXT + 1)
+ECHO = {"echo": True, "max_tokens": 1}
 TURN = {"role": "assistant", "content": "a"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONG}"}}'}}
 
@@ -104,6 +105,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LO
     ("path", "short", "long"),
     [
         ("/v1/completions", {"prompt": ["a" * 100] * 3}, {"prompt": ["a" * 100] * (LONG_TEXT // 100 + 1)}),
+        ("/v1/completions", ECHO | {"prompt": [65]}, ECHO | {"prompt": [[65] * 100] * (LONG_TEXT // 100 + 1)}),
         ("/tokenize", {"prompt": "a"}, {"prompt": LONG}),
         ("/tokenize", {"prompt": "a", "return_token_strs": True},
          {"prompt": LONG, "return_token_strs": True}),
