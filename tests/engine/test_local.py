@@ -13,6 +13,7 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.llm import LLM
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.types import CostSamples, Progress, SamplingParams, Sequence
@@ -270,6 +271,10 @@ def test_a_request_that_cannot_be_added_does_not_stop_the_others(
     assert readers[1].end().finish_reason == "length"
     assert engine.is_alive() and engine.stats().scheduler.finished == {"length": 1}
     assert caplog.messages == ["the engine failed on a request's parameters"]
+
+
+def test_an_llm_loads_no_tokenizer_of_its_own(engine: LocalEngine) -> None:
+    assert LLM.over(engine).tokenizer is engine.assembly.tokenizer
 
 
 def test_stats_are_a_snapshot(engine: LocalEngine) -> None:
