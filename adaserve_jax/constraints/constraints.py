@@ -126,18 +126,13 @@ class Constraints:
         shared.grammar = self._grammars.prepare(*source)
         shared.grammar.add_done_callback(lambda _: then())
 
-    def add(self, request: Sequence, shared: RequestConstraints | None = None) -> None:
-        """Start a sequence, if it has constraints. shared: from `check`; None: make them now, which may take long.
+    def add(self, request: Sequence, shared: RequestConstraints | None) -> None:
+        """Start a sequence, if it has constraints. shared: from `check`, and prepared.
 
-        Raises RequestError: this engine cannot enforce them; AdaServeError: the grammar failed.
+        Raises AdaServeError: the grammar failed.
         """
-        sampling = request.sampling
-        if not requested_fields(sampling):
-            return
         if shared is None:
-            shared = self.check(sampling, request.prompt_ids)
-            self.prepare(sampling, shared, lambda: None)
-        assert shared is not None
+            return
         sequence = ConstrainedSequence(request, shared, self._vocab_size)
         if shared.grammar is not None and self._grammars is not None:
             with contained(sequence.grammar_kind or "bad_words"):
