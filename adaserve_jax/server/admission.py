@@ -62,7 +62,7 @@ class Slots:
     def used(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def reserve(self, account: Account, count: int, deadline_key_s: float = 0.0, max_tokens: int = 1) -> Reservation:
+    def reserve(self, account: Account, count: int, deadline_key_s: float, max_tokens: int) -> Reservation:
         """Reserve room for `count` choices of at most so many tokens each. Raises QueueFullError.
 
         They count as in flight on `account` too, whose own limit `Account.require_room` checks.

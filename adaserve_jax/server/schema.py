@@ -714,10 +714,11 @@ class ModelList(ResponseModel):
     data: list[ModelCard] = Field(description="The model, then its adapters.")
 
 
+HealthStatus = Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
+
+
 class Health(ResponseModel):
-    status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"] = Field(
-        description="What the server does."
-    )
+    status: HealthStatus = Field(description="What the server does.")
     detail: str = Field(description="The same in words; of an engine that ended, why.")
     restarts: int = Field(default=0, description="How often the engine ended and was started again.")
     last_crash: str | None = Field(default=None, description="Why the engine ended last; null: it never did.")
