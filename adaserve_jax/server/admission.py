@@ -27,8 +27,8 @@ WEIGHT = 0.05
 SPEED_S = 2.0
 """Seconds of tokens from which the speed is known."""
 REFUSE_AT = 2.0
-"""Share of the limit up to which a predicted wait is admitted. Predictions may be twice too long right after the load
-changed, and a request that does wait too long is answered at the limit."""
+"""Multiple of the limit up to which a predicted wait is admitted. Predictions may be twice too long right after the
+load changed, and a request that does wait too long is answered at the limit."""
 TTFT_SHARE = 0.35
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for prediction errors."""
 

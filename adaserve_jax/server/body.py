@@ -89,7 +89,7 @@ def _too_many(what: str) -> ApiError:
 def check_parts(body: object, max_context: int, max_choices: int, longest_token: int) -> None:
     """Raise ApiError or RequestError for a prompt or a conversation that no context of the model can hold.
 
-    What has a wrong type is left to validation. longest_token: most characters that one token can stand for.
+    What has a wrong type is left to validation. longest_token: most bytes, and so characters, of one token.
     """
     if not isinstance(body, dict):
         return
