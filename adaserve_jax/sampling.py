@@ -267,7 +267,7 @@ class SamplingParams:
         self._check_grammars()
 
     def _check_grammars(self) -> None:
-        """Check regex, choice, grammar and allowed_token_ids, and that one grammar at most is given."""
+        """Check regex, choice, grammar, tool_calls and allowed_token_ids, and that one grammar at most is given."""
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             ok = text is None or (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS and is_unicode(text))
@@ -281,6 +281,8 @@ class SamplingParams:
         expected = f"at most {MAX_CHOICE_TEXTS} texts of at most {MAX_CHOICE_CHARS} characters together"
         require(ok, "choice", expected, self.choice)
         object.__setattr__(self, "choice", texts)
+        calls = self.tool_calls
+        require(calls is None or isinstance(calls, ToolCalls), "tool_calls", "a ToolCalls, or none", calls)
         ids = self.allowed_token_ids
         ok = isinstance(ids, Iterable) and len(ids := tuple(ids)) <= MAX_ALLOWED_IDS
         ok = ok and all(is_integer(token, 0, MAX_TOKEN_ID) for token in ids)

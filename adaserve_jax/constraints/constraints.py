@@ -18,9 +18,10 @@ import numpy as np
 
 from adaserve_jax.constraints.bad_words import BadWords, Spells, spellings
 from adaserve_jax.constraints.grammar import Grammars, PreparedGrammar
-from adaserve_jax.constraints.grammar_source import field_of
+from adaserve_jax.constraints.grammar_source import field_of, refuse
 from adaserve_jax.constraints.masks import all_but, allow, forbid
 from adaserve_jax.constraints.sandbox import contained
+from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.errors import AdaServeError, RequestError
 from adaserve_jax.sampling import ANSWERING, BEFORE_THINKING, GrammarKind, SamplingParams, ToolCalls
 from adaserve_jax.types import DraftTrees, LogitEdits, Sequence, StepOutcome, StepPlan
@@ -108,6 +109,9 @@ class Constraints:
             raise RequestError(
                 f"{source[1]} must be left out: {self._no_grammars}", param=source[1], code="unsupported_parameter"
             )
+        calls = sampling.tool_calls
+        if calls is not None and calls.format not in FORMATS:
+            refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
         return RequestConstraints.of(sampling, np.asarray(prompt_ids, np.int32), self._tokenizer, self._vocab_size)
 
     def prepare(self, sampling: SamplingParams, shared: RequestConstraints | None, then: Callable[[], None]) -> None:
@@ -122,18 +126,13 @@ class Constraints:
         shared.grammar = self._grammars.prepare(*source)
         shared.grammar.add_done_callback(lambda _: then())
 
-    def add(self, request: Sequence, shared: RequestConstraints | None = None) -> None:
-        """Start a sequence, if it has constraints. shared: from `check`; None: make them now, which may take long.
+    def add(self, request: Sequence, shared: RequestConstraints | None) -> None:
+        """Start a sequence, if it has constraints. shared: from `check`, and prepared.
 
-        Raises RequestError: this engine cannot enforce them; AdaServeError: the grammar failed.
+        Raises AdaServeError: the grammar failed.
         """
-        sampling = request.sampling
-        if not requested_fields(sampling):
-            return
         if shared is None:
-            shared = self.check(sampling, request.prompt_ids)
-            self.prepare(sampling, shared, lambda: None)
-        assert shared is not None
+            return
         sequence = ConstrainedSequence(request, shared, self._vocab_size)
         if shared.grammar is not None and self._grammars is not None:
             with contained(sequence.grammar_kind or "bad_words"):

@@ -53,16 +53,21 @@ _VALUES = {"const", "enum", "default", "examples"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LEAST, _MOST = -(2**63), 2**63 - 1
 """Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
-_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\Z)", re.DOTALL)
-"""An escape or a class of a regular expression."""
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+"""An escape or a class of a regular expression. A class matches at any `[`: one that failed would be tried at each."""
 _NOT_PYTHON = re.compile(r"\[|--|&&|~~|\|\|")
 """Syntax that Python's classes lack and Rust's have."""
 _NEGATION = re.compile(r"(\\.)|\[\^(-+|\]?)", re.DOTALL)
 """An escape, or the beginning of a negated class with what must be escaped behind other characters."""
 _CONTROLS_BY_NAME = re.compile(r"\\p(?:C|\{(?i:C|Cc|Other|Control|Cntrl)\})|\\P(?:P|\{(?i:P|Po|Punct(?:uation)?)\})")
 """Unicode classes of all control characters without quote and backslash."""
-_TERMINAL = re.compile(r"^\s*[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\]\s*)?:", re.MULTILINE)
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*')
+_IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
+"""llguidance's `is_lark_syntax` in linear time: it looks through all empty lines from each of them."""
+_TERMINAL = re.compile(r"^[^\S\n]*_?[A-Z][A-Z0-9_-]*\s*[\[:]", re.MULTILINE)
+"""Name of a terminal, and what begins its attributes or its definition."""
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/?|<[^<>\s]+>|%json\s*')
+"""A string, comment, regex or special token as llguidance reads them, or the beginning of a schema. A string or regex
+without an end, which llguidance refuses, matches too: one that failed would be tried at each quote or slash."""
 
 
 def field_of(kind: GrammarKind) -> str:
@@ -113,8 +118,6 @@ def schema_grammar(text: str, matcher: type[LLMatcher], kind: GrammarKind = "jso
 
 def _schemas_of(calls: ToolCalls) -> list[str]:
     """Return the checked schemas of tools, and then that of an answer, if there is one. Raises RequestError."""
-    if calls.format not in FORMATS:
-        refuse(f"format must be one of {', '.join(FORMATS)}, got {calls.format!r}", "tool_calls")
     texts = [*calls.tools, *([("response_format", calls.answer)] if calls.answer is not None else [])]
     schemas = [read_schema(text, "tool_calls", name) for name, text in texts]
     if FORMATS[calls.format].arguments is not None:
@@ -313,14 +316,14 @@ def _literally(text: str) -> str:
 
 def _as_lark(text: str) -> str:
     """Return a grammar in Lark, translated if it is EBNF, as llama.cpp (GBNF), vLLM and SGLang take it."""
-    from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    is_lark = is_lark_syntax(text)
+    is_lark = _IS_LARK.search(text) is not None
     rules = len(_TERMINAL.findall(text)) if is_lark else text.count("::=")
     if rules > MAX_RULES:
         refuse(f"at most {MAX_RULES} {'terminals' if is_lark else 'rules'}, got {rules}", "grammar")
     try:
-        return any_to_lark(text)
+        return text if is_lark else gbnf_to_lark(text)
     except RecursionError:
         refuse("it is nested too deeply", "grammar")
     except Exception as error:  # the library raises plain Exception too

@@ -1,4 +1,4 @@
-"""Limits the damage of native code on untrusted input: its stack, its time, and its errors."""
+"""Limits the damage of native code on untrusted input: its stack, the wait for it, and its errors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _STACK_SIZE = threading.Lock()
 
 
 class BoundedWork:
-    """Runs each piece of work in a thread of its own with a large stack and a time limit.
+    """Runs each piece of work in a thread of its own with a large stack and a limit of the wait for it.
 
-    A thread cannot be stopped: one that is late goes on, and keeps its place until it ends.
+    A thread cannot be stopped: one that is late goes on, and keeps its place until it ends. Work that holds the GIL
+    holds the process, which no limit here ends: texts of clients are read in linear time before.
     """
 
     def __init__(self, *, stack_bytes: int, limit_s: float, at_once: int):

@@ -58,7 +58,7 @@ _OVERDUE = {
     "server has less to do",
 }
 """Messages of choices that did not begin in time, by the error's code."""
-MOST_ENDED = 64
+HEAP_SLACK = 64
 """Slack of `_latest_begins`: entries of ended requests are dropped once it holds more than this and four for each open
 request."""
 
@@ -166,7 +166,7 @@ class EngineCore:
         for wait_s, code in ((request.max_wait_s, OverloadedError.code), (request.max_queue_s, QUEUE_TIMEOUT)):
             if wait_s:
                 heapq.heappush(self._latest_begins, (arrival_s + wait_s, request.request_id, wait_s, code, added))
-        if len(self._latest_begins) > MOST_ENDED + 4 * len(self._choice_ids):
+        if len(self._latest_begins) > HEAP_SLACK + 4 * len(self._choice_ids):
             held = self._choice_ids
             self._latest_begins = [entry for entry in self._latest_begins if held.get(entry[1]) is entry[4]]
             heapq.heapify(self._latest_begins)

@@ -16,8 +16,6 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
-from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.sampling import require
 from adaserve_jax.types import SLO, Progress, SamplingParams, TokenLogprob
@@ -121,7 +119,7 @@ class LLM:
 
     def _use(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self.tokenizer = Tokenizer.from_folder(resolve_folder(engine.info.target, "target"))
+        self.tokenizer = engine.assembly.tokenizer
 
     @property
     def info(self) -> EngineInfo:

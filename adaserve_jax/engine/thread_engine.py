@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import RequestConstraints
+from adaserve_jax.constraints.sandbox import contained
 from adaserve_jax.distill.routing import MAX_PROMPT_CHARS
 from adaserve_jax.engine.build import Assembly, Observe
 from adaserve_jax.engine.client import (
@@ -303,7 +304,8 @@ class LocalEngine:
         with self._lock:
             self._queued -= request.sampling.n
         try:
-            self._core.add(request, arrival_s, shared, self._draft_of(request))
+            with contained("parameters"):
+                self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
             self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:

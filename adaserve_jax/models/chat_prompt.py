@@ -39,7 +39,7 @@ class ChatPrompt:
     add_generation_prompt: end with what begins an answer. continue_final_message: end within the last message, which
     the answer goes on with. add_special_tokens: put the tokenizer's special tokens around the rendered text. variables:
     what the template may use by name. template: the client's; None: the model's. tools: as OpenAI's API has them, for a
-    template that knows tools.
+    template that knows tools. Raises RequestError: the template is too long.
     """
 
     add_generation_prompt: bool = True
@@ -48,6 +48,10 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     template: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
+            raise _refusal(f"at most {MAX_TEMPLATE_CHARS} characters, got {len(self.template)}")
 
 
 PLAIN_CHAT = ChatPrompt()
@@ -69,8 +73,6 @@ class TemplateProcesses:
         time; AdaServeError: the process itself fails.
         """
         assert prompt.template is not None
-        if len(prompt.template) > MAX_TEMPLATE_CHARS:
-            raise _refusal(f"at most {MAX_TEMPLATE_CHARS} characters, got {len(prompt.template)}")
         listed = [dict(message) for message in messages]
         if prompt.continue_final_message:
             listed[-1]["content"] = f"{listed[-1].get('content') or ''}{_END}"

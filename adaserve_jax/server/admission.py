@@ -27,8 +27,8 @@ WEIGHT = 0.05
 SPEED_S = 2.0
 """Seconds of tokens from which the speed is known."""
 REFUSE_AT = 2.0
-"""Share of the limit up to which a predicted wait is admitted. Predictions may be twice too long right after the load
-changed, and a request that does wait too long is answered at the limit."""
+"""Multiple of the limit up to which a predicted wait is admitted. Predictions may be twice too long right after the
+load changed, and a request that does wait too long is answered at the limit."""
 TTFT_SHARE = 0.35
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for prediction errors."""
 
@@ -62,7 +62,7 @@ class Slots:
     def used(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def reserve(self, account: Account, count: int, deadline_key_s: float = 0.0, max_tokens: int = 1) -> Reservation:
+    def reserve(self, account: Account, count: int, deadline_key_s: float, max_tokens: int) -> Reservation:
         """Reserve room for `count` choices of at most so many tokens each. Raises QueueFullError.
 
         They count as in flight on `account` too, whose own limit `Account.require_room` checks.

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.errors import ApiError, retry_after
 from adaserve_jax.server.settings import KeySettings, ServerSettings, digest_of
 
 _TOLERANCE = 1e-6
@@ -29,7 +29,7 @@ class RateLimited(ApiError):
             429,
             f"this API key may have {allowed}; retry as Retry-After says",
             code="rate_limited",
-            headers={"retry-after": str(max(1, math.ceil(wait_s - _TOLERANCE)))},
+            headers={"retry-after": retry_after(wait_s - _TOLERANCE)},
         )
 
 

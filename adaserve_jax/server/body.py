@@ -89,7 +89,7 @@ def _too_many(what: str) -> ApiError:
 def check_parts(body: object, max_context: int, max_choices: int, longest_token: int) -> None:
     """Raise ApiError or RequestError for a prompt or a conversation that no context of the model can hold.
 
-    What has a wrong type is left to validation. longest_token: most characters that one token can stand for.
+    What has a wrong type is left to validation. longest_token: most bytes, and so characters, of one token.
     """
     if not isinstance(body, dict):
         return
@@ -145,7 +145,13 @@ def _texts(messages: list[Any], max_context: int, param: str) -> Iterable[str]:
                 param=param,
                 code="context_length_exceeded",
             )
-        for part in parts:
-            text = part.get("text") if isinstance(part, dict) else None
-            if isinstance(text, str):
-                yield text
+        calls = named.get("tool_calls")
+        functions = [_member(call, "function") for call in calls] if isinstance(calls, list) else []
+        texts = [named.get("name"), named.get("reasoning_content") or named.get("reasoning")]
+        texts += [_member(part, "text") for part in parts] + [_member(function, "arguments") for function in functions]
+        yield from (text for text in texts if isinstance(text, str))
+
+
+def _member(value: object, name: str) -> object:
+    """Return the member of an object; None if it has none, or the value is no object."""
+    return cast("dict[str, object]", value).get(name) if isinstance(value, dict) else None

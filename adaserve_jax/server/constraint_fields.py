@@ -6,15 +6,14 @@ All of them, and response_format, become one of json_schema, regex, choice and g
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from adaserve_jax.sampling import MAX_ALLOWED_IDS, MAX_CHOICE_TEXTS
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.request_model import FIRST_ERROR, Ids, RequestModel, ValidText, ignored, unsupported
+from adaserve_jax.server.request_model import Ids, RequestModel, Texts, ValidText, ignored, unsupported
 
-Texts = Annotated[list[ValidText], FIRST_ERROR]
 ANY_OBJECT = '{"type": "object"}'
 
 

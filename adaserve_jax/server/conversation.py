@@ -21,7 +21,8 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
 
 NEWER_ROLES = {"developer": "system"}
-_KNOWS_TOOLS = re.compile(r"\{[{%][^}]*\btools\b")
+_KNOWS_TOOLS = re.compile(r"\{[{%](?:(?!\{[{%])[^}])*?\btools\b")
+"""A tag that names tools; the search ends at the next tag, or it would go to the end of the text from each of them."""
 _RESERVED = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
@@ -32,7 +33,7 @@ Turn = dict[str, Any]
 
 
 def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> ChatPrompt:
-    """Return the options of the chat template. Raises ApiError."""
+    """Return the options of the chat template. Raises ApiError and RequestError."""
     if body.chat_template is not None and not settings.trust_request_chat_template:
         raise invalid(
             "chat_template must be left out: this server runs without --trust-request-chat-template",
@@ -70,9 +71,19 @@ async def encode_chat(
     template = tokenizer.chat_template if prompt.template is None else prompt.template
     if not _KNOWS_TOOLS.search(template):
         turns, shown = _plain(turns, shown, form), []
-    size = sum(len(turn["content"]) for turn in turns) + len(json.dumps(shown))
-    size = size if prompt.template is None else LONG_TEXT + 1
+    size = _size([turns, shown, prompt.variables]) if prompt.template is None else LONG_TEXT + 1
     return await run_sized(size, lambda: tokenizer.apply_chat_template(turns, replace(prompt, tools=shown)))
+
+
+def _size(value: Any) -> int:
+    """Return the characters of all texts in a JSON value, and one for each other value, however deep it is nested."""
+    size, left = 0, [value]
+    while left:
+        one = left.pop()
+        size += len(one) if isinstance(one, str) else 1
+        if isinstance(one, dict | list):
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+    return size
 
 
 def _turn(message: Message, index: int) -> Turn:

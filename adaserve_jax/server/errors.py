@@ -54,7 +54,7 @@ CODES: dict[str, str] = {
     "invalid_grammar": "400: regex, choice or grammar is invalid, or cannot be enforced",
     "invalid_json": "400: the body is not JSON",
     "invalid_messages": "400: the chat template refuses the messages",
-    "invalid_request": "400: the engine refuses the request for the reason given",
+    "invalid_request": "400: the request is refused for the reason given",
     "invalid_schema": "400: response_format or tools hold no JSON schema, or one that cannot be enforced",
     "invalid_slo": (
         "400: a target is not a finite number above 0, the class is unknown, or an unknown field looks like a target"

@@ -33,7 +33,7 @@ def is_at(path: str, route: str) -> bool:
 
 
 class RequestBoundaryMiddleware:
-    """Give each response a request id and turn an unexpected exception into a 500.
+    """Give each response a request id, refuse unprintable paths and turn an unexpected exception into a 500.
 
     The id is the request's x-request-id, or a new one where that is missing or not a valid id. It is also in
     `request.state.request_id`.
@@ -62,6 +62,10 @@ class RequestBoundaryMiddleware:
                     headers.setdefault(name, value)
             await send(message)
 
+        if not scope["path"].isprintable():  # Starlette's routes also match before a last line feed, `is_at` does not
+            error = ApiError(400, "the path must have printable characters only", code="invalid_request")
+            await error.response()(scope, receive, send_with_headers)
+            return
         try:
             await self.app(scope, receive, send_with_headers)
         except ClientDisconnect:  # while its body was read: nobody is left to answer

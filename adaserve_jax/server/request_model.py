@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -23,7 +23,19 @@ def _valid_unicode(text: str) -> str:
 ValidText = Annotated[str, AfterValidator(_valid_unicode)]
 FIRST_ERROR = Field(fail_fast=True)  # a list of a million wrong items is one error, not a million
 Ids = Annotated[list[int], FIRST_ERROR]
+Texts = Annotated[list[ValidText], FIRST_ERROR]
 IGNORED = "x-ignored-unless"
+
+
+def at_most(most: int, what: str) -> BeforeValidator:
+    """Return a validator that refuses a mapping of more entries than `most` before they are validated."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_many", "at most {most} {what}", {"most": most, "what": what})
+        return value
+
+    return BeforeValidator(check)
 
 
 class RequestModel(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from adaserve_jax.server.request_model import FIRST_ERROR, RequestModel, ValidText, ignored, unsupported
+from adaserve_jax.server.request_model import FIRST_ERROR, RequestModel, ValidText, at_most, ignored, unsupported
 from adaserve_jax.server.schema import (
     ChatLogprob,
     ChatTemplateFields,
@@ -23,7 +23,14 @@ from adaserve_jax.server.schema import (
 )
 
 _NOT_STORED = "nothing is stored; send the whole conversation as input"
+MAX_METADATA = 16
+"""Most pairs of metadata, as in OpenAI's API."""
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "web_search_call.action.sources",
+    "web_search_call.results", "code_interpreter_call.outputs", "file_search_call.results",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
+]  # fmt: skip
 
 
 class InputPart(RequestModel):
@@ -175,16 +182,9 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call; default true.")
     text: TextOptions | None = Field(None, description="The form of the output.")
     reasoning: ReasoningOptions | None = Field(None, description="How hard the model thinks.")
-    include: (
-        list[
-            Literal[
-                "message.output_text.logprobs", "reasoning.encrypted_content", "web_search_call.action.sources",
-                "web_search_call.results", "code_interpreter_call.outputs", "file_search_call.results",
-                "computer_call_output.output.image_url", "message.input_image.image_url",
-            ]
-        ]
-        | None
-    ) = Field(None, description="message.output_text.logprobs; the others are never there.")  # fmt: skip
+    include: Annotated[list[Included], FIRST_ERROR] | None = Field(
+        None, description="message.output_text.logprobs; the others are never there."
+    )
     top_logprobs: LogprobCount | None = Field(
         None, description="Log probabilities, also of so many likeliest tokens, 0 to 20."
     )
@@ -193,7 +193,9 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
         description="auto: cut the beginning of a prompt that is too long, and lower max_output_tokens to fit; "
         "default disabled, which refuses them.",
     )
-    metadata: dict[str, ValidText] | None = Field(None, description="Given back in the response; not stored.")
+    metadata: Annotated[dict[str, ValidText], at_most(MAX_METADATA, "pairs")] | None = Field(
+        None, description=f"Up to {MAX_METADATA} pairs that are given back in the response; not stored."
+    )
     stream_options: ResponseStreamOptions | None = Field(None, description="Only with stream.")
     max_tokens: Any = unsupported("null", why="use max_output_tokens")
     max_completion_tokens: Any = unsupported("null", why="use max_output_tokens")

@@ -33,6 +33,7 @@ from adaserve_jax.server.parse import (
     encode,
     fit_context,
     prompts_of,
+    run_sized,
     sampling_of,
     targets_of,
     truncated,
@@ -279,7 +280,7 @@ async def begin(
         ]
         PromptReport.of(body).check(requests, stream=bool(body.stream))
         texts = prompts if body.truncate_prompt_tokens is None else encoded
-        deltas = _delta_builder(body, texts, requests, tokenizer)
+        deltas = await run_sized(whole, lambda: _delta_builder(body, texts, requests, tokenizer))
         account.charge(max_tokens_of(requests))
     except BaseException as error:
         if reservation is not None:

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
 from adaserve_jax.engine.client import MAX_SALT_CHARS, MAX_TAG_CHARS
 from adaserve_jax.sampling import (
@@ -26,14 +20,16 @@ from adaserve_jax.sampling import (
     MIN_REPETITION_PENALTY,
 )
 from adaserve_jax.server.constraint_fields import ConstraintFields
-from adaserve_jax.server.request_model import FIRST_ERROR, Ids, RequestModel, ValidText, ignored, unsupported
-
-
-def _few_entries(value: object) -> object:
-    """Refuse a huge mapping before its entries are validated."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        raise PydanticCustomError("too_many", "at most {most} token ids", {"most": MAX_LOGIT_BIASES})
-    return value
+from adaserve_jax.server.request_model import (
+    FIRST_ERROR,
+    Ids,
+    RequestModel,
+    Texts,
+    ValidText,
+    at_most,
+    ignored,
+    unsupported,
+)
 
 
 def documented(**bounds: float) -> Any:
@@ -50,7 +46,7 @@ Prompt = (
     | NonEmptyIds
     | Annotated[list[NonEmptyIds], FIRST_ERROR, documented(minItems=1)]
 )
-Biases = Annotated[dict[str, float], BeforeValidator(_few_entries)]
+Biases = Annotated[dict[str, float], at_most(MAX_LOGIT_BIASES, "token ids")]
 INT32 = 2**31
 MIN_SEED = -(2**63)
 """Least seed that is taken, as 64-bit integers of other servers' clients go."""
@@ -116,7 +112,7 @@ class GenerationBody(ConstraintFields):
     )
     n: ChoiceCount | None = Field(None, description="Choices per prompt; default 1.")
     seed: Seed | None = Field(None, description="Same seed, same text; -1 or left out: one is drawn.")
-    stop: ValidText | list[ValidText] | None = Field(None, description="Texts that end the output; not part of it.")
+    stop: ValidText | Texts | None = Field(None, description="Texts that end the output; not part of it.")
     stop_token_ids: Ids | None = Field(None, description="Token ids that end the output.")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token.")
     stream: bool | None = Field(None, description="Send server-sent events instead of one body.")
@@ -171,9 +167,7 @@ class GenerationBody(ConstraintFields):
         description="Token ids, as texts, and what is added to their logits, -100 to 100.",
         json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
     )
-    bad_words: Annotated[list[ValidText], FIRST_ERROR] | None = Field(
-        None, description=f"Up to {MAX_BAD_WORDS} texts that the output never spells."
-    )
+    bad_words: Texts | None = Field(None, description=f"Up to {MAX_BAD_WORDS} texts that the output never spells.")
     prompt_logprobs: LogprobCount | None = Field(
         None, description="Report log probabilities of the prompt's tokens and of so many likeliest; not in a stream."
     )
@@ -291,7 +285,7 @@ class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="Who speaks; developer is today's name of system, tool gives the result of a call."
     )
-    content: ValidText | list[TextPart] | None = Field(
+    content: ValidText | Annotated[list[TextPart], FIRST_ERROR] | None = Field(
         None, description="A text, or parts of type text; only an assistant that calls may say nothing."
     )
     name: ValidText | None = Field(None, description="The speaker's or the tool's name, for templates that show it.")
@@ -343,7 +337,7 @@ class ChatTemplateFields(RequestModel):
     continue_final_message: bool | None = Field(
         None, description="Leave the last message open: the output goes on with it; default false."
     )
-    documents: list[dict[str, Any]] | None = Field(
+    documents: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = Field(
         None, description="Documents for templates that know them, each with title and text."
     )
     reasoning_effort: ValidText | None = Field(
@@ -367,7 +361,7 @@ class ThinkingFields(RequestModel):
 
 
 class ChatBody(ThinkingFields, OtherChatFields, ChatTemplateFields, GenerationBody):
-    messages: list[Message] = Field(
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(
         min_length=1, description="The conversation, put through the model's chat template."
     )
     logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
@@ -392,7 +386,9 @@ class ChatBody(ThinkingFields, OtherChatFields, ChatTemplateFields, GenerationBo
 class TokenizeBody(ChatTemplateFields):
     model: str | None = Field(None, description="As for completions.")
     prompt: ValidText | None = Field(None, description="A text; either this or messages.")
-    messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
+    messages: Annotated[list[Message], FIRST_ERROR] | None = Field(
+        None, description="A conversation, put through the chat template."
+    )
     tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, description="With messages, as for chat.")
     add_special_tokens: bool | None = Field(
         None, description="The tokenizer's special tokens around it; default: true for a prompt, false for messages."
@@ -718,10 +714,11 @@ class ModelList(ResponseModel):
     data: list[ModelCard] = Field(description="The model, then its adapters.")
 
 
+HealthStatus = Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
+
+
 class Health(ResponseModel):
-    status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"] = Field(
-        description="What the server does."
-    )
+    status: HealthStatus = Field(description="What the server does.")
     detail: str = Field(description="The same in words; of an engine that ended, why.")
     restarts: int = Field(default=0, description="How often the engine ended and was started again.")
     last_crash: str | None = Field(default=None, description="Why the engine ended last; null: it never did.")

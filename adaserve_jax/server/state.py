@@ -20,12 +20,11 @@ from adaserve_jax.server.auth import Account, Keyring
 from adaserve_jax.server.errors import ApiError, from_code
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, notify
-from adaserve_jax.server.schema import Health
+from adaserve_jax.server.schema import Health, HealthStatus
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
-Status = Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
 CODE_OF_STATUS = {
     "starting": "not_ready",
     "restarting": "engine_restarting",
@@ -141,7 +140,7 @@ class ServerState:
             status=status, detail=detail, restarts=stats.restarts, last_crash=crash.why, last_crash_unix_s=crash.unix_s
         )
 
-    def _status(self, stats: EngineStats, alive: bool) -> tuple[Status, str]:
+    def _status(self, stats: EngineStats, alive: bool) -> tuple[HealthStatus, str]:
         """Return what the server does, and the same in words."""
         limit_s = self.settings.watchdog
         why = "" if stats.last_crash is None else f" ({stats.last_crash.why})"

@@ -514,6 +514,7 @@ def test_what_belongs_to_one_server_is_refused(pair, path):
     for below in ("", "/x"):
         refusal = pair[1].http.get(path + below)
         assert refusal.status_code == 404 and refusal.json()["error"]["code"] == "not_routed"
+        assert pair[1].http.get(f"{path}{below}%0A").status_code == 400
 
 
 def test_logs_hold_no_prompt_and_no_key(caplog):

@@ -48,6 +48,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "pattern of counts": {"type": "string", "pattern": "^((a{1,1000}){1,1000}b){1,1000}$"},
     "pattern of words": {"type": "string", "pattern": "^(" + "|".join(f"[a-z]*x{i}[0-9]*" for i in range(600)) + ")*$"},
     "patterns at once": {"allOf": [{"type": "string", "pattern": f"a.*{chr(98 + i)}.{{{i}}}"} for i in range(20)]},
+    "pattern of classes without an end": {"type": "string", "pattern": "[" * 60_000 + "\\"},
     "fine steps": {"type": "number", "multipleOf": 1e-30, "minimum": 0.1, "maximum": 1e30},
     "coarse steps": {"type": "integer", "multipleOf": 99999999999999989},
     "steps at once": {"allOf": [{"type": "integer", "multipleOf": p} for p in (997, 991, 983, 977, 971, 967)]},

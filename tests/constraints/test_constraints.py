@@ -13,6 +13,7 @@ from adaserve_jax.constraints.constraints import ConstrainedSequence, Constraint
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
 from adaserve_jax.errors import RequestError
 from adaserve_jax.types import DraftTrees, SamplingParams, Sequence, StepPlan
+from tests.constrained import constrain
 from tests.constraints.definition import VOCAB, Letters
 from tests.plans import step_plan, trees_of
 
@@ -75,7 +76,7 @@ def test_masks_hold_the_vocabulary_and_no_more(vocab_size: int) -> None:
 def test_who_asks_for_nothing_costs_nothing() -> None:
     constraints = Constraints(VOCAB, Letters())
     constraints.check(SamplingParams(temperature=0.5, top_k=3, stop=("a",)))
-    constraints.add(request(max_tokens=3, seed=1))
+    constrain(constraints, request(max_tokens=3, seed=1))
     assert not constraints.active
     assert constraints.push("a/0", [3]) is None
 
@@ -87,7 +88,7 @@ def test_what_can_never_be_done_is_refused() -> None:
         constraints.check(SamplingParams(logit_bias={VOCAB: 1.0}))
     assert (caught.value.param, caught.value.code) == ("logit_bias", "invalid_value")
     with pytest.raises(RequestError, match="no number") as caught:
-        constraints.add(request(json_schema="x"))
+        constrain(constraints, request(json_schema="x"))
     assert (caught.value.code, constraints.active) == ("invalid_schema", False)
     with pytest.raises(RequestError, match="without structured output") as caught:
         Constraints(VOCAB, Letters()).check(SamplingParams(json_schema="3"))
@@ -102,7 +103,7 @@ def test_what_can_never_be_done_is_refused() -> None:
 
 def test_only_listed_tokens_are_allowed_at_every_node() -> None:
     constraints = Constraints(VOCAB, Letters())
-    constraints.add(request("a/0", allowed_token_ids=[3, 5, 39], bad_words=("c",)))
+    constrain(constraints, request("a/0", allowed_token_ids=[3, 5, 39], bad_words=("c",)))
     edits = constraints.edits(*decode_step([4, 5, 6], [-1, 0, 0], [0, 0, 0]), ["a/0"])
     assert edits is not None and edits.allowed is not None and edits.changed.all()
     banned = {Letters().spell(text)[0] for text in ("c",)}
@@ -144,7 +145,7 @@ def test_words_are_spelled_and_prompts_read_once_per_request() -> None:
 def test_the_prompt_is_no_part_of_a_word() -> None:
     constraints = Constraints(VOCAB, Letters())
     b, c = PROMPT[-1], 4
-    constraints.add(request(bad_words=("bc",)))
+    constrain(constraints, request(bad_words=("bc",)))
     plan = step_plan(0, [PROMPT], prefill_final=np.array([True]))
     assert constraints.edits(plan, trees_of([], [], []), ["a/0"]) is None
     constraints.push("a/0", [b])
@@ -155,7 +156,7 @@ def test_the_prompt_is_no_part_of_a_word() -> None:
 
 def test_min_tokens_counts_the_path_and_then_costs_nothing() -> None:
     constraints = Constraints(VOCAB, Letters())
-    constraints.add(request(stops=frozenset({0, 9, 4000}), min_tokens=3, max_tokens=5))
+    constrain(constraints, request(stops=frozenset({0, 9, 4000}), min_tokens=3, max_tokens=5))
     step = decode_step([5, 6, 7], [-1, 0, 1], [0, 0, 0])
     constraints.push("a/0", [5])
     edits = constraints.edits(*step, ["a/0"])
@@ -170,8 +171,8 @@ def test_min_tokens_counts_the_path_and_then_costs_nothing() -> None:
 def test_a_grammar_sees_each_tree_and_ends_a_text_where_it_is_complete() -> None:
     grammars = Counting()
     constraints = Constraints(VOCAB, Letters(), grammars)
-    constraints.add(request("a/0", json_schema="4"))
-    constraints.add(request("c/0", logprobs=2))
+    constrain(constraints, request("a/0", json_schema="4"))
+    constrain(constraints, request("c/0", logprobs=2))
     assert constraints.push("a/0", [5]) is None
     step = decode_step([4, 5, 6, 7, 8], [-1, 0, -1, 2, 2], [0, 0, 1, 1, 1])
     edits = constraints.edits(*step, ["c/0", "a/0"])

@@ -86,9 +86,12 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("grammar", "start: %json [1]", "expected an object"),
     ("grammar", "start: %json start", "%json must be followed by a JSON schema"),
     ("grammar", 'start: %json {"x-guidance": {"lenient": true}}', "no keyword of JSON Schema"),
+    ("grammar", 'start: /a\nb/ %json {"x-guidance": {"lenient": true}} "/"', "no keyword of JSON Schema"),
+    ("grammar", 'start: </s> %json {"x-guidance": {"lenient": true}} "/"', "no keyword of JSON Schema"),
     ("grammar", "start: %json " + '{"items":' * 90 + "{}" + "}" * 90, "at most 64 objects and arrays"),
     ("grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(999)), f"at most {MAX_RULES} rules"),
     ("grammar", "start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(999)), f"at most {MAX_RULES} terminals"),
+    ("grammar", "start: T-0\n" + "\n".join(f"T-{i}: T-{i + 1}" for i in range(999)), f"at most {MAX_RULES} terminals"),
     ("grammar", "start: start", "no text at all fits it"),
 ]  # fmt: skip
 
@@ -123,6 +126,9 @@ HOSTILE: dict[str, tuple[GrammarKind, GrammarSource]] = {
     "an ebnf of many rules": (
         "grammar", "root ::= r0\n" + "\n".join(f'r{i} ::= "x" r{i + 1} | root' for i in range(200)) + '\nr200 ::= "z"'
     ),
+    "empty lines": ("grammar", 'start: "a"' + "\n" * 100_000),
+    "strings without an end": ("grammar", 'start: "a" ' + '\\"' * 40_000),
+    "regexes without an end": ("grammar", 'start: "a" ' + "\\/" * 40_000),
     "a long literal": ("grammar", 'root ::= "' + "x" * 16_000 + '"'),
     "a regex that looks back": ("regex", "[ab]*a[ab]{60}"),
     "a regex of counts": ("regex", "((a{1,1000}){1,1000}){1,1000}"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.tool_formats import FORMATS, detect
 from adaserve_jax.engine.core import OutputTracker
@@ -407,7 +408,6 @@ def test_a_schema_beside_tools_belongs_into_them():
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        (ToolCalls("xml", TOOLS), f"format must be one of {', '.join(FORMATS)}, got 'xml'"),
         (
             ToolCalls("hermes", (*TOOLS, ("bad", "[]"))),
             "tools must hold parameters that can be enforced: bad: ",
@@ -428,6 +428,18 @@ def test_tools_that_no_grammar_can_hold(vocabulary: Vocabulary, calls: ToolCalls
     with pytest.raises(RequestError) as caught:
         vocabulary.grammars.prepare(calls, "tool_calls").result()
     assert message in str(caught.value) and (caught.value.param, caught.value.code) == ("tools", "invalid_schema")
+
+
+def test_a_format_that_is_none_is_refused(vocabulary: Vocabulary):
+    constraints = Constraints(vocabulary.vocab_size, vocabulary.tokenizer, vocabulary.grammars)
+    constraints.check(SamplingParams(tool_calls=ToolCalls("hermes", TOOLS)))
+    with pytest.raises(RequestError) as caught:
+        constraints.check(SamplingParams(tool_calls=ToolCalls("xml", TOOLS)))
+    assert f"format must be one of {', '.join(FORMATS)}, got 'xml'" in str(caught.value)
+    assert (caught.value.param, caught.value.code) == ("tools", "invalid_schema")
+    wrong: Any = "hermes"
+    with pytest.raises(RequestError, match="tool_calls must be a ToolCalls, or none, got 'hermes'"):
+        SamplingParams(tool_calls=wrong)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -9,7 +9,6 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import build as assembly
-from adaserve_jax.engine import llm
 from adaserve_jax.engine.thread_engine import LocalEngine
 from tests.engine.simulated import Machine, Spelling
 
@@ -24,8 +23,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
         return loaded[-1]
 
     monkeypatch.setattr(assembly, "load_executor", load)
-    for module in (assembly, llm):
-        monkeypatch.setattr(module, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+    monkeypatch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
     return loaded
 
 

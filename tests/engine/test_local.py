@@ -13,9 +13,10 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.llm import LLM
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.types import CostSamples, Progress, SamplingParams
+from adaserve_jax.types import CostSamples, Progress, SamplingParams, Sequence
 from tests.engine.simulated import Machine
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -248,6 +249,32 @@ def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatc
         "context_length_exceeded",
         "max_tokens",
     )
+
+
+def test_a_request_that_cannot_be_added_does_not_stop_the_others(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = engine._core._tracker.add
+
+    def fail_at_second(request_id: str, sequence: Sequence) -> None:
+        if sequence.sequence_id == "q/1":
+            raise KeyError("no such format")
+        add(request_id, sequence)
+
+    monkeypatch.setattr(engine._core._tracker, "add", fail_at_second)
+    readers = [Reader(), Reader()]
+    engine.submit(request_of("q", replace(LONG, n=2)), readers[0])
+    engine.submit(request_of("other"), readers[1])
+    end = readers[0].end()
+    assert (end.finish_reason, end.error_code) == ("error", "engine_error")
+    assert end.error == "the engine failed on this request's parameters; it goes on with the others"
+    assert readers[1].end().finish_reason == "length"
+    assert engine.is_alive() and engine.stats().scheduler.finished == {"length": 1}
+    assert caplog.messages == ["the engine failed on a request's parameters"]
+
+
+def test_an_llm_loads_no_tokenizer_of_its_own(engine: LocalEngine) -> None:
+    assert LLM.over(engine).tokenizer is engine.assembly.tokenizer
 
 
 def test_stats_are_a_snapshot(engine: LocalEngine) -> None:

@@ -11,6 +11,7 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.sampling import SamplingParams, Thinking
 from adaserve_jax.types import DraftTrees, Sequence, StepPlan
+from tests.constrained import constrain
 from tests.models.test_detokenizer import first_stop
 from tests.plans import packed_trees, step_plan
 
@@ -116,8 +117,7 @@ def test_the_limit_leaves_the_closing_mark_alone_where_it_is_reached(
     marks = Thinking(OPENING, CLOSING, started=started, blanks=(BLANK,))
     sampling = SamplingParams(max_tokens=50, thinking=marks, max_thinking_tokens=most)
     constraints = Constraints(VOCAB, Letters())
-    constraints.check(sampling)
-    constraints.add(Sequence("a/0", np.array([1], np.int32), sampling, 0, 0.0))
+    constrain(constraints, Sequence("a/0", np.array([1], np.int32), sampling, 0, 0.0))
     for token in output:
         constraints.push("a/0", [token])
     tokens, parents = tree

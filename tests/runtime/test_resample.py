@@ -32,6 +32,7 @@ from adaserve_jax.types import (
     StepOutcome,
     StepPlan,
 )
+from tests.constrained import constrain
 from tests.constraints.definition import LETTERS, VOCAB, Letters, edited
 from tests.plans import i32, packed_trees, step_plan
 
@@ -173,7 +174,7 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
         rows = [random_row(rng, index, nodes) for index, nodes in enumerate(sizes)]
         constraints = Constraints(VOCAB, Letters())
         for row in rows:
-            constraints.add(row.request)
+            constrain(constraints, row.request)
             constraints.push(row.request.sequence_id, row.output)
         plan, trees = step_of(rows)
         if number % 2:
@@ -235,7 +236,7 @@ def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any)
     penalised = Sequence("a", prompt, SamplingParams(presence_penalty=1.0, temperature=0.0), 0, 0.0)
     rows = [Row(penalised, [4], [4], [-1]), Row(Sequence("b", prompt, SamplingParams(), 0, 0.0), [5], [5], [-1])]
     constraints = Constraints(VOCAB, Letters())
-    constraints.add(penalised)
+    constrain(constraints, penalised)
     plan, trees = step_of(rows)
     edits = constraints.edits(plan, trees, ["a", "b"])
     assert edits is not None and edits.changed.tolist() == [True, False]
@@ -257,7 +258,7 @@ def test_with_noise_the_draw_is_that_of_the_edited_logits(target: Any) -> None:
     sampling = SamplingParams(temperature=0.7, top_k=9, logit_bias=bias)
     row = Row(Sequence("a", np.array([2], np.int32), sampling, 7, 0.0), [3], [3], [-1])
     constraints = Constraints(VOCAB, Letters())
-    constraints.add(row.request)
+    constrain(constraints, row.request)
     plan, trees = step_of([row])
     sampler = RowSampling(
         np.array([7], np.uint64), np.zeros(1, np.int32), np.full(1, 0.7, np.float32), np.full(1, 9, np.int32),
@@ -286,7 +287,7 @@ def test_a_position_without_a_token_is_cut(target: Any) -> None:
     a, b = Letters().spell("ab")
     row = Row(request, [a], [a, b, b + 5], [-1, 0, 1])
     constraints = Constraints(VOCAB, Letters())
-    constraints.add(request)
+    constrain(constraints, request)
     constraints.push("a", [a])
     plan, trees = step_of([row])
     edits = constraints.edits(plan, trees, ["a"])

@@ -97,7 +97,7 @@ def test_slots_that_pages_do_not_allow_are_unlearned_and_a_dip_is_not_believed()
 
 def test_who_began_waits_no_longer_and_room_is_given_back_once() -> None:
     slots = Slots(8)
-    late, early = slots.reserve(Account(), 3, 20.0), slots.reserve(Account(), 2, 10.0)
+    late, early = slots.reserve(Account(), 3, 20.0, 1), slots.reserve(Account(), 2, 10.0, 1)
     assert [place.deadline_key_s for place in slots.waiting] == [10.0, 10.0, 20.0, 20.0, 20.0]
     late.received(0, 1)
     late.received(0, 1)
@@ -110,7 +110,7 @@ def test_who_began_waits_no_longer_and_room_is_given_back_once() -> None:
     late.release()
     assert slots.used == 0
     with pytest.raises(QueueFullError, match="9 choices were asked for, 0 are in flight and at most 8 may be"):
-        slots.reserve(Account(), 9)
+        slots.reserve(Account(), 9, 0.0, 1)
 
 
 def test_a_request_is_refused_when_its_turn_comes_too_late() -> None:
@@ -173,7 +173,8 @@ class Engine:
             self.admission.check(wait_s, ttft_s)
         except OverloadedError:
             heapq.heappush(
-                self.queue, Waiting(due, self.draws.random(), self.now, tokens, Slots(1).reserve(Account(), 1), True)
+                self.queue,
+                Waiting(due, self.draws.random(), self.now, tokens, Slots(1).reserve(Account(), 1, due, tokens), True),
             )
             return False
         room = self.slots.reserve(Account(), 1, due, max_tokens)

@@ -10,7 +10,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.app import create_app
-from adaserve_jax.server.middleware import OPEN_ROUTES
+from adaserve_jax.server.middleware import OPEN_ROUTES, OPERATOR_ROUTES
 from adaserve_jax.server.serve import listen, warn_if_open
 from adaserve_jax.server.settings import KeySettings, ServerSettings
 from tests.server.routes import paths_of
@@ -236,6 +236,20 @@ def test_what_all_clients_do_is_for_operators(tenants, path):
     basic = base64.b64encode(b"any:tenant")
     expected = 401 if path == "/metrics" else 403
     assert tenants.http.get(path, headers={"authorization": b"Basic " + basic}).status_code == expected
+
+
+@pytest.mark.parametrize("path", OPERATOR_ROUTES)
+def test_a_line_feed_behind_its_path_opens_no_operators_route(tenants, path):
+    for method in ("GET", "POST"):
+        for ending in ("%0A", "%0a", "/%0A", "%0D%0A"):
+            refused = get(tenants, path + ending, "tenant", method)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
+            assert "the path must have printable characters only" in refused.json()["error"]["message"]
+
+
+def test_no_route_is_spelled_with_a_line_feed(guarded):
+    for path in paths_of(create_app(guarded.engine, None, ServerSettings()).routes):
+        assert get(guarded, f"{path}%0A", KEY).status_code == guarded.http.get(f"{path}%0A").status_code == 400
 
 
 def test_a_tenant_sees_everything_else(tenants):

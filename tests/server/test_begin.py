@@ -95,14 +95,26 @@ def noting(start_server):
         yield server
 
 
+LONG = "a" * (LONG_TEXT + 1)
+ECHO = {"echo": True, "max_tokens": 1}
+TURN = {"role": "assistant", "content": "a"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONG}"}}'}}
+
+
 @pytest.mark.parametrize(
     ("path", "short", "long"),
     [
         ("/v1/completions", {"prompt": ["a" * 100] * 3}, {"prompt": ["a" * 100] * (LONG_TEXT // 100 + 1)}),
-        ("/tokenize", {"prompt": "a"}, {"prompt": "a" * (LONG_TEXT + 1)}),
+        ("/v1/completions", ECHO | {"prompt": [65]}, ECHO | {"prompt": [[65] * 100] * (LONG_TEXT // 100 + 1)}),
+        ("/tokenize", {"prompt": "a"}, {"prompt": LONG}),
         ("/tokenize", {"prompt": "a", "return_token_strs": True},
-         {"prompt": "a" * (LONG_TEXT + 1), "return_token_strs": True}),
+         {"prompt": LONG, "return_token_strs": True}),
         ("/detokenize", {"tokens": [65]}, {"tokens": [65] * (LONG_TEXT + 1)}),
+        *(("/tokenize", {"messages": [TURN]}, {"messages": [TURN | beside]}) for beside in (
+            {"content": LONG}, {"name": LONG}, {"reasoning_content": LONG}, {"tool_calls": [CALL]},
+        )),
+        ("/tokenize", {"messages": [TURN]}, {"messages": [TURN], "documents": [{"text": LONG}]}),
+        ("/tokenize", {"messages": [TURN]}, {"messages": [TURN], "chat_template_kwargs": {"a": [[{LONG: 1}]]}}),
     ],
 )  # fmt: skip
 def test_long_texts_are_worked_on_apart(noting, path, short, long):

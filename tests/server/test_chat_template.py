@@ -223,6 +223,7 @@ def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
         ({"add_generation_prompt": "yes"}, "add_generation_prompt", "valid boolean"),
         ({"chat_template": "{% if %}"}, "chat_template",
          "chat_template must be a Jinja template that renders these messages: Expected an expression"),
+        ({"chat_template": "{{" * 32_000}, "chat_template", "maximum recursion depth"),
         ({"chat_template": "x" * 65_537}, "chat_template", "at most 65536 characters, got 65537"),
         ({"chat_template": "{{ messages.__class__.__mro__ }}"}, "chat_template", "access to attribute '__class__'"),
         ({"chat_template": "{{ 'x' * 10 ** 10 }}"}, "chat_template", "MemoryError"),

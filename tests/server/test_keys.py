@@ -289,7 +289,7 @@ def test_each_key_has_a_salt_of_its_own_and_observers_learn_its_name(keyed):
 def test_a_hold_gives_back_what_it_has_and_no_more():
     account = keyring_of(KeySettings("a", "x", max_inflight=4, tokens_per_minute=60, burst_s=60)).find(b"x")
     slots = Slots(8)
-    first, second = slots.reserve(account, 3), slots.reserve(account, 1)
+    first, second = slots.reserve(account, 3, 0.0, 1), slots.reserve(account, 1, 0.0, 1)
     with pytest.raises(RateLimited, match="4 choices in flight, has 4 and asks for 1"):
         account.require_room(1)
     first.release([1])
@@ -301,13 +301,13 @@ def test_a_hold_gives_back_what_it_has_and_no_more():
     second.release([0])
     assert account.in_flight == 0
     account.charge(60)
-    slots.reserve(account, 2).release(unused_tokens=60)
+    slots.reserve(account, 2, 0.0, 1).release(unused_tokens=60)
     account.charge(60)
 
 
 def test_room_that_the_server_has_not_is_given_back_to_the_key(start_server):
     with start_server(ServerSettings(keys=(KEYS[-1],), max_inflight=2)) as server:
-        held = server.state.slots.reserve(keyring_of(KeySettings("other", "x")).find(b"x"), 1)
+        held = server.state.slots.reserve(keyring_of(KeySettings("other", "x")).find(b"x"), 1, 0.0, 1)
         for _ in range(3):
             refused = post(server, "free", n=2)
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")

@@ -58,7 +58,7 @@ def test_a_response_that_began_is_cut_off_and_not_followed_by_another() -> None:
         raise AssertionError("nobody listens")
 
     with pytest.raises(ValueError, match="in the midst"):
-        asyncio.run(RequestBoundaryMiddleware(application)({"type": "http", "headers": []}, receive, send))
+        asyncio.run(RequestBoundaryMiddleware(application)({"type": "http", "path": "/", "headers": []}, receive, send))
     assert sent == ["http.response.start"]
 
 

@@ -36,7 +36,7 @@ def test_keys_come_and_go_and_those_that_stay_keep_what_they_used(caplog):
     account.begin_request()
     reload_keys(state, lambda: replace(SETTINGS, keys=(OLD, NEW)))
     assert names(state) == ["old", "new"] and state.keyring.find(b"one") is account
-    held = state.slots.reserve(account, 2)
+    held = state.slots.reserve(account, 2, 0.0, 1)
     changed = replace(OLD, requests_per_minute=12.0, burst_s=10, max_inflight=2, name="renamed", operator=True)
     reload_keys(state, lambda: replace(SETTINGS, keys=(changed, NEW)))
     assert state.keyring.find(b"one") is account and account.name == "renamed" and account.is_operator

@@ -88,8 +88,8 @@ class _Work:
 class EngineHistory:
     """Newest samples, oldest first."""
 
-    def __init__(self, length: int = KEPT_SAMPLES):
-        self._samples: deque[tuple[_Work, dict[str, Any]]] = deque(maxlen=length)  # with a value for each column
+    def __init__(self) -> None:
+        self._samples: deque[tuple[_Work, dict[str, Any]]] = deque(maxlen=KEPT_SAMPLES)  # with a value for each column
         self._seq = 0
         self._before: dict[str, int] | None = None
         self._before_s = 0.0
