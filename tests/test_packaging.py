@@ -15,8 +15,7 @@ import yaml
 
 from adaserve_jax.cli.app import app as cli
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.ipc import SAVE_LIMIT_S
-from adaserve_jax.engine.process_engine import CLOSE_LIMIT_S
+from adaserve_jax.engine.ipc import CLOSE_LIMIT_S, SAVE_LIMIT_S
 from adaserve_jax.server import records
 from adaserve_jax.server import tracing as traces
 from adaserve_jax.server.app import create_app

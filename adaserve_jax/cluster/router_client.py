@@ -53,7 +53,7 @@ def request_json(
     try:
         opener = _UNVERIFIED if certificate is None else _opener(certificate)
         try:
-            answer = opener.open(request, timeout=timeout_s)
+            answer: Any = opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as refused:
             answer = refused
         with answer:

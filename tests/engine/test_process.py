@@ -460,7 +460,7 @@ def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatc
     engine = ProcessEngine(EngineConfig(learning=learning), factory=FACTORY)
     engine.start()
     engine.close()
-    assert process.CLOSE_LIMIT_S + seconds in waits
+    assert ipc.CLOSE_LIMIT_S + seconds in waits
 
 
 def test_a_child_that_cannot_be_spawned_leaves_nothing(monkeypatch, tmp_path):
