@@ -90,9 +90,9 @@ def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget
     return _read(pb.TargetFrame, data, caps, "draft", read_drafts)
 
 
-def read_service_frame(data: bytes) -> list[FromService | WireError]:
+def read_service_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromService | WireError]:
     """Return the messages of a service's frame, with a WireError in the place of an invalid one. Raises WireError."""
-    return _read(pb.ServiceFrame, data, DEFAULT_CAPS, "tree", read_trees)
+    return _read(pb.ServiceFrame, data, caps, "tree", read_trees)
 
 
 def _frame(frame: Any, messages: Iterable[FromTarget | FromService]) -> bytes:
