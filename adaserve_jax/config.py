@@ -223,6 +223,11 @@ class EngineConfig(Settings):
             )
         if self.learning is not None and self.draft is None:
             raise ConfigError("learning needs a draft that learns, and draft is none")
+        if self.learning is not None and "mtp" in self.draft_folders.values():
+            raise ConfigError(
+                "learning needs a draft in a folder of its own, got 'mtp'; train an EAGLE-3 head by `adaserve distill "
+                "--head eagle3`, or leave the learning out"
+            )
         if self.learning is not None and self.num_processes > 1:
             raise ConfigError(f"learning needs num_processes to be 1, got {self.num_processes}")
         if self.synthetic_acceptance is not None:

@@ -392,7 +392,7 @@ class CheckpointSaver:
             return
         if not self._to_save and self._clock() - self._saved_at >= SAVE_EVERY_S:
             self._begin_round()
-        if self._to_save:
+        if self._to_save and not self._is_writing:  # topics are written first
             self._begin(self._to_save.pop(0))
 
     def close(self) -> None:

@@ -371,15 +371,15 @@ class Suspects:
 
         return watched
 
-    def _set_last_aside(self) -> None:
-        if self._crashes > 1 and len(self._contents) == 1:
-            self._aside |= dict.fromkeys(self._contents, (self._crashes, self._crashed_at))
-            self._contents = frozenset()
-
     def end_trial(self, request: GenerateRequest) -> None:
         """Let the next suspect be tried if this request, which ended or was not taken, is the one on trial."""
         if self._on_trial is request:
             self._on_trial = None
+
+    def _set_last_aside(self) -> None:
+        if self._crashes > 1 and len(self._contents) == 1:
+            self._aside |= dict.fromkeys(self._contents, (self._crashes, self._crashed_at))
+            self._contents = frozenset()
 
 
 def _content(request: GenerateRequest) -> bytes:

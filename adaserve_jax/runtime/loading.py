@@ -80,11 +80,6 @@ def find_pair(config: EngineConfig) -> ModelPair:
     for name, path in config.draft_folders.items():
         folder = resolve_folder(path, "draft", config.target)
         draft = read_draft(path, folder, config.max_context)
-        if draft.is_mtp and config.learning is not None:
-            raise ConfigError(
-                f"learning needs a draft in a folder of its own, got {path!r}; train an EAGLE-3 head by `adaserve "
-                "distill --head eagle3`, or leave the learning out"
-            )
         first = first or draft
         for each in fields(ModelConfig):  # all drafts run in the same programs and pages
             expected, got = getattr(first, each.name), getattr(draft, each.name)

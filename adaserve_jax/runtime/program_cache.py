@@ -59,7 +59,7 @@ class ProgramCache:
 
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
-            _delete_unused(self._folder)  # last: what this start needs may be as old, but has been loaded now
+            _delete_unused(self._folder)  # last: what was needed may be as old, but has been loaded now
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def executable(self, key: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Callable:

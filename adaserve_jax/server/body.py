@@ -147,8 +147,7 @@ def _texts(messages: list[Any], max_context: int, param: str) -> Iterable[str]:
             )
         calls = named.get("tool_calls")
         functions = [_member(call, "function") for call in calls] if isinstance(calls, list) else []
-        texts = [named.get("name"), named.get("reasoning_content") or named.get("reasoning")]
-        texts += [_member(part, "text") for part in parts] + [_member(function, "arguments") for function in functions]
+        texts = [_member(part, "text") for part in parts] + [_member(function, "arguments") for function in functions]
         yield from (text for text in texts if isinstance(text, str))
 
 

@@ -7,11 +7,11 @@ share of a step that it has on the paper's machine, with its targets in multiple
 several rates at a real engine with a grown target: plain decoding, the chain that the simulator finds best, the paper's
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
 All draft with the draft model alone, since the simulator has no text to draft from. Acceptance is recorded from the
-chain's runs. The latency that targets are scaled by, and the chain, are kept in
-chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
-again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded acceptance, twice: on
-the profile as it is, and once for each round with the times that its steps took, warm-up included, beside the profile's
-samples. The first is a prediction; the second shows the error that is left without the machine's drift.
+chain's runs. The latency that targets are scaled by, and the chain, are kept in chosen.json, so that a run that was
+stopped goes on with them, and so does one whose profile was removed to be measured again. Then the same prompts, output
+lengths, arrivals and targets are simulated with the recorded acceptance: on the profile as it is, and once for each
+round with the times that its steps took, warm-up included, beside the profile's samples. The first is a prediction; the
+second shows the error that is left without the machine's drift.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
 the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are

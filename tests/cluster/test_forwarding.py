@@ -236,25 +236,6 @@ def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
     assert set(silent) == {"/health"}
 
 
-def test_a_request_that_comes_when_its_target_hangs_already_is_given_up_as_soon():
-    """It comes with the second health check without an answer, while the target still counts as up."""
-    checks: list[str] = []
-    hangs = threading.Event()
-    alive = target(lambda _: [STREAM, chunk(token("a")), "silence"])
-
-    def script(it):
-        if it.route != "/health" or not hangs.is_set():
-            return alive(it)
-        checks.append(it.route)
-        return ["silence"]
-
-    with FakeServer(script) as one, routed(one.url, poll_timeout=0.5) as router:
-        hangs.set()
-        wait_until(lambda: len(checks) == 2)
-        assert '"target_lost"' in router.post(stream=True).text
-        assert len(checks) <= 5, "silent for two checks from the third on, or from the fourth"
-
-
 def test_what_goes_on_at_a_target_that_is_slow_to_say_how_it_is_goes_on():
     held = threading.Event()
     script = target(lambda _: [STREAM, *[part for _ in range(20) for part in (chunk(token("a")), 0.1)], b"0\r\n\r\n"])

@@ -7,10 +7,18 @@ import asyncio
 import pytest
 
 from adaserve_jax.cluster.requests import SloClasses, parse_request
-from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, guessed_machine
+from adaserve_jax.cluster.targets import (
+    Balancer,
+    InFlightRequest,
+    RouterTarget,
+    TargetPoller,
+    TargetSet,
+    guessed_machine,
+)
 from adaserve_jax.routing.routers import Assigned, RoutingPolicy, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import Machine
+from tests.bench.fake_server import FakeServer
 
 CLASSES = SloClasses({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
 
@@ -64,3 +72,34 @@ def test_what_is_known_of_a_target_follows_its_streams():
         await target.pool.close()
 
     asyncio.run(go())
+
+
+class SilentExchange:
+    """An exchange that has been silent for just so long."""
+
+    def __init__(self, quiet_s: float):
+        self.quiet_s = quiet_s
+        self.given_up = asyncio.Event()
+
+    def give_up(self, reason: str) -> None:
+        self.given_up.set()
+
+
+def test_what_comes_to_a_target_that_hangs_already_is_given_up_after_two_checks_too():
+    async def go(url: str) -> None:
+        targets = TargetSet([url])
+        (target,) = targets.all
+        poller = TargetPoller(targets, Balancer("round-robin", None), every_s=0.01, timeout_s=0.1, key=None)
+        polling = asyncio.ensure_future(poller.run())
+        first, younger = SilentExchange(0.2), SilentExchange(0.19)
+        target.exchanges |= {first, younger}
+        await first.given_up.wait()
+        late = SilentExchange(0.2)
+        target.exchanges.add(late)
+        await late.given_up.wait()  # more than two checks have failed by now, but two are enough
+        assert not younger.given_up.is_set()
+        polling.cancel()
+        await target.pool.close()
+
+    with FakeServer(lambda _: ["silence"]) as server:
+        asyncio.run(go(server.url))

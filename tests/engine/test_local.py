@@ -270,7 +270,7 @@ def test_a_request_that_cannot_be_added_does_not_stop_the_others(
     assert end.error == "the engine failed on this request's parameters; it goes on with the others"
     assert readers[1].end().finish_reason == "length"
     assert engine.is_alive() and engine.stats().scheduler.finished == {"length": 1}
-    assert caplog.messages == ["the engine failed on a request's parameters"]
+    assert "the engine failed on a request's parameters" in caplog.text
 
 
 def test_an_llm_loads_no_tokenizer_of_its_own(engine: LocalEngine) -> None:
