@@ -1,8 +1,9 @@
 """Updates of one draft: buffer its records, train a new version piece by piece, and check it before and after it
 serves.
 
-A version is on probation until it has been checked on held-out records that came after it. Meanwhile the trainer keeps
-the version before as the good one, and returns to it if acceptance fell.
+A version is on probation until held-out records have come after it, and it has been checked on them and on the latest
+PROBATION_RECORDS at least. Meanwhile the trainer keeps the version before as the good one, and returns to it if
+acceptance fell.
 """
 
 from __future__ import annotations
