@@ -452,8 +452,8 @@ class DraftPlanner:
 
     @property
     def can_draft(self) -> bool:
-        """True if the draft can be asked now."""
-        return self.is_resident and not self.is_away
+        """False while plans have a draft that cannot be asked now."""
+        return not self.used or (self.is_resident and not self.is_away)
 
     def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
         """Return bool[num_decode], rows that can use a draft.

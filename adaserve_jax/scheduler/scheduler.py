@@ -90,8 +90,8 @@ class Scheduler:
         uses_model = policy.uses_draft and limits.max_depth > 0 and "model" in sources.split("+")
         uses_text = policy.uses_draft and limits.suffix_depth > 0 and drafts_from_text(sources)
         # a policy that knows no suffix source takes text alone for a draft, of the same depths, that costs nothing
-        decided = limits
         text_as_draft = uses_text and not uses_model and not drafts_from_text(policy.sources)
+        decided = limits if uses_model else replace(limits, max_depth=0, max_width=0)
         if text_as_draft:
             decided = replace(limits, max_depth=min(config.max_depth, limits.suffix_depth), max_width=config.max_width)
         self.costs = costs = CostTable(samples, decided, drafts_cost=not text_as_draft)

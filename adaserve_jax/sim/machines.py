@@ -122,8 +122,8 @@ def _folder() -> Any:
     return files("adaserve_jax.sim").joinpath("data/machines")
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_size(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _machine(values: Any, where: str) -> Machine:
@@ -140,6 +140,9 @@ def _machine(values: Any, where: str) -> Machine:
         wrong = next((each for each in sizes if not _is_size(getattr(machine, each))), None)
         if wrong is not None:
             raise ConfigError(f"machine {where}: {wrong} must be an integer above 0, got {getattr(machine, wrong)!r}")
+        wrong = next((each for each in ("max_depth", "max_width") if not _is_size(getattr(machine, each), 0)), None)
+        if wrong is not None:
+            raise ConfigError(f"machine {where}: {wrong} must be an integer, 0 or above, got {getattr(machine, wrong)!r}")
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and (machine.draft_level_ms > 0 or not machine.max_depth)
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())

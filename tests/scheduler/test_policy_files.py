@@ -206,6 +206,14 @@ def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
             run.step()
 
 
+def test_a_width_says_nothing_at_depth_0(tmp_path):
+    """As in the example of the documents, which has to run without a draft too."""
+    text = ONE.replace(FILLED, "fill(self.limits, load, depth=0, width=1)")
+    run = Run.of(limits_of(max_depth=0, max_width=0), policy=written(tmp_path, text))
+    run.serve([request_of("r", tpot_slo_s=0.1)])
+    assert run.last.keys() == {"r"}
+
+
 def test_a_controller_may_read_when_tokens_are_due(tmp_path):
     text = ONE.replace(FILLED, "fill(self.limits, load, depth=int((load.due_s < 1e9).any()), width=1)")
     run = Run.of(limits_of(), policy=written(tmp_path, text + "Halving.reads_due = True\n"))

@@ -216,6 +216,29 @@ def test_a_draft_that_is_never_asked_makes_room_for_pages(name: str) -> None:
     assert run.scheduler.stats.elastic_moves["expand"] > 0
 
 
+def test_text_goes_on_standing_for_a_draft_whose_memory_became_pages() -> None:
+    load, found = twice([request_of(f"{index}", tokens=30) for index in range(6)]), []
+    for pages in ({}, {"num_pages": 12, "extension_pages": 244}):
+        run = Run.of(
+            limits_of(suffix_depth=8, **pages), policy="nightjar@suffix", elastic="on",
+            elastic_rule=ElasticRule(persist_steps=1),
+        )  # fmt: skip
+        run.serve(load)
+        found.append(run.scheduler.totals.suffix_tokens)
+    assert run.scheduler.stats.elastic_moves["expand"] > 0 and found[1] > 0.5 * found[0] > 0
+
+
+@pytest.mark.parametrize("policy", ["adaserve@suffix", "adaserve@none", "nightjar@none", "dsd@none"])
+def test_a_loaded_draft_that_the_sources_leave_out_decides_nothing(policy: str) -> None:
+    load, found = twice([request_of(f"{index}", tokens=30, tpot_slo_s=0.014) for index in range(6)]), []
+    for depths in ({}, {"max_depth": 0, "max_width": 0}):
+        run = Run.of(limits_of(suffix_depth=8, **depths), policy=policy)
+        run.serve(load)
+        metrics = [run.last[request.sequence_id].metrics for request in load]
+        found.append([(each.slo_feasible, each.first_token_s, each.last_token_s) for each in metrics if each])
+    assert found[0] == found[1]
+
+
 def compiled() -> dict[str, int]:
     """How often each kernel was compiled, or loaded, in this process."""
     return {name: len(each.signatures) for name, each in vars(kernels).items() if hasattr(each, "signatures")}

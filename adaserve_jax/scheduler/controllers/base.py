@@ -121,20 +121,20 @@ class Decision:
         """Raise ConfigError for a decision that no step can run: a controller's mistake, which nothing later would
         name.
         """
-        rows = load.num_decode
+        rows, max_width = load.num_decode, max(limits.max_width, 1)
         least_prefill = 1 if load.num_prefill and not rows else 0
         decided = (self.depth, self.width, self.tree_token_cap, self.prefill_tokens)
         if (
             all(isinstance(value, int | np.integer) for value in decided)
             and 0 <= self.depth <= limits.max_depth
-            and min(self.depth, 1) <= self.width <= limits.max_width
+            and min(self.depth, 1) <= self.width <= max_width
             and self.tree_token_cap >= rows
             and self.prefill_tokens >= least_prefill
         ):
             return
         raise ConfigError(
             f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}, a width of 1 to "
-            f"{limits.max_width} (0 only at depth 0), a tree_token_cap of at least {rows}, one token for each row, and "
+            f"{max_width} (0 only at depth 0), a tree_token_cap of at least {rows}, one token for each row, and "
             f"prefill_tokens of at least {least_prefill}, got depth {self.depth}, width {self.width}, tree_token_cap "
             f"{self.tree_token_cap}, prefill_tokens {self.prefill_tokens}; fix its decide()"
         )
