@@ -1,8 +1,7 @@
 """An executor without a device: a virtual clock, a cost table for its times, and text that is a pure function.
 
 The token at position p of a request is `token_at(seed, choice, p)`, whatever the policy; candidate trees carry it with
-a given acceptance and f's that say so honestly. With `strict` it also keeps track of every KV slot, and raises when a
-plan reads KV of other tokens than the request's own, writes a page that others hold, or breaks a limit.
+a given acceptance and f's that say so honestly. A plan that breaks a limit raises IntegrityError.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.residency import State
 from adaserve_jax.scheduler.cost_model import CostGrid
-from adaserve_jax.sim.kv import SimKV
 from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.types import (
     CandidateTrees,
@@ -27,13 +25,10 @@ from adaserve_jax.types import (
     Limits,
     LogitEdits,
     Progress,
-    Sequence,
     StepOutcome,
     StepPlan,
     context_load,
 )
-
-__all__ = ["SimExecutor", "VirtualClock", "token_at"]
 
 LEAST_CHANCE = 1e-9
 """Synthetic chances are at least this, and at most 1 less this."""
@@ -89,7 +84,6 @@ class SimExecutor:
         synthetic: tuple[float, ...] | None = None,
         overhead_s: float = 0.0,
         vocab_size: int = 1000,
-        strict: bool = True,
         elastic_times: ElasticTimes | None = None,
     ):
         self._limits = limits
@@ -108,8 +102,6 @@ class SimExecutor:
         self._vocab_size = vocab_size
         self._draft_s = 0.0
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
-        self.kv = SimKV(limits, vocab_size) if strict else None
-        """KV that reads and writes are checked against; None if not strict."""
         self._elastic_times = elastic_times or ElasticTimes()
         self._place: State = "resident"
         self._loaded_at_s = 0.0
@@ -132,12 +124,6 @@ class SimExecutor:
         if draft is None:
             raise IntegrityError("speculate needs a plan with a draft")
         self._require("resident", "a plan has a draft")
-        if self.kv is not None:
-            self.kv.extend_draft(plan)
-            ends = draft.draft_ctx + draft.catchup_counts
-            caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
-            if draft.depth and not caught_up[draft.speculates].all():
-                raise IntegrityError("a row that speculates does not end its catch-up with the root")
         load, depth = self._load(plan), draft.depth
         self._draft_s = self._grid.catchup_s(len(draft.catchup_tokens), load)
         if depth:
@@ -165,8 +151,6 @@ class SimExecutor:
             sampling = plan.sampling
             tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
             counts[rows:] = plan.prefill_final
-        if self.kv is not None:
-            self.kv.extend_target(plan, tokens, counts)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s + self._overhead_s)
         if meanwhile is not None:
@@ -178,24 +162,17 @@ class SimExecutor:
         self._require("resident", "expand is called")
         self._clock.advance(self._elastic_times.expand_s)
         self._place = "expanded"
-        if self.kv is not None:
-            self.kv.drop_draft()
-            self.kv.add_extension()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         self._require("expanded", "move_pages is called")
         if np.intersect1d(from_pages, to_pages).size:
             raise IntegrityError(f"pages are moved onto each other: {from_pages} to {to_pages}")
-        if self.kv is not None:
-            self.kv.move_pages(from_pages, to_pages)
 
     def contract(self) -> None:
         self._require("expanded", "contract is called")
         self._clock.advance(self._elastic_times.contract_s)
         self._place = "loading"
         self._loaded_at_s = self._clock.now() + self._elastic_times.load_s
-        if self.kv is not None:
-            self.kv.drop_extension()
 
     def draft_ready(self) -> bool:
         self._require("loading", "draft_ready is called")
@@ -203,11 +180,6 @@ class SimExecutor:
             return False
         self._place = "resident"
         return True
-
-    def know(self, request: Sequence) -> None:
-        """Register the text of a sequence, so that `strict` sees it read KV of others even in shared pages."""
-        if self.kv is not None:
-            self.kv.know(request.prompt_ids, request.seed, request.choice)
 
     def close(self) -> None:
         return None

@@ -142,7 +142,9 @@ def _machine(values: Any, where: str) -> Machine:
             raise ConfigError(f"machine {where}: {wrong} must be an integer above 0, got {getattr(machine, wrong)!r}")
         wrong = next((each for each in ("max_depth", "max_width") if not _is_size(getattr(machine, each), 0)), None)
         if wrong is not None:
-            raise ConfigError(f"machine {where}: {wrong} must be an integer, 0 or above, got {getattr(machine, wrong)!r}")
+            raise ConfigError(
+                f"machine {where}: {wrong} must be an integer, 0 or above, got {getattr(machine, wrong)!r}"
+            )
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and (machine.draft_level_ms > 0 or not machine.max_depth)
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())

@@ -227,7 +227,7 @@ class _Simulation:
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
             self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
-            synthetic=plan.synthetic, overhead_s=self._machine.overhead_s, strict=False,
+            synthetic=plan.synthetic, overhead_s=self._machine.overhead_s,
             elastic_times=self._machine.elastic_times,
         )  # fmt: skip
         config = EngineConfig(

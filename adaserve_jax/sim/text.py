@@ -13,8 +13,8 @@ import numpy as np
 
 _SEED, _CHOICE = np.uint64(0xD1342543DE82EF95), np.uint64(0xA0761D6478BD642F)
 _POSITION, _KIND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xE7037ED1A0B428DB)
-_DRAFT, _MOOD, _NAME = np.arange(1, 4, dtype=np.uint64) * _KIND
-"""Offsets of a word for the other draws: what the draft gets right, how well it does, and names of KV entries."""
+_DRAFT, _MOOD = np.arange(1, 3, dtype=np.uint64) * _KIND
+"""Offsets of a word for the other draws: what the draft gets right, and how well it does."""
 CONCENTRATION = 2.3
 """Default concentration of the Beta distribution that the draft's chance of being right follows over positions: that of
 the embedded pair at temperature 0."""
@@ -36,12 +36,6 @@ def tokens_after(seed: np.ndarray, choice: np.ndarray, root: np.ndarray, count: 
     """i32[R, count], the target's tokens at the positions behind `root` (integers [R])."""
     word = _word(seed, choice) + root.astype(np.uint64) * _POSITION
     return _token(_mixed(word[:, None] + _steps(count)), vocab_size)
-
-
-def kv_terms(token_ids: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """u64[n], of tokens at positions (integers [n]): their sum from a text's first token to one of them stands for the
-    KV of that one, since no two texts of a simulation share such a sum."""
-    return _mixed(_u64(token_ids) * _SEED + _u64(position) * _POSITION + _NAME)
 
 
 @dataclass(frozen=True, eq=False)

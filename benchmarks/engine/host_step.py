@@ -68,7 +68,7 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
     """Median milliseconds of plan, select, commit and their sum, all requests decoding, with mixed targets."""
     limits, clock = limits_for(requests), VirtualClock()
     costs = simulated_costs(limits)
-    executor = SimExecutor(limits, costs, 0.75, clock, strict=False)
+    executor = SimExecutor(limits, costs, 0.75, clock)
     scheduler = Scheduler(EngineConfig(policy=policy), limits, costs)
     rng = np.random.default_rng(0)
     for index in range(requests):
@@ -116,7 +116,7 @@ def beside_device_ms(policy: str, requests: int, steps: int, *, deliver_at_once:
     limits, clock = limits_for(requests), VirtualClock()
     costs = simulated_costs(limits)
     tokenizer = Tokenizer.from_folder(resolve_folder("demo", "target"))
-    executor = Device(limits, costs, 0.75, clock, strict=False, vocab_size=tokenizer.vocab_size)
+    executor = Device(limits, costs, 0.75, clock, vocab_size=tokenizer.vocab_size)
     scheduler = Scheduler(EngineConfig(policy=policy), limits, costs)
     core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=0.016, clock=clock.now)
     delivered: list[OutputChunk] = []

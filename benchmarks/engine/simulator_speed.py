@@ -67,7 +67,7 @@ def phases_us(machine: Machine, policy: str, most_running: int, steps: int) -> d
     """Median microseconds of each part of a step, all places taken and someone waiting."""
     limits, clock = machine.limits(most_running), VirtualClock()
     samples = machine.samples(limits)
-    executor = SimExecutor(limits, samples, 0.7, clock, strict=False)
+    executor = SimExecutor(limits, samples, 0.7, clock)
     scheduler = Scheduler(EngineConfig(policy=policy, max_waiting=ALWAYS_WAITS, prefix_cache=False), limits, samples)
     added, times = 0, []
     while len(times) < steps + most_running:

@@ -39,9 +39,7 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
     samples = MACHINE.samples(limits)
     seeds = np.random.default_rng(seed).integers(0, 2**63, len(trace.requests)).tolist()
     chance = {s: MACHINE.acceptance_of(r.slo_class) for s, r in zip(seeds, trace.requests, strict=True)}
-    executor = SimExecutor(
-        limits, samples, lambda rows: np.array([chance[s] for s in rows.tolist()]), clock, strict=False
-    )
+    executor = SimExecutor(limits, samples, lambda rows: np.array([chance[s] for s in rows.tolist()]), clock)
     config = EngineConfig(policy=policy, seed=seed, max_waiting=ALWAYS_WAITS, prefix_cache=False)
     scheduler = Scheduler(config, limits, samples)
     ended, arrived = [], 0

@@ -83,7 +83,7 @@ def test_a_level_is_searched_for_every_row_of_the_step() -> None:
     limits, samples = machine().limits(), machine().samples(machine().limits())
     dear = replace(samples, draft_level_s={(1, 1): 0.001, (16, 1): 0.5}, level_per_context_s={})
     clock = VirtualClock()
-    executor = SimExecutor(limits, dear, 0.5, clock, strict=False)
+    executor = SimExecutor(limits, dear, 0.5, clock)
     scheduler = Scheduler(EngineConfig(policy="spec:1"), limits, dear)
     seconds = []
     for number, prompt in enumerate((4, 200, 4)):

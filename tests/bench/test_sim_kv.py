@@ -7,9 +7,10 @@ import pytest
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.sampling import RowSampling
-from adaserve_jax.sim.kv import SimKV
+from adaserve_jax.sim.text import token_at
 from adaserve_jax.types import DraftPlan, Limits, StepPlan
 from tests.plans import i32, step_plan
+from tests.sim_kv import SimKV, kv_terms
 
 LIMITS = Limits(4, (64,), 16, 32, 4, 6, 2, 2, extension_pages=3)
 PROMPT = [5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
@@ -33,6 +34,12 @@ def prefill(rows: list[tuple[int, int, list[int], list[int]]], draft_ctx: list[i
 def run(kv: SimKV, *rows: tuple[int, int, list[int], list[int]]) -> None:
     plan = prefill(list(rows))
     kv.extend_target(plan, np.zeros((len(rows), 3), np.int32), np.zeros(len(rows), np.int32))
+
+
+def test_names_are_unique():
+    tokens, position = token_at(np.arange(200)[:, None], 0, np.arange(300)[None, :], 97), np.arange(300)[None, :]
+    names = kv_terms(tokens, position).cumsum(axis=1)
+    assert len(np.unique(names)) == len({tuple(row[:end]) for row in tokens.tolist() for end in range(1, 301)})
 
 
 @pytest.fixture

@@ -97,6 +97,9 @@ def test_a_bad_machine_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**values, "token_step": 0}))
     with pytest.raises(ConfigError, match="token_step must be an integer above 0, got 0"):
         load_machine(str(path))
+    path.write_text(json.dumps({**values, "max_depth": 2.5}))
+    with pytest.raises(ConfigError, match=r"max_depth must be an integer, 0 or above, got 2\.5"):
+        load_machine(str(path))
     path.write_text(json.dumps({**values, "draft_level_ms": -1.0}))
     with pytest.raises(ConfigError, match="times must be above 0"):
         load_machine(str(path))

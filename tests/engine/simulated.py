@@ -12,8 +12,10 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import UnsupportedModelError
-from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.sim.executor import VirtualClock
+from adaserve_jax.sim.text import token_at
 from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, StepOutcome, StepPlan
+from tests.sim_kv import StrictExecutor
 
 VOCAB = 40
 EOS = 0
@@ -41,7 +43,7 @@ def costs_of(limits: Limits) -> CostSamples:
     return CostSamples(verify, {8: 1e-3, 16: 1e-3}, levels)
 
 
-class Machine(SimExecutor):
+class Machine(StrictExecutor):
     """What `load_executor` gives, simulated. Before each verification it calls `before_step`."""
 
     def __init__(self, config: EngineConfig, **limits: int):

@@ -15,9 +15,10 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.types import SLO, DraftTrees, LogitEdits, SamplingParams, StepOutcome, StepPlan
 from tests.engine.simulated import EOS, VOCAB, Expected, Spelling, costs_of, expected, limits_of
+from tests.sim_kv import StrictExecutor
 
 MAX_WAITING = 8
 SLOS = (SLO(), SLO(tpot_ms=8), SLO(relative=1.5, ttft_ms=100), SLO(tpot_ms=0.1, ttft_ms=0.1))
@@ -37,7 +38,7 @@ def core_of(policy: str, infeasible_slo: str = "best_effort", **changes: int) ->
     limits, clock = limits_of(**changes), VirtualClock()
     costs = costs_of(limits)
     config = EngineConfig(policy=policy, max_waiting=MAX_WAITING, infeasible_slo=infeasible_slo)
-    executor = SimExecutor(limits, costs, 0.7, clock, vocab_size=VOCAB)
+    executor = StrictExecutor(limits, costs, 0.7, clock, vocab_size=VOCAB)
     scheduler = Scheduler(config, limits, costs)
     return EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, seed=5, clock=clock.now)
 

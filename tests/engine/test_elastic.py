@@ -16,12 +16,13 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ElasticError
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.sim.executor import ElasticTimes, SimExecutor, VirtualClock
+from adaserve_jax.sim.executor import ElasticTimes, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, expected, limits_of
+from tests.sim_kv import StrictExecutor
 
 
-class Machine(SimExecutor):
+class Machine(StrictExecutor):
     refuses = False
 
     def contract(self) -> None:

@@ -12,7 +12,8 @@ from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
-from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.text import token_at
 from adaserve_jax.types import (
     CostSamples,
     DraftSessions,
@@ -23,6 +24,7 @@ from adaserve_jax.types import (
     SequenceUpdate,
     StepPlan,
 )
+from tests.sim_kv import StrictExecutor
 
 VOCAB = 1000
 
@@ -98,7 +100,7 @@ class Run:
     """A scheduler and its simulated machine. text, last: what each request was given, by id."""
 
     scheduler: Scheduler
-    executor: SimExecutor
+    executor: StrictExecutor
     clock: VirtualClock
     text: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, SequenceUpdate] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class Run:
     @classmethod
     def of(
         cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, elastic_rule: ElasticRule | None = None,
-        executor: type[SimExecutor] = SimExecutor, calibrator: Calibrator | None = None,
+        executor: type[StrictExecutor] = StrictExecutor, calibrator: Calibrator | None = None,
         draft_sessions: DraftSessions | None = None, **config,
     ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)

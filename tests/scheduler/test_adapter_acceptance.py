@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.acceptance import AdapterAcceptance
-from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CandidateTrees, DraftTrees, StepOutcome, StepPlan
 from tests.scheduler.harness import Run, limits_of, request_of
+from tests.sim_kv import StrictExecutor
 
 CLAIM = 0.4
 """Power of f that the draft states for rows of adapter 1: it thinks that it knows them better than it does."""
 
 
-class OverconfidentOfAdapters(SimExecutor):
+class OverconfidentOfAdapters(StrictExecutor):
     """accepted: of the last verification, bool[N]."""
 
     accepted = np.zeros(0, bool)

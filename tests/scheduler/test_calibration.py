@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.acceptance import FIRST_STEPS, PSEUDO_OUTCOMES, REFIT_STEPS, Calibrator
-from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees, StepPlan
 from tests.scheduler.harness import Run, limits_of, request_of
+from tests.sim_kv import StrictExecutor
 
 DEPTH, RANKS, BINS = 2, 2, 4
 CELLS = DEPTH * RANKS * BINS
@@ -215,7 +215,7 @@ def test_a_new_version_of_the_draft_is_learned_anew() -> None:
     np.testing.assert_array_equal(fixed.chance, table(0.3).chance)
 
 
-class Featured(SimExecutor):
+class Featured(StrictExecutor):
     """Says of every node that it is of the first cell, and gives its likelihood."""
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:

@@ -218,7 +218,7 @@ def tokens_per_s(policy: str, rows: int, tokens: int, wrong: int | None = None, 
     factor by which it is told that drafting is dearer than it is."""
     limits = MACHINE.limits()
     samples, clock = MACHINE.samples(limits), VirtualClock()
-    executor = SimExecutor(limits, samples, 0.64, clock, strict=False, overhead_s=MACHINE.overhead_s)
+    executor = SimExecutor(limits, samples, 0.64, clock, overhead_s=MACHINE.overhead_s)
     told = samples if wrong is None else wrong_samples(samples, wrong)
     told = scaled_samples(told, verify=1.0, draft=draft)
     scheduler = Scheduler(EngineConfig(policy=policy), limits, told)

@@ -13,9 +13,9 @@ from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.controllers.nightjar import NightjarController
 from adaserve_jax.scheduler.elastic import bring_back_draft, contract, expand_or_contract, may_expand
-from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import Limits, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
+from tests.sim_kv import StrictExecutor
 from tests.slow import slow_after
 
 QUICK = ElasticRule(persist_steps=4, min_stay_steps=8)
@@ -23,7 +23,7 @@ LIMITS = limits_of(num_pages=40, extension_pages=24)
 """Pages are short with 4 of the load's requests, which take 10 on average."""
 
 
-class Watched(SimExecutor):
+class Watched(StrictExecutor):
     """Notes what plans bring, and fails where `failing` says, so many times."""
 
     failing: str = ""
@@ -44,14 +44,12 @@ class Watched(SimExecutor):
 
     def expand(self) -> None:
         if self._fails("expand"):
-            assert self.kv is not None
             self.kv.drop_draft()
             raise ElasticError("no room for the slab")
         super().expand()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         if self._fails("move_pages"):
-            assert self.kv is not None
             self.kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
             raise ElasticError("the copy was cut off")
         self.moved += len(from_pages)

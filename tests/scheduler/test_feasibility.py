@@ -9,9 +9,9 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.scheduler.slo import TOLERANCE
-from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CostSamples
 from tests.scheduler.harness import Run, costs_of, limits_of, random_load, request_of
+from tests.sim_kv import StrictExecutor
 from tests.slow import slow_after
 
 POLICIES = (
@@ -129,7 +129,7 @@ def test_the_judgement_follows_what_is_learned_and_is_made_once():
     limits = limits_of()
     run = Run.of(limits, policy="ar")
     slow = {key: 2 * seconds for key, seconds in costs_of(limits).verify_s.items()}
-    run.executor = SimExecutor(limits, CostSamples(slow, {}, {}), 0.75, run.clock)
+    run.executor = StrictExecutor(limits, CostSamples(slow, {}, {}), 0.75, run.clock)
     before = request_of("before", tokens=100, tpot_slo_s=0.02)
     run.serve([before])
     assert of(run).least_tpot_s() == pytest.approx(0.032, rel=0.1)

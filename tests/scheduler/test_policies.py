@@ -350,7 +350,7 @@ def test_f_is_uncalibrated_where_it_is_published_so():
         seen[name] = plan
     plan = seen["adaserve"]
     draft = replace(plan.draft, depth=3, width=1)
-    executor = SimExecutor(limits_of(), costs_of(limits_of()), 0.6, VirtualClock(), strict=False)
+    executor = SimExecutor(limits_of(), costs_of(limits_of()), 0.6, VirtualClock())
     found = {
         calibrated: executor.speculate(replace(plan, draft=replace(draft, calibrated=calibrated)))
         for calibrated in (True, False)

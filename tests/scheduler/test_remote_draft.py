@@ -12,9 +12,9 @@ import pytest
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.scheduler.commit import rows_with_drafts
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CandidateTrees, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
+from tests.sim_kv import StrictExecutor
 
 DRAFTER = DrafterConfig(("grpc://host:1",))
 SERVICE_S = 0.004
@@ -34,7 +34,7 @@ class Sessions:
             self.forget(slot)
 
 
-class Service(SimExecutor):
+class Service(StrictExecutor):
     """A target whose draft is elsewhere: it knows a text for each slot, from what it was fed alone. answers: whether a
     row gets its tree; took_s: seconds of a round."""
 

@@ -1,4 +1,5 @@
-"""KV of the simulated machine: what each slot of each page holds, so that wrong reads and writes are found at once.
+"""A simulated machine that keeps track of its KV: what each slot of each page holds, so that wrong reads and writes are
+found at once.
 
 What a slot holds is named after all tokens up to it, whoever wrote them: requests may share pages, but none may read
 the KV of other tokens, or of its own at another place.
@@ -9,8 +10,50 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.sim.text import kv_terms, token_at
-from adaserve_jax.types import Limits, StepPlan
+from adaserve_jax.sim.executor import SimExecutor
+from adaserve_jax.sim.text import token_at
+from adaserve_jax.types import CandidateTrees, Limits, Sequence, StepOutcome, StepPlan
+
+
+class StrictExecutor(SimExecutor):
+    """A SimExecutor that raises IntegrityError when a plan reads KV of other tokens than the request's own, or writes a
+    page that others hold."""
+
+    def __init__(self, limits: Limits, *args, vocab_size: int = 1000, **options):
+        super().__init__(limits, *args, vocab_size=vocab_size, **options)
+        self.kv = SimKV(limits, vocab_size)
+
+    def know(self, request: Sequence) -> None:
+        """Register the text of a sequence, so that it is seen to read KV of others even in shared pages."""
+        self.kv.know(request.prompt_ids, request.seed, request.choice)
+
+    def speculate(self, plan: StepPlan) -> CandidateTrees:
+        found, draft = super().speculate(plan), plan.draft
+        assert draft is not None, "called for plans with a draft"
+        self.kv.extend_draft(plan)
+        ends = draft.draft_ctx + draft.catchup_counts
+        caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
+        if draft.depth and not caught_up[draft.speculates].all():
+            raise IntegrityError("a row that speculates does not end its catch-up with the root")
+        return found
+
+    def verify(self, plan: StepPlan, *args, **options) -> StepOutcome:
+        outcome = super().verify(plan, *args, **options)
+        self.kv.extend_target(plan, outcome.tokens, outcome.counts)
+        return outcome
+
+    def expand(self) -> None:
+        super().expand()
+        self.kv.drop_draft()
+        self.kv.add_extension()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        super().move_pages(from_pages, to_pages)
+        self.kv.move_pages(from_pages, to_pages)
+
+    def contract(self) -> None:
+        super().contract()
+        self.kv.drop_extension()
 
 
 class SimKV:
@@ -175,3 +218,17 @@ def _continued(names: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """`names` (u64[n]) of the first tokens of a text, and those of `tokens` behind them."""
     terms = kv_terms(tokens, np.arange(len(names), len(names) + len(tokens)))
     return np.concatenate([names, terms.cumsum(dtype=np.uint64) + (names[-1] if len(names) else np.uint64(0))])
+
+
+def kv_terms(token_ids: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """u64[n], of tokens at positions (integers [n]): their sum from a text's first token to one of them stands for the
+    KV of that one, since no two texts of a simulation share such a sum. Mixed by the last steps of splitmix64."""
+    value = _u64(token_ids) * np.uint64(0xD1342543DE82EF95) + _u64(position) * np.uint64(0x9E3779B97F4A7C15)
+    value += np.uint64(0xB4C665739B0215B1)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _u64(value: np.ndarray) -> np.ndarray:
+    return np.atleast_1d(value).astype(np.uint64)
