@@ -236,16 +236,6 @@ class CalibrationSums:
             total += np.bincount(index, weight, size).reshape(total.shape)
 
 
-def honest_error(sums: np.ndarray) -> np.ndarray:
-    """Return f64[groups], the error that exact probabilities would show on average by chance; nan for an empty
-    group.
-    """
-    count, stated, _ = sums
-    spread = np.sqrt(2 / np.pi * stated * (1 - np.divide(stated, count, out=np.zeros_like(stated), where=count > 0)))
-    number = count.sum(axis=-1)
-    return np.divide(spread.sum(axis=-1), number, out=np.full(len(number), np.nan), where=number > 0)
-
-
 def expected_calibration_error(sums: np.ndarray) -> np.ndarray:
     """Return f64[groups], |stated - happened| summed by bin over the number of outcomes; nan for an empty group.
 

@@ -117,14 +117,14 @@ class Planner:
 
     def __init__(
         self, batch: Batch, controller: Controller, draft: DraftPlanner, text: TextDrafter | None = None,
-        *, lengths: OutputLengths, max_prefill: int, horizon: int, decision_limits: Limits | None = None,
+        *, lengths: OutputLengths, max_prefill: int, horizon: int, decision_limits: Limits,
         text_without_draft: bool = True, extends_horizon: bool = False,
     ):  # fmt: skip
         """Set up for one batch.
 
         text: proposes from text already seen. lengths: what outputs still write. max_prefill: most prefill tokens of
-        a step. horizon: h, tokens within which a sequence may catch up. decision_limits: bounds of decisions, where
-        they are not the batch's. text_without_draft: steps for which the controller decides depth 0 verify trees of
+        a step. horizon: h, tokens within which a sequence may catch up. decision_limits: bounds of decisions.
+        text_without_draft: steps for which the controller decides depth 0 verify trees of
         text alone. extends_horizon: a sequence may catch up until the least length that it can be expected to have, if
         that is later.
         """
@@ -133,7 +133,7 @@ class Planner:
         self._lengths = lengths
         self._extends_horizon = extends_horizon
         self._limits = batch.limits
-        self._decision_limits = decision_limits or batch.limits
+        self._decision_limits = decision_limits
         self._text_without_draft = text_without_draft
         self._controller = controller
         self._draft = draft

@@ -57,10 +57,7 @@ class Selector:
         plan = planned.plan
         if not candidates.log_f.size or plan.tree_token_cap <= plan.num_decode:
             return selection.roots_only(plan.root_token)
-        speculates = np.ones(plan.num_decode, bool)
-        if planned.text is None and plan.draft is not None:
-            speculates = plan.draft.speculates
-        candidates = _within_reach(candidates, planned.remaining, speculates)
+        candidates = _within_reach(candidates, planned.remaining)
         left = plan.tree_token_cap - plan.num_decode
         if self._takes_all and planned.decided_depth and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
@@ -162,9 +159,9 @@ class Selector:
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
 
 
-def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
+def _within_reach(candidates: CandidateTrees, remaining: np.ndarray) -> CandidateTrees:
     """Drop nodes that a sequence cannot emit before its end: a node at depth d is emitted beside d other tokens."""
-    reach = (remaining - 1) * speculates
+    reach = remaining - 1
     cut = (reach < candidates.depth.max()).nonzero()[0]
     if not len(cut):
         return candidates

@@ -11,13 +11,12 @@ from functools import cache
 
 import numpy as np
 
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.stats import StepStats
 from adaserve_jax.suffix.kernels import BINS, merge_rows
-from adaserve_jax.suffix.source import SuffixSource, TextRows, TextSource
+from adaserve_jax.suffix.source import SuffixSource, TextRows
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
@@ -93,15 +92,10 @@ def compile_kernels() -> None:
 class TextDrafter:
     """Drafter of one scheduler from a source of text, with the chances that its proposals are accepted."""
 
-    def __init__(self, batch: Batch, acceptance: LearnedAcceptance, source: TextSource, *, learn: bool = True):
+    def __init__(self, batch: Batch, acceptance: LearnedAcceptance, source: SuffixSource, *, learn: bool = True):
         """Set up over a batch. acceptance: of the draft, to tell which rows it need not serve. learn: False keeps the
-        chances of the start. Raises ConfigError: the source's table of chances has another shape than it needs.
+        chances of the start.
         """
-        if source.prior.ndim != 4 or len(source.prior) != 2:
-            raise ConfigError(
-                f"prior of a source of text must be f32[2, D, ranks, bins], got the shape {source.prior.shape}; fix "
-                "the source"
-            )
         compile_kernels()
         self._batch = batch
         self._acceptance = acceptance

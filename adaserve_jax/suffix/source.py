@@ -7,7 +7,6 @@ a device. Source: SuffixDecoding (arXiv 2411.04975) and prompt lookup; kernels.p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -80,31 +79,6 @@ class TextRows:
     salts: list[str]
 
 
-class TextSource(Protocol):
-    """Propose trees from text; `TextDrafter` sees to pages, merging and learning for every such source."""
-
-    prior: np.ndarray
-    """Chances that are assumed before anything was verified, f32[2, D, ranks, bins]: at temperature 0, and above. What
-    is learned never falls along bins, which are of growing confidence."""
-
-    @property
-    def kept_tokens(self) -> int:
-        """Tokens of ended texts that it holds."""
-        ...
-
-    def propose(self, rows: TextRows, chance: np.ndarray) -> CandidateTrees:
-        """Return the trees of all rows. chance: the table in force, of the shape of `prior`.
-
-        A candidate's `cell`, which its chance is learned by, indexes one half of that table, flattened; nothing is
-        learned of a candidate without `log_q`, the log of the source's own probability.
-        """
-        ...
-
-    def keep(self, token_ids: np.ndarray, salt: str) -> None:
-        """Take in an ended text, i32[n], for rows of the same salt."""
-        ...
-
-
 class SuffixSource:
     """Indexes of the running texts, by slot, and a bounded store of ended ones. Not thread-safe."""
 
@@ -130,6 +104,8 @@ class SuffixSource:
         self._most_salts = MOST_SALTS
         self._next_salt = 0
         self.prior = prior_chances()
+        """Chances that are assumed before anything was verified, f32[2, DEPTH_CLASSES, KINDS, BINS]: at temperature 0,
+        and above. What is learned never falls along bins, which are of growing confidence."""
 
     @property
     def kept_tokens(self) -> int:
@@ -139,7 +115,8 @@ class SuffixSource:
     def propose(self, rows: TextRows, chance: np.ndarray) -> CandidateTrees:
         """Return the trees of all rows. chance: f32[2, DEPTH_CLASSES, KINDS, BINS], the table in force.
 
-        `cell` indexes [DEPTH_CLASSES, KINDS, BINS]; `log_q` is the log of a token's share of the occurrences.
+        `cell`, which a candidate's chance is learned by, indexes [DEPTH_CLASSES, KINDS, BINS], flattened; `log_q` is
+        the log of a token's share of the occurrences.
         """
         self._follow(rows)
         shape = (len(rows.slots), len(self._depths))

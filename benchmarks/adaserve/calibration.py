@@ -28,7 +28,7 @@ from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from adaserve_jax.scheduler.acceptance import PREDICTIONS, errors_by_mode, honest_error
+from adaserve_jax.scheduler.acceptance import PREDICTIONS, errors_by_mode
 from adaserve_jax.tree.acceptance_table import MODES, ChanceTable, write_chances
 from adaserve_jax.workloads.workload import load_workload
 
@@ -54,6 +54,16 @@ class Measured:
     online: float
     honest: float
     accepted_per_step: float
+
+
+def honest_error(sums: np.ndarray) -> np.ndarray:
+    """Return f64[groups], the error that exact probabilities would show on average by chance; nan for an empty
+    group.
+    """
+    count, stated, _ = sums
+    spread = np.sqrt(2 / np.pi * stated * (1 - np.divide(stated, count, out=np.zeros_like(stated), where=count > 0)))
+    number = count.sum(axis=-1)
+    return np.divide(spread.sum(axis=-1), number, out=np.full(len(number), np.nan), where=number > 0)
 
 
 def prompts(count: int, seed: int) -> list[str]:

@@ -8,8 +8,8 @@ from adaserve_jax.scheduler.acceptance import (
     NUM_BINS,
     CalibrationSums,
     expected_calibration_error,
-    honest_error,
 )
+from benchmarks.adaserve.calibration import honest_error
 
 
 def test_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""What the selector leaves out: rows that do not speculate, nodes without room, nodes beyond the budget."""
+"""What the selector leaves out: nodes without room, nodes beyond the budget."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, limits_of, request_of
 
 
-def test_rows_that_do_not_speculate_and_depths_without_room_have_no_candidates():
+def test_depths_without_room_have_no_candidates():
     """A node of depth d is emitted beside d other tokens: with 2 left, depth 1 is the deepest."""
     parent = np.broadcast_to(np.array([-1, 0, 1], np.int32), (3, 3))
     candidates = CandidateTrees(np.zeros((3, 3), np.int32), parent, np.zeros((3, 3), np.float32), np.array([1, 2, 3]))
-    kept = _within_reach(candidates, np.array([9, 9, 2]), np.array([True, False, True]))
+    kept = _within_reach(candidates, np.array([9, 1, 2]))
     assert np.isfinite(kept.log_f).sum(axis=1).tolist() == [3, 0, 1]
 
 

@@ -109,13 +109,6 @@ def test_a_row_holds_the_pages_of_its_nodes_or_loses_those_that_do_not_fit() -> 
         batch.check_integrity()
 
 
-def test_a_source_whose_chances_have_another_shape_is_refused() -> None:
-    source = SuffixSource(4, 8, kept_tokens=256)
-    source.prior = source.prior[:, 0]
-    with pytest.raises(ConfigError, match=r"prior of a source of text must be f32\[2, D, ranks, bins\], got the shape"):
-        TextDrafter(Batch(limits_of(), "arrival"), LearnedAcceptance(4, 4), source)
-
-
 def test_no_layout_of_a_source_s_arrays_compiles_a_kernel() -> None:
     compile_kernels()
     drafted, before = trees_of({(1,): 0.5, (1, 2): 0.5}), compiled()
