@@ -58,6 +58,8 @@ CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
 TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
 NEW_TOKENS = (48, 144)
+ANSWER_LIMIT_S = 600.0
+"""Seconds after which a request without a limit of its own is cut off."""
 GGUF = ("to_gguf.py writes one from a checkpoint folder",)
 
 
@@ -137,8 +139,11 @@ class Measured:
 # ---- one request ----
 
 
-async def ask(server: Server, port: int, asked: Asked, temperature: float, targets_ms: dict[str, float]) -> Heard:
-    """Send a request and read its stream. An error is noted, not raised."""
+async def ask(
+    server: Server, port: int, asked: Asked, temperature: float, targets_ms: dict[str, float],
+    limit_s: float = ANSWER_LIMIT_S,
+) -> Heard:  # fmt: skip
+    """Send a request and read its stream, at most for limit_s. An error is noted, not raised."""
     body: dict[str, Any] = {
         "prompt": asked.prompt, "stream": True, **USAGE_LADDER[0], "max_tokens": asked.new_tokens,
         "temperature": temperature, "top_p": 1.0, "seed": asked.seed, "ignore_eos": True, **server.body,
@@ -147,16 +152,19 @@ async def ask(server: Server, port: int, asked: Asked, temperature: float, targe
         body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
     heard = Heard(asked, time.monotonic())
     try:
-        connection = await Connection.open(port)
-        try:
-            connection.send("POST", "/v1/completions", json.dumps(body).encode())
-            answer = await connection.head(heard.sent_s)
-            if answer.status != 200:
-                heard.error = f"status {answer.status}: {(await connection.read(answer)).body}"[:300]
-            else:
-                await _listen(connection, answer, heard)
-        finally:
-            connection.close()
+        async with asyncio.timeout(limit_s):
+            connection = await Connection.open(port)
+            try:
+                connection.send("POST", "/v1/completions", json.dumps(body).encode())
+                answer = await connection.head(heard.sent_s)
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {(await connection.read(answer)).body}"[:300]
+                else:
+                    await _listen(connection, answer, heard)
+            finally:
+                connection.close()
+    except TimeoutError:
+        heard.error = "cut off"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         heard.error = f"{type(error).__name__}: {error}"
     if heard.error is None and not heard.whole:
@@ -210,17 +218,14 @@ class Drive:
     async def open(self, asked: Sequence[Asked], drain_s: float) -> tuple[list[Heard], float, float]:
         """Send each request when it is due, and wait for the last ones; those that take longer are cut off."""
         start = time.monotonic()
+        limit = start + max(each.due_s for each in asked) + drain_s
         tasks: list[asyncio.Task[Heard]] = []
         for each in asked:
             await asyncio.sleep(max(0.0, start + each.due_s - time.monotonic()))
-            tasks.append(asyncio.create_task(ask(self.server, self.port, each, self.temperature, self.targets_ms)))
-        done, left = await asyncio.wait(tasks, timeout=drain_s)
-        end = time.monotonic()
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        cut = [Heard(each, 0.0, error="cut off") for each, task in zip(asked, tasks, strict=True) if task in left]
-        return [task.result() for task in tasks if task in done] + cut, start, end
+            left_s = limit - time.monotonic()
+            one = ask(self.server, self.port, each, self.temperature, self.targets_ms, left_s)
+            tasks.append(asyncio.create_task(one))
+        return await asyncio.gather(*tasks), start, time.monotonic()
 
 
 def figures(

@@ -48,12 +48,18 @@ def test_servers_take_turns_and_are_asked_for_whole_texts(scripts, tmp_path):
 
 
 def test_requests_that_take_too_long_or_have_no_server_failed(scripts, tmp_path):
+    """What came of a request before it was cut off counts."""
     compare, common = scripts["compare"], scripts["common"]
-    asked = [compare.Asked([97], 20_000, 0, "tight"), compare.Asked([97], 2, 1, "tight")]
+    asked = [compare.Asked([97], 2, 1, "tight"), compare.Asked([97], 4_000, 0, "tight")]
     with compare.up([stand_in(compare, "one")], tmp_path / "logs") as (one,):
         drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
-        row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, list(reversed(asked)), 3.0)
+        with one.awake():
+            heard, start, end = asyncio.run(drive.open(asked, 2.0))
+            limited = asyncio.run(compare.ask(one.server, one.port, asked[1], 0.0, {}, 0.1))
+        assert [each.error for each in (*heard, limited)] == [None, "cut off", "cut off"]
+        row = compare.figures("one", "open 1", 0, heard, start, end, TARGETS_MS)
         assert (row.requests, row.failed) == (2, 1)
+        assert row.tokens_per_s * (end - start) == pytest.approx(2 + len(heard[1].at_s)) and heard[1].at_s
     gone = compare.Drive(stand_in(compare, "none"), common.free_port(), 0.0, TARGETS_MS)
     heard, _, _ = asyncio.run(gone.open(asked[:1], 5.0))
     assert heard[0].error is not None and "ConnectionRefusedError" in heard[0].error
