@@ -265,6 +265,9 @@ class Requests:
         ]
 
     def arriving(self, rate: float, seconds: float, seed: Sequence[int]) -> list[Asked]:
+        """Return Poisson arrivals at so many requests per second; none may fall into a short time."""
+        if not rate:
+            return []
         rng = np.random.default_rng(seed)
         times = np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds) + 10))
         times = times[times < seconds]
@@ -388,8 +391,8 @@ def _transformers() -> str:
 # ---- the comparison ----
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the servers, measure all loads in all rounds, and return the results."""
+def compare(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Start the servers and measure all loads in all rounds. save: takes the results so far, after each round."""
     servers = servers_of(options)
     requests = Requests(options.target)
     rows: list[Measured] = []
@@ -398,6 +401,11 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         plain = min(alone_ms[one.server.name] for one in running if not one.server.draft)
         targets_ms = {name: scale * plain for name, scale in SCALES.items()}
         greedy = {one.server.name: greedy_text(one, requests) for one in running}
+        about = [
+            {"name": one.server.name, "version": one.server.version, "ready_s": one.ready_s,
+             "command": shlex.join(_without_folders(one.server.command))}
+            for one in running
+        ]  # fmt: skip
         capacity = 0.0
         for number in range(options.rounds):
             turn = running[number % len(running) :] + running[: number % len(running)]
@@ -415,23 +423,21 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 )
             for share in OPEN:
                 asked = requests.arriving(share * capacity, options.duration, (options.seed, int(10 * share), number))
+                if not asked:
+                    print(f"{number} open {share:g}: no request arrives; raise --duration", file=sys.stderr)
+                    continue
                 for one in turn:
                     drive = Drive(one.server, one.port, options.temperature, targets_ms)
                     rows.append(driven(one, f"open {share:g}", number, targets_ms, drive.open, asked, options.drain))
-        about = [
-            {"name": one.server.name, "version": one.server.version, "ready_s": one.ready_s,
-             "command": shlex.join(_without_folders(one.server.command))}
-            for one in running
-        ]  # fmt: skip
-    reference = greedy[servers[0].name]
-    return {
-        "commit": source_commit(), "machine": machine_name(), "servers": about, "temperature": options.temperature,
-        "target": options.name or Path(options.target).name, "rounds": options.rounds, "duration_s": options.duration,
-        "drain_s": options.drain, "new_tokens": NEW_TOKENS, "alone_ms": alone_ms, "targets_ms": targets_ms,
-        "ttft_ms": 1e3 * TTFT_S, "capacity_rps": capacity, "seed": options.seed,
-        "same_greedy_text": {name: text == reference for name, text in greedy.items()},
-        "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+            save({
+                "commit": source_commit(), "machine": machine_name(), "servers": about,
+                "temperature": options.temperature, "target": options.name or Path(options.target).name,
+                "rounds": number + 1, "duration_s": options.duration, "drain_s": options.drain,
+                "new_tokens": NEW_TOKENS, "alone_ms": alone_ms, "targets_ms": targets_ms, "ttft_ms": 1e3 * TTFT_S,
+                "capacity_rps": capacity, "seed": options.seed,
+                "same_greedy_text": {name: text == greedy[servers[0].name] for name, text in greedy.items()},
+                "rows": [asdict(row) for row in rows],
+            })  # fmt: skip
 
 
 def driven(
@@ -502,9 +508,12 @@ def main(argv: list[str]) -> int:
         no_draft=False, server_args="", policy="adaserve", prefix_cache=False, dtype="float32", continuous_batching=True
     )
     options = made.parse_args(argv)
-    result = compare(options)
-    result["command"] = f"python -m benchmarks.peers.compare {shlex.join(_without_folders(argv))}"
-    write_whole(options.out, json.dumps(result, indent=1) + "\n", mode=SHARED)
+    command = f"python -m benchmarks.peers.compare {shlex.join(_without_folders(argv))}"
+
+    def save(result: dict[str, Any]) -> None:
+        write_whole(options.out, json.dumps(result | {"command": command}, indent=1) + "\n", mode=SHARED)
+
+    compare(options, save)
     return 0
 
 

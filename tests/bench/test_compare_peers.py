@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -88,6 +89,22 @@ def test_figures_count_what_came_while_the_load_was_measured(scripts):
     assert compare.figures("s", "open 1", 0, late, 1.0, 3.0, TARGETS_MS).joint == 0.0
 
 
+def test_results_are_saved_after_each_round(scripts, tmp_path, monkeypatch):
+    """No request arrives within so short an open loop, which is left out."""
+    compare = scripts["compare"]
+    for name, value in (("CLOSED", (1,)), ("OPEN", (0.5,)), ("NEW_TOKENS", (4, 6))):
+        monkeypatch.setattr(compare, name, value)
+    servers = [stand_in(compare, f"{compare.OURS}, a"), replace(stand_in(compare, "peer, plain"), draft=False)]
+    monkeypatch.setattr(compare, "servers_of", lambda _: servers)
+    options = argparse.Namespace(
+        out=tmp_path / "peers.json", target="demo", name="", rounds=2, seed=0, temperature=0.0, duration=1e-9, drain=0.0
+    )
+    saved = []
+    compare.compare(options, saved.append)
+    assert [(each["rounds"], len(each["rows"])) for each in saved] == [(1, 2), (2, 4)]
+    assert {row["load"] for row in saved[-1]["rows"]} == {"closed 1"} and saved[0]["capacity_rps"] > 0
+
+
 def test_every_server_is_asked_the_same(scripts):
     requests = scripts["compare"].Requests("demo")
     assert requests.cut(4, (0, 1)) == requests.cut(4, (0, 1)) != requests.cut(4, (0, 2))
@@ -95,6 +112,7 @@ def test_every_server_is_asked_the_same(scripts):
     times = [each.due_s for each in arriving]
     assert times == sorted(times) and times[0] > 0 and times[-1] < 2.0 and 20 < len(times) < 70
     assert {each.slo_class for each in arriving} == {"tight", "relaxed"}
+    assert requests.arriving(0.0, 2.0, (0, 5, 1)) == [], "no peer emitted a token"
 
 
 def test_rotary_rows_are_reordered_so_that_pairs_are_neighbours(scripts):
