@@ -356,6 +356,12 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
     for name in options.peers.split(","):
         if name not in made or name == OURS:
             raise common.stop(f"--peers must name some of llama.cpp, vLLM, transformers, got {name!r}")
+        if name == "llama.cpp":
+            options.llama_server = common.program(options.llama_server, llama_cpp.HOW)
+        elif name == "vLLM":
+            options.vllm = common.program(options.vllm, vllm.HOW)
+        else:
+            transformers_serve.check_installed(transformers_serve.NEEDED)
         ways = (False,) if name == "transformers" else (False, True)
         for no_draft in ways:
             given = argparse.Namespace(**vars(options) | {"no_draft": no_draft, "server_args": ""})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import sys
 from dataclasses import replace
@@ -103,6 +104,25 @@ def test_results_are_saved_after_each_round(scripts, tmp_path, monkeypatch):
     compare.compare(options, saved.append)
     assert [(each["rounds"], len(each["rows"])) for each in saved] == [(1, 2), (2, 4)]
     assert {row["load"] for row in saved[-1]["rows"]} == {"closed 1"} and saved[0]["capacity_rps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "missing", "how"),
+    [
+        ("llama.cpp", "no-llama", "brew install llama.cpp"),
+        ("vLLM", "no-vllm", "pip install vllm"),
+        ("transformers", "torch", 'pip install "transformers[serving]" torch accelerate'),
+    ],
+)
+def test_a_peer_that_is_not_installed_is_named_with_the_command(
+    scripts, tmp_path, monkeypatch, capsys, peer, missing, how
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    given = ["--llama-server", "no-llama", "--vllm", "no-vllm", "--out", str(tmp_path / "peers.json")]
+    with pytest.raises(SystemExit, match="2"):
+        scripts["compare"].main([*given, "--peers", peer])
+    said = capsys.readouterr().err
+    assert f"{missing} is not installed" in said and f"install it with: {how}" in said
 
 
 def test_every_server_is_asked_the_same(scripts):
