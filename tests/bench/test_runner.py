@@ -195,6 +195,13 @@ def test_the_table_has_a_line_per_policy_and_load_and_fits_80_columns(make_bench
     assert any(line.split()[2:3] == ["loose"] for line in shown(rows, 120, by_class=True))
 
 
+def test_brackets_in_names_are_shown(make_bench, workload, tmp_path: Path):
+    rows = run_bench(PLAN, workload, make_bench, tmp_path)
+    lines = shown([replace(row, workload="a[b].jsonl", policy="p[red].py", slo_class="[/b]") for row in rows[1:2]], 120,
+                  by_class=True)  # fmt: skip
+    assert "workload a[b].jsonl" in lines[0] and any("p[red].py" in line and "[/b]" in line for line in lines)
+
+
 def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):
     row = run_bench(PLAN, workload, make_bench, tmp_path)[0]
     repeats = [replace(row, repeat=n, requests=100 * (n + 1), requests_with_slo=100 * (n + 1), attainment=n / 1.0,
