@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -328,6 +329,30 @@ def test_every_server_is_asked_the_same_on_the_same_models(workload, tmp_path: P
     assert common.baseline_ms(tmp_path / "adaserve") == 20.0
     with pytest.raises(ConfigError, match=r"--only must name adaserve and some of llama-draft, .*got 'vllm-plain'"):
         compare.compare(tmp_path, only="vllm-plain")
+
+
+def test_a_checkpoint_whose_making_was_stopped_is_made_again(tmp_path: Path, monkeypatch):
+    begun, codes = [], [1, 0, -2, 0, 0]
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        made, code = Path(command[-1]), codes.pop(0)
+        begun.append(made.name)
+        if "grow" in command:
+            made.mkdir()
+        (made / "weights" if made.is_dir() else made).write_text("half" if code else "whole")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for name in ("adaserve_jax.cli grow", "benchmarks.peers.to_gguf .*grown-110M"):
+        with pytest.raises(ConfigError, match=f"{name} failed; its message is above"):
+            compare.prepare(tmp_path, compare.NAMES)
+    places = compare.prepare(tmp_path, compare.NAMES)
+    files = [
+        Path(places["target"]) / "weights",
+        *(Path(places["gguf"]) / f"{role}.gguf" for role in ("target", "draft")),
+    ]
+    assert [file.read_text() for file in files] == ["whole"] * 3 and len(list(tmp_path.iterdir())) == 3
+    assert len(begun) == 5, "what is whole is kept"
 
 
 def test_the_committed_schema_is_that_of_the_code():
