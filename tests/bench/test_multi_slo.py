@@ -395,6 +395,9 @@ def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
     (tmp_path / "rest.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"rest.jsonl:1: not a record of aiperf: KeyError\('metadata'\)"):
         from_aiperf.points_of(runs, definition.classes)
+    (tmp_path / "rest.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"rest.jsonl holds no records; give the profile_export.jsonl of a run"):
+        from_aiperf.points_of(runs, definition.classes)
     with pytest.raises(ConfigError, match=r"cannot read .*; give a profile_export.jsonl"):
         from_aiperf.points_of(["2:code=nowhere"], definition.classes)
     with pytest.raises(ConfigError, match="is not the definition of a suite"):
