@@ -263,9 +263,10 @@ def test_what_cannot_be_asked_of_a_system_is_refused(workload, tmp_path: Path):
         held_definition(tmp_path, resume=False)
     with pytest.raises(ConfigError, match=r"cannot resume .*: seed was 0, is 1; give the options of that suite"):
         begin(tmp_path, replace(definition, seed=1), held_definition(tmp_path, resume=True))
-    (tmp_path / "definition.json").write_text("[")
-    with pytest.raises(ConfigError, match="is not the definition of a suite; give another --out"):
-        held_definition(tmp_path, resume=True)
+    for text in ("[", "[]", "{}", '{"baseline_ms": null}'):
+        (tmp_path / "definition.json").write_text(text)
+        with pytest.raises(ConfigError, match="is not the definition of a suite; give another --out"):
+            held_definition(tmp_path, resume=True)
 
 
 def made_submission(workload: Workload) -> Submission:
