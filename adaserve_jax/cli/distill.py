@@ -17,6 +17,7 @@ import typer
 
 from adaserve_jax.cli.options import FormatOption, read_text, takes
 from adaserve_jax.cli.terminal import (
+    INTERRUPTED_STATUS,
     check_writable,
     number_table,
     progress_bar,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from adaserve_jax.distill.offline import Distillation, Evaluation, Models
     from adaserve_jax.models.tokenizer import Tokenizer
 
-INTERRUPTED_STATUS = 130
 DTYPES = ("auto", "f32", "bf16")
 HEADS = ("none", "eagle3", "medusa")
 OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
