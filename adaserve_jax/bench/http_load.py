@@ -91,7 +91,10 @@ class UrlRun:
         keep_texts: bool = False,
     ):
         self.probes: list[UrlProbe] = []
-        self.waited_to_connect = self.resent = 0
+        self.waited_to_connect = 0
+        """Requests for which no idle connection was there."""
+        self.resent = 0
+        """Requests sent again, as the server had closed their idle connection."""
         self._pool = pool
         self._silence_timeout_s = silence_timeout_s
         self._on_progress = on_progress or (lambda _: None)

@@ -60,7 +60,6 @@ TEXTS = {1: 6, 4: 8, 16: 16}
 NEW_TOKENS = (48, 144)
 ANSWER_LIMIT_S = 600.0
 """Seconds after which a request without a limit of its own is cut off."""
-GGUF = ("to_gguf.py writes one from a checkpoint folder",)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Heard:
 class Measured:
     """One load on one server. tokens_per_s: all that came; goodput: those of requests that met their TPOT target.
     attained, joint: shares of the requests that met it, and the TTFT target too; a request that did not end met none.
-    Times are in ms."""
+    ttft_*, tpot_*: percentiles in ms, of the requests that finished only."""
 
     server: str
     load: str
@@ -498,7 +497,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--name", default="", help="what the target is called in the results")
     made.add_argument("--peers", default="llama.cpp,vLLM,transformers", help="peers, separated by commas")
     made.add_argument("--llama-server", default="llama-server", help="llama.cpp's server")
-    made.add_argument("--target-gguf", default="target.gguf", help="the target for llama.cpp: " + GGUF[0])
+    made.add_argument("--target-gguf", default="target.gguf", help="the target for llama.cpp, by to_gguf.py")
     made.add_argument("--draft-gguf", default="draft.gguf", help="the draft for llama.cpp")
     made.add_argument("--vllm", default="vllm", help="vLLM's program, in an environment of its own")
     made.add_argument("--vllm-args", default="--dtype float32", help="further options of vLLM")
