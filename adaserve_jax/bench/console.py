@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from adaserve_jax.results.records import RequestRecord
@@ -71,9 +72,10 @@ def result_table(
     for key in sorted(lines, key=lambda key: (loads.index(key[0]), policies.index(key[1:3]))):
         repeats = lines[key]
         first, figures = repeats[0], _pooled(repeats, with_tpot)
-        cells = (_plain(getattr(first, name)) for name in varied)
+        cells = [_plain(getattr(first, name)) for name in varied]
+        cells += [cell(figures, first) for cell in columns.values()]
         dim = first.slo_class != ALL_CLASSES
-        table.add_row(*cells, *(cell(figures, first) for cell in columns.values()), style="dim" if dim else None)
+        table.add_row(*map(escape, cells), style="dim" if dim else None)
     return table
 
 
@@ -129,7 +131,7 @@ def _title(rows: Sequence[ResultRow]) -> str | None:
     workloads = list(dict.fromkeys(row.workload for row in rows))
     named = f"workload {workloads[0]}" if len(workloads) == 1 else f"{len(workloads)} workloads"
     synthetic = ", synthetic acceptance" if any(row.synthetic_acceptance is not None for row in rows) else ""
-    return f"{rows[0].target}{size}{where}, {named}, seed {rows[0].seed}{synthetic}"
+    return escape(f"{rows[0].target}{size}{where}, {named}, seed {rows[0].seed}{synthetic}")
 
 
 def _plain(value: object) -> str:

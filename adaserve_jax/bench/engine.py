@@ -27,8 +27,8 @@ from adaserve_jax.workloads.items import WorkloadItem
 
 @dataclass(frozen=True)
 class AtPoint:
-    """The values that all records of a point share. start_s: time.monotonic at the loop's start. baseline_s: factor of
-    relative targets."""
+    """The values that all records of a point share. start_s: time.monotonic at the loop's start. baseline_s: seconds
+    per token that relative targets multiply."""
 
     run_id: str
     point: str

@@ -46,7 +46,8 @@ SPIN_S = 0.0015
 SWITCH_S = 0.0005
 """Interpreter switch interval: bounds the turns of other threads of this process, such as a progress bar."""
 SWEEP_S = 0.25
-_UNREACHED = ("connection_refused", "connect_timeout", "connect_failed")
+_MAY_BE_DEAD = ("connection_refused", "connect_timeout", "connect_failed", "disconnected", "truncated")
+"""Error codes after which a run asks whether the server is still there."""
 MAX_BODY_BYTES = 2**20
 """Most bytes that are read of an answer without a stream."""
 PROMPT = "Write down the numbers from one to a hundred:"
@@ -90,7 +91,10 @@ class UrlRun:
         keep_texts: bool = False,
     ):
         self.probes: list[UrlProbe] = []
-        self.waited_to_connect = self.resent = 0
+        self.waited_to_connect = 0
+        """Requests for which no idle connection was there."""
+        self.resent = 0
+        """Requests sent again, as the server had closed their idle connection."""
         self._pool = pool
         self._silence_timeout_s = silence_timeout_s
         self._on_progress = on_progress or (lambda _: None)
@@ -120,8 +124,8 @@ class UrlRun:
         for probe in left:
             probe.cut_off()
         self._pool.close_busy()
-        missed = any(probe.outcome[1] in _UNREACHED for probe in self.probes)
-        gone = missed and not await self._pool.reachable()
+        doubtful = any(probe.outcome[1] in _MAY_BE_DEAD for probe in self.probes)
+        gone = doubtful and not await self._pool.reachable()
         return LoopResult.of(
             self.probes, start_s, cut_off_s if left else None, interrupted=self._stopped.is_set(), engine_died=gone
         )

@@ -324,7 +324,8 @@ class EventReader:
 
     def close(self) -> list[bytes]:
         """Return the event that the end of the stream completes: some servers omit the last empty line."""
-        self._line(b"".join(self._rest))
+        if self._rest:  # an empty line would end the event
+            self._line(b"".join(self._rest))
         left, self._data, self._rest = self._data, [], []
         return [b"\n".join(left)] if left else []
 

@@ -175,9 +175,11 @@ def held_definition(out: Path, *, resume: bool) -> dict[str, Any] | None:
     if not resume:
         raise ConfigError(f"{out} holds another suite; give another --out, or --resume to go on with it")
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        held = dict(json.loads(path.read_bytes()))
+        float(held["baseline_ms"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not the definition of a suite; give another --out") from error
+    return held
 
 
 def without_place(model: str) -> str:

@@ -95,14 +95,17 @@ class BenchPlan:
 
     @property
     def loads(self) -> list[OfferedLoad]:
-        """Repeat by repeat."""
+        """Return every load of the grid, one repeat after another."""
         grid = product(range(self.repeats), self.rates, self.urgent_shares, self.slo_scales, self.arrivals)
         return [OfferedLoad(rate, share, scale, arrivals, repeat) for repeat, rate, share, scale, arrivals in grid]
 
     @property
     def points(self) -> list[Point]:
-        """In the order of measuring: the policies of one load are neighbours, and the first of them rotates from load
-        to load and from repeat to repeat, so that slow drift of the machine falls on all policies alike."""
+        """Return the points in the order of measuring.
+
+        The policies of one load are neighbours, and the first of them rotates from load to load and from repeat to
+        repeat, so that slow drift of the machine falls on all policies alike.
+        """
         points, per_repeat = [], len(self.loads) // self.repeats
         for number, load in enumerate(self.loads):
             first = (number % per_repeat + load.repeat) % len(self.policies)

@@ -39,7 +39,6 @@ def plot_profile(profile: Profile, path: Path) -> None:
     _plot_draft(profile, axes[2])
     figure.suptitle(f"{profile.name} on {profile.identity.device}, {profile.identity.machine}", fontsize=10)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another --plot") from error

@@ -53,7 +53,7 @@ class Begun:
 
     @property
     def done(self) -> frozenset[str]:
-        """Names of those points."""
+        """Return the names of the points that are done and valid."""
         return frozenset(row.point for row in self.rows)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,6 +186,8 @@ class _Bench:
     held_baseline_s: float | None
     """Baseline latency of a resumed run, which its relative targets multiply, whatever the engine measured now."""
     policy_files: Mapping[str, str]
+    salt: str = field(default_factory=secrets.token_hex)
+    """Drawn anew when a run is resumed: a server that outlives a stopped run has cached the answers to its points."""
 
     def measure(self, point: Point, out: Path) -> tuple[list[ResultRow], LoopResult]:
         """Warm up, drive, sum up, and write: the rows last, so that a point with rows is whole."""
@@ -246,7 +250,7 @@ class _Bench:
                 item=item,
                 seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
                 slo=self._slo(item.slo),
-                cache_salt=f"{self.provenance.run_id} {point.name} {times[text]}",
+                cache_salt=sha256(f"{self.salt} {point.name} {times[text]}".encode()).hexdigest(),
                 max_tokens=item.max_tokens,
                 number=number,
             ))  # fmt: skip

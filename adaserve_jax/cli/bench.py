@@ -47,6 +47,7 @@ from adaserve_jax.cli.options import (
 )
 from adaserve_jax.cli.report import write_suite_page
 from adaserve_jax.cli.terminal import (
+    INTERRUPTED_STATUS,
     notes,
     open_bench_engine,
     point_line,
@@ -79,7 +80,7 @@ from adaserve_jax.workloads.workload import load_workload, parse_slos
 
 POLICIES = "ar,spec:4,adaserve"
 PRESET = "adaserve"
-INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
+INVALID_STATUS = 1
 HIDDEN = "..."
 """Replaces the value of a header where a command line is shown."""
 NOT_OF_THE_RUN = ("policy", "seed", "compile_cache")

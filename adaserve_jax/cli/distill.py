@@ -17,6 +17,7 @@ import typer
 
 from adaserve_jax.cli.options import FormatOption, read_text, takes
 from adaserve_jax.cli.terminal import (
+    INTERRUPTED_STATUS,
     check_writable,
     number_table,
     progress_bar,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from adaserve_jax.distill.offline import Distillation, Evaluation, Models
     from adaserve_jax.models.tokenizer import Tokenizer
 
-INTERRUPTED_STATUS = 130
 DTYPES = ("auto", "f32", "bf16")
 HEADS = ("none", "eagle3", "medusa")
 OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
@@ -243,6 +243,8 @@ def _read(prompts: str, format: str, models: Models) -> list[list[int]]:
 
 def _tokenised(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token ids of each prompt; a conversation ends where the answer begins."""
+    from adaserve_jax.bench.local_client import encode_item  # imports jax
+
     if Path(prompts).suffix == ".txt" and format == AUTO:
         lines = read_text(Path(prompts), "prompts").splitlines()
         return [tokenizer.encode(line) for line in lines if line.strip()]
@@ -250,12 +252,7 @@ def _tokenised(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int
     items = [item for item in workload.items if not item.by_length]
     if not items:
         raise ConfigError(f"{prompts} has lengths of prompts only; give a file that has their texts")
-    return [
-        tokenizer.encode(item.prompt)
-        if item.prompt is not None
-        else tokenizer.apply_chat_template([asdict(message) for message in item.messages])
-        for item in items
-    ]
+    return [encode_item(tokenizer, item) for item in items]
 
 
 def _say_epoch(found: Evaluation) -> None:

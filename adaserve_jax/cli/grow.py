@@ -26,7 +26,7 @@ def grow(
     kv_heads: Annotated[int, typer.Option(help="key-value heads; 0: as the named size")] = 0,
     mlp: Annotated[int, typer.Option(help="inner features of the MLP or of each expert; 0: as the named size")] = 0,
     experts: Annotated[int, typer.Option(help="experts of each layer, of which each has the MLP; 0: none")] = 0,
-    experts_per_token: Annotated[int, typer.Option(help="experts that each token goes through")] = 2,
+    experts_per_token: Annotated[int, typer.Option(help="of --experts, those that each token takes; 0: 2")] = 0,
     dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
     seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
     head: Annotated[
@@ -39,7 +39,9 @@ def grow(
     """Grow a checkpoint to a size; its text stays the same, its cost does not."""
     given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
     if experts:
-        given |= {"experts": experts, "experts_per_token": experts_per_token}
+        given |= {"experts": experts, "experts_per_token": experts_per_token or 2}
+    elif experts_per_token:
+        raise ConfigError("--experts-per-token is about --experts; give both, or leave it out")
     shape = _shape(params, {name: value for name, value in given.items() if value})
     folder = resolve_folder(source, "target")
     head_folder = resolve_folder(head, "draft") if head else None

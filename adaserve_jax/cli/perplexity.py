@@ -12,6 +12,7 @@ from adaserve_jax.cli.options import comma_list, read_text
 from adaserve_jax.cli.terminal import check_writable, number_table, progress_bar, table_console, write_json
 from adaserve_jax.config import WEIGHT_KINDS
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.writing import TYPES
@@ -20,7 +21,6 @@ from adaserve_jax.results.provenance import count_parameters, machine_name, sour
 if TYPE_CHECKING:
     from adaserve_jax.models.perplexity import Score
 
-MIB = 2**20
 DTYPES = ("f32", "bf16")
 
 

@@ -157,10 +157,11 @@ def profile(
         measured = measure_profile(
             config, name=name, check_s=check_seconds, acceptance=acceptance or None, progress=progress
         )
+        write_profile(out, measured)  # a search that fails must not cost the measurement
         if search:
             measured = with_offsets(measured, out, traces, progress)
+            write_profile(out, measured)
     _print(measured)
-    write_profile(out, measured)
     if plot is not None:
         plot_profile(measured, plot)
     written = ", ".join(str(path) for path in (out, plot) if path is not None)

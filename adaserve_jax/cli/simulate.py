@@ -285,7 +285,9 @@ def parse_mix(text: str) -> dict[str, float]:
     """Return shares by class from "code=0.6,chat=0.4"."""
     shares: dict[str, float] = {}
     for part in text.split(","):
-        name, equals, share = part.strip().partition("=")
+        name, equals, share = (piece.strip() for piece in part.partition("="))
+        if name in shares:
+            raise ConfigError(f"--mix gives class {name!r} twice, got {text!r}; give each once")
         try:
             shares[name] = float(share)
         except ValueError:

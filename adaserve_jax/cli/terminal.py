@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from adaserve_jax.bench.local_client import LocalBenchEngine
     from adaserve_jax.engine.llm import LLM
 
+INTERRUPTED_STATUS = 130
+"""Exit status of a run that Ctrl-C ended."""
 MOST_COLUMNS = 1000
 SERVER_PACKAGES: dict[str, str] = dict.fromkeys(
     ("fastapi", "starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"), "server"

@@ -34,7 +34,7 @@ def _enable_keepalive(connection: socket.socket) -> None:
 
 
 class ConnectionPool:
-    """Pool that hands out the most recently used idle connection and keeps `spare_connections` idle ones open.
+    """Hands out the most recently used idle connection, and keeps at least `spare_connections` idle ones open.
 
     Used on the event loop on which it was created.
     """

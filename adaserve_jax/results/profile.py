@@ -226,7 +226,6 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile so that no reader sees half of it. Raises ConfigError if it cannot be written."""
     values = {"kind": KIND, "version": VERSION} | PROFILE.dump_python(profile)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _json(values) + "\n", mode=SHARED)
     except OSError as error:
         raise ConfigError(f"cannot write profile {path}: {error.strerror}; choose another --out") from error

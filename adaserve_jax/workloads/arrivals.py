@@ -28,6 +28,8 @@ EXAMPLES = (
 )  # fmt: skip
 PEAK_WIDTH_S, FLAT_SHARE = 35.0, 0.25
 """Default shape of peaks: that of `fluctuating`."""
+MOST_WIDTH_S = 1e9
+"""A wider peak is even within any run, and too even for floating point to integrate."""
 LEAST_CV, MOST_CV = 0.05, 20.0
 _ALLOWED: Mapping[str, tuple[str, ...]] = {
     POISSON: (),
@@ -87,7 +89,9 @@ def parse_arrivals(text: str) -> ArrivalSpec:
         period_s=_above(values["period"], process, "period") if process == SINE else 0.0,
         swing=_within(values.get("swing", 0.0), process, "swing", 0.0, 1.0),
         peaks=tuple((name, _within(at_s, process, name, 0.0, math.inf)) for name, at_s in peaks),
-        width_s=_above(values.get("width", PEAK_WIDTH_S), process, "width"),
+        width_s=_within(
+            _above(values.get("width", PEAK_WIDTH_S), process, "width"), process, "width", 0.0, MOST_WIDTH_S
+        ),
         flat=_within(values.get("flat", FLAT_SHARE), process, "flat", 0.0, 1.0),
     )
 

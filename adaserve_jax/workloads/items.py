@@ -81,7 +81,7 @@ class Workload:
 
     @property
     def classes(self) -> list[str]:
-        """In name order."""
+        """Return the names of the SLO classes, in order."""
         return sorted({item.slo_class for item in self.items})
 
     def derived(self, note: str, items: Iterable[WorkloadItem]) -> Workload:

@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def classes(self) -> list[str]:
-        """In name order."""
+        """Return the names of the SLO classes, in order."""
         return sorted({request.slo_class for request in self.requests})
 
     def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:

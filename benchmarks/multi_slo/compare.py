@@ -9,6 +9,7 @@ not installed is left out and named at the end. Writes a folder per server and R
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,19 +62,23 @@ NAMES = tuple(entry.name for entry in ENTRIES)
 def prepare(work: Path, names: Sequence[str]) -> dict[str, str]:
     """Make the checkpoints that are not there yet, and return what `Entry.options` name."""
     target, draft = work / "grown-110M", "demo"
-    if not target.exists():
-        _run([sys.executable, "-m", "adaserve_jax.cli", "grow", str(target), "--params", "110M"])
+    _make(target, "adaserve_jax.cli", "grow", "--params", "110M")
     if any(name.startswith("llama") for name in names):
         for role, source in (("target", str(target)), ("draft", draft)):
-            if not (work / f"{role}.gguf").exists():
-                _run([sys.executable, "-m", "benchmarks.peers.to_gguf", source, "--role", role, "--out",
-                      str(work / f"{role}.gguf")])  # fmt: skip
+            _make(work / f"{role}.gguf", "benchmarks.peers.to_gguf", source, "--role", role, "--out")
     return {"target": str(target), "draft": draft, "gguf": str(work)}
 
 
-def _run(command: Sequence[str]) -> None:
-    if subprocess.run(command, check=False).returncode:
-        raise ConfigError(f"{' '.join(command[1:5])} failed; its message is above")
+def _make(made: Path, *command: str) -> None:
+    """Run a module that writes to its last argument, unless that is there. One that was stopped leaves only a part."""
+    if made.exists():
+        return
+    part = made.with_name(f"part-{made.name}")
+    if part.is_dir():
+        shutil.rmtree(part)
+    if subprocess.run([sys.executable, "-m", *command, str(part)], check=False).returncode:
+        raise ConfigError(f"{' '.join(command[:2])} failed; its message is above")
+    part.rename(made)
 
 
 def compare(

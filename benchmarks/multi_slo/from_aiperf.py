@@ -52,6 +52,8 @@ def read_export(path: Path, target: ClassTarget) -> list[RequestRecord]:
             records.append(_record(json.loads(line), target, f"{target.name}-{number}"))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: not a record of aiperf: {error!r}") from error
+    if not records:
+        raise ConfigError(f"{path} holds no records; give the profile_export.jsonl of a run that sent requests")
     return records
 
 

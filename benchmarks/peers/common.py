@@ -56,19 +56,20 @@ class Peer:
 
 
 def stop(message: str) -> SystemExit:
-    """To be raised: it ends the program with status 2."""
+    """Print an error, and return the exception to raise, which ends the program with status 2."""
     print(f"error: {message}", file=sys.stderr)
     return SystemExit(2)
 
 
 def run(main: Callable[[list[str]], int]) -> NoReturn:
-    """The end of each script: its status is that of `main`. SIGTERM ends the server too."""
+    """Run a script and exit with the status of `main`. SIGTERM ends the server too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     raise SystemExit(main(sys.argv[1:]))
 
 
 def parser(description: str | None, *, target: str | None = None, draft: str | None = None) -> argparse.ArgumentParser:
-    """The options that every peer has. target, draft: defaults; without one the option must be given."""
+    """Return a parser of the options that every peer has. target, draft: defaults of --target and --draft, which must
+    be given where there is none."""
     made = argparse.ArgumentParser(
         description=(description or "").partition("\n")[0],
         epilog="What follows -- goes to `adaserve bench`: the same for every system that is compared.",
@@ -90,7 +91,7 @@ def parser(description: str | None, *, target: str | None = None, draft: str | N
 
 
 def parse(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the script, and those of `adaserve bench` after --. Exits with status 2 when one is wrong."""
+    """Return options of the script, and those of `adaserve bench` after --. Exits with status 2 when one is wrong."""
     own, bench = list(argv), []
     if "--" in own:
         at = own.index("--")
@@ -112,12 +113,12 @@ def drafted(options: argparse.Namespace) -> bool:
 
 
 def policy_name(options: argparse.Namespace) -> str:
-    """How rows say in which way a peer decodes."""
+    """Return the name of the way in which a peer decodes, for its rows."""
     return f"draft:{options.draft_tokens}" if drafted(options) else "plain"
 
 
 def baseline_ms(folder: Path) -> float:
-    """Of the suite or of the first row there: the latency per token that its relative targets multiply."""
+    """Return the ms per token that the relative targets of a measured run multiply. Raises SystemExit: it has none."""
     try:
         held = held_definition(folder, resume=True)
         if held is not None:
@@ -131,7 +132,8 @@ def baseline_ms(folder: Path) -> float:
 
 
 def program(name: str, how: str) -> str:
-    """The path of an installed program, beside this Python or on PATH. how: the command that installs it."""
+    """Return the path of an installed program, beside this Python or on PATH. Raises SystemExit, with `how`, the
+    command that installs it."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
     if found is None:
@@ -140,7 +142,7 @@ def program(name: str, how: str) -> str:
 
 
 def output(*command: str) -> str:
-    """What a program prints, such as its help or its version, errors too."""
+    """Return what a program prints, such as its help or its version, errors too."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
     )
@@ -148,15 +150,15 @@ def output(*command: str) -> str:
 
 
 def checkpoint(name_or_path: str, role: str) -> str:
-    """The folder of a checkpoint, where `demo` is the embedded pair's; what is no folder is left as it is: the name of
-    a repository."""
+    """Return the folder of a checkpoint, where `demo` is the embedded pair's; what is no folder is left as it is: the
+    name of a repository."""
     if name_or_path != "demo" and not Path(name_or_path).expanduser().is_dir():
         return name_or_path
     return str(resolve_folder(name_or_path, role))  # pyright: ignore[reportArgumentType]
 
 
 def bench_command(peer: Peer, url: str, out: Path, bench: Sequence[str]) -> list[str]:
-    """`adaserve bench` on a server that runs. It goes on in `out`, or begins there."""
+    """Return the command of `adaserve bench` on a server that runs. It goes on in `out`, or begins there."""
     command = [sys.executable, "-m", "adaserve_jax.cli", "bench", "--url", url, "--system", peer.system]
     command += ["--policies", peer.policy, "--out", str(out), "--resume"]
     if peer.model is not None:
@@ -206,7 +208,7 @@ def running(
 
 
 def wait_ready(server: subprocess.Popen[bytes], url: str, log: Path, limit_s: float = READY_LIMIT_S) -> None:
-    """Raises SystemExit, with the end of the log, when the server ends or takes too long."""
+    """Wait until the server answers. Raises SystemExit, with the end of the log, when it ends or takes too long."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         if server.poll() is not None:
@@ -219,7 +221,7 @@ def wait_ready(server: subprocess.Popen[bytes], url: str, log: Path, limit_s: fl
 
 
 def port_for(out: Path) -> int:
-    """A free one, or that of the run which is gone on with in `out`."""
+    """Return the port of the run that is in `out`, or a free one if there is none. Raises SystemExit: it is taken."""
     try:
         port = int(json.loads((out / SERVER).read_text())["port"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -234,7 +236,7 @@ def port_for(out: Path) -> int:
 
 
 def _signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the process and those that it started, which share its session's group."""
+    """Send a signal to the process and those that it started, which share its session's group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

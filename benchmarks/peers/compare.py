@@ -58,7 +58,8 @@ CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
 TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
 NEW_TOKENS = (48, 144)
-GGUF = ("to_gguf.py writes one from a checkpoint folder",)
+ANSWER_LIMIT_S = 600.0
+"""Seconds after which a request without a limit of its own is cut off."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Heard:
 class Measured:
     """One load on one server. tokens_per_s: all that came; goodput: those of requests that met their TPOT target.
     attained, joint: shares of the requests that met it, and the TTFT target too; a request that did not end met none.
-    Times are in ms."""
+    ttft_*, tpot_*: percentiles in ms, of the requests that finished only."""
 
     server: str
     load: str
@@ -137,8 +138,11 @@ class Measured:
 # ---- one request ----
 
 
-async def ask(server: Server, port: int, asked: Asked, temperature: float, targets_ms: dict[str, float]) -> Heard:
-    """Send a request and read its stream. An error is noted, not raised."""
+async def ask(
+    server: Server, port: int, asked: Asked, temperature: float, targets_ms: dict[str, float],
+    limit_s: float = ANSWER_LIMIT_S,
+) -> Heard:  # fmt: skip
+    """Send a request and read its stream, at most for limit_s. An error is noted, not raised."""
     body: dict[str, Any] = {
         "prompt": asked.prompt, "stream": True, **USAGE_LADDER[0], "max_tokens": asked.new_tokens,
         "temperature": temperature, "top_p": 1.0, "seed": asked.seed, "ignore_eos": True, **server.body,
@@ -147,16 +151,19 @@ async def ask(server: Server, port: int, asked: Asked, temperature: float, targe
         body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
     heard = Heard(asked, time.monotonic())
     try:
-        connection = await Connection.open(port)
-        try:
-            connection.send("POST", "/v1/completions", json.dumps(body).encode())
-            answer = await connection.head(heard.sent_s)
-            if answer.status != 200:
-                heard.error = f"status {answer.status}: {(await connection.read(answer)).body}"[:300]
-            else:
-                await _listen(connection, answer, heard)
-        finally:
-            connection.close()
+        async with asyncio.timeout(limit_s):
+            connection = await Connection.open(port)
+            try:
+                connection.send("POST", "/v1/completions", json.dumps(body).encode())
+                answer = await connection.head(heard.sent_s)
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {(await connection.read(answer)).body}"[:300]
+                else:
+                    await _listen(connection, answer, heard)
+            finally:
+                connection.close()
+    except TimeoutError:
+        heard.error = "cut off"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         heard.error = f"{type(error).__name__}: {error}"
     if heard.error is None and not heard.whole:
@@ -210,17 +217,14 @@ class Drive:
     async def open(self, asked: Sequence[Asked], drain_s: float) -> tuple[list[Heard], float, float]:
         """Send each request when it is due, and wait for the last ones; those that take longer are cut off."""
         start = time.monotonic()
+        limit = start + max(each.due_s for each in asked) + drain_s
         tasks: list[asyncio.Task[Heard]] = []
         for each in asked:
             await asyncio.sleep(max(0.0, start + each.due_s - time.monotonic()))
-            tasks.append(asyncio.create_task(ask(self.server, self.port, each, self.temperature, self.targets_ms)))
-        done, left = await asyncio.wait(tasks, timeout=drain_s)
-        end = time.monotonic()
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        cut = [Heard(each, 0.0, error="cut off") for each, task in zip(asked, tasks, strict=True) if task in left]
-        return [task.result() for task in tasks if task in done] + cut, start, end
+            left_s = limit - time.monotonic()
+            one = ask(self.server, self.port, each, self.temperature, self.targets_ms, left_s)
+            tasks.append(asyncio.create_task(one))
+        return await asyncio.gather(*tasks), start, time.monotonic()
 
 
 def figures(
@@ -260,6 +264,9 @@ class Requests:
         ]
 
     def arriving(self, rate: float, seconds: float, seed: Sequence[int]) -> list[Asked]:
+        """Return Poisson arrivals at so many requests per second; none may fall into a short time."""
+        if not rate:
+            return []
         rng = np.random.default_rng(seed)
         times = np.cumsum(rng.exponential(1 / rate, int(2 * rate * seconds) + 10))
         times = times[times < seconds]
@@ -348,6 +355,12 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
     for name in options.peers.split(","):
         if name not in made or name == OURS:
             raise common.stop(f"--peers must name some of llama.cpp, vLLM, transformers, got {name!r}")
+        if name == "llama.cpp":
+            options.llama_server = common.program(options.llama_server, llama_cpp.HOW)
+        elif name == "vLLM":
+            options.vllm = common.program(options.vllm, vllm.HOW)
+        else:
+            transformers_serve.check_installed(transformers_serve.NEEDED)
         ways = (False,) if name == "transformers" else (False, True)
         for no_draft in ways:
             given = argparse.Namespace(**vars(options) | {"no_draft": no_draft, "server_args": ""})
@@ -383,8 +396,8 @@ def _transformers() -> str:
 # ---- the comparison ----
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the servers, measure all loads in all rounds, and return the results."""
+def compare(options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Start the servers and measure all loads in all rounds. save: takes the results so far, after each round."""
     servers = servers_of(options)
     requests = Requests(options.target)
     rows: list[Measured] = []
@@ -393,6 +406,11 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         plain = min(alone_ms[one.server.name] for one in running if not one.server.draft)
         targets_ms = {name: scale * plain for name, scale in SCALES.items()}
         greedy = {one.server.name: greedy_text(one, requests) for one in running}
+        about = [
+            {"name": one.server.name, "version": one.server.version, "ready_s": one.ready_s,
+             "command": shlex.join(_without_folders(one.server.command))}
+            for one in running
+        ]  # fmt: skip
         capacity = 0.0
         for number in range(options.rounds):
             turn = running[number % len(running) :] + running[: number % len(running)]
@@ -410,23 +428,21 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 )
             for share in OPEN:
                 asked = requests.arriving(share * capacity, options.duration, (options.seed, int(10 * share), number))
+                if not asked:
+                    print(f"{number} open {share:g}: no request arrives; raise --duration", file=sys.stderr)
+                    continue
                 for one in turn:
                     drive = Drive(one.server, one.port, options.temperature, targets_ms)
                     rows.append(driven(one, f"open {share:g}", number, targets_ms, drive.open, asked, options.drain))
-        about = [
-            {"name": one.server.name, "version": one.server.version, "ready_s": one.ready_s,
-             "command": shlex.join(_without_folders(one.server.command))}
-            for one in running
-        ]  # fmt: skip
-    reference = greedy[servers[0].name]
-    return {
-        "commit": source_commit(), "machine": machine_name(), "servers": about, "temperature": options.temperature,
-        "target": options.name or Path(options.target).name, "rounds": options.rounds, "duration_s": options.duration,
-        "drain_s": options.drain, "new_tokens": NEW_TOKENS, "alone_ms": alone_ms, "targets_ms": targets_ms,
-        "ttft_ms": 1e3 * TTFT_S, "capacity_rps": capacity, "seed": options.seed,
-        "same_greedy_text": {name: text == reference for name, text in greedy.items()},
-        "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+            save({
+                "commit": source_commit(), "machine": machine_name(), "servers": about,
+                "temperature": options.temperature, "target": options.name or Path(options.target).name,
+                "rounds": number + 1, "duration_s": options.duration, "drain_s": options.drain,
+                "new_tokens": NEW_TOKENS, "alone_ms": alone_ms, "targets_ms": targets_ms, "ttft_ms": 1e3 * TTFT_S,
+                "capacity_rps": capacity, "seed": options.seed,
+                "same_greedy_text": {name: text == greedy[servers[0].name] for name, text in greedy.items()},
+                "rows": [asdict(row) for row in rows],
+            })  # fmt: skip
 
 
 def driven(
@@ -481,7 +497,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--name", default="", help="what the target is called in the results")
     made.add_argument("--peers", default="llama.cpp,vLLM,transformers", help="peers, separated by commas")
     made.add_argument("--llama-server", default="llama-server", help="llama.cpp's server")
-    made.add_argument("--target-gguf", default="target.gguf", help="the target for llama.cpp: " + GGUF[0])
+    made.add_argument("--target-gguf", default="target.gguf", help="the target for llama.cpp, by to_gguf.py")
     made.add_argument("--draft-gguf", default="draft.gguf", help="the draft for llama.cpp")
     made.add_argument("--vllm", default="vllm", help="vLLM's program, in an environment of its own")
     made.add_argument("--vllm-args", default="--dtype float32", help="further options of vLLM")
@@ -497,9 +513,12 @@ def main(argv: list[str]) -> int:
         no_draft=False, server_args="", policy="adaserve", prefix_cache=False, dtype="float32", continuous_batching=True
     )
     options = made.parse_args(argv)
-    result = compare(options)
-    result["command"] = f"python -m benchmarks.peers.compare {shlex.join(_without_folders(argv))}"
-    write_whole(options.out, json.dumps(result, indent=1) + "\n", mode=SHARED)
+    command = f"python -m benchmarks.peers.compare {shlex.join(_without_folders(argv))}"
+
+    def save(result: dict[str, Any]) -> None:
+        write_whole(options.out, json.dumps(result | {"command": command}, indent=1) + "\n", mode=SHARED)
+
+    compare(options, save)
     return 0
 
 

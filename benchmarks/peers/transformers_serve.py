@@ -16,6 +16,7 @@ import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def command(options: argparse.Namespace) -> list[str]:
     return [*words, *extra]
 
 
+def check_installed(packages: Sequence[str]) -> None:
+    """Raise SystemExit, with the command that installs them, unless all are there."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise common.stop(f"{name} is not installed; install it with: {HOW}")
+
+
 def extra_body(target: str) -> dict[str, Any]:
     """`transformers serve` samples only where its generation config says so, whatever temperature a request has: the
     model's own, and sampling by temperature alone. With temperature 0 it is greedy still. Its continuous batching takes
@@ -58,9 +66,7 @@ def main(argv: list[str]) -> int:
         help="without a draft: requests run together (on), all sampled as the server's first one; else one by one",
     )
     options, bench = common.parse(made, argv)
-    for name in NEEDED if common.drafted(options) else (*NEEDED, *NEEDED_TO_SERVE):
-        if importlib.util.find_spec(name) is None:
-            raise common.stop(f"{name} is not installed; install it with: {HOW}")
+    check_installed(NEEDED if common.drafted(options) else (*NEEDED, *NEEDED_TO_SERVE))
     words, policy = tuple(command(options)), common.policy_name(options)
     version = importlib.metadata.version("transformers")
     if common.drafted(options):

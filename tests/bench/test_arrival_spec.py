@@ -43,6 +43,8 @@ def test_settings_go_where_they_belong():
         ("gamma:cv=0", "arrivals: gamma: cv: expected a number from 0.05 to 20, got 0"),
         ("gamma:cv=1,cv=2", "arrivals: gamma: cv is given twice"),
         ("peaks:chat=1,chat=2", "arrivals: peaks: chat is given twice"),
+        ("peaks:chat=1,width=0", "arrivals: peaks: width: expected a number above 0, got 0"),
+        ("peaks:chat=1,width=1e200", "arrivals: peaks: width: expected a number from 0 to 1e+09, got 1e+200"),
         ("peaks:chat=-1", "arrivals: peaks: chat: expected a number from 0 to inf, got -1"),
         ("trace:scale=0", "arrivals: trace: scale: expected a number above 0, got 0"),
         ("sine:period=0,swing=1", "arrivals: sine: period: expected a number above 0, got 0"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib.util
 import os
 import sys
 from dataclasses import replace
@@ -48,12 +50,18 @@ def test_servers_take_turns_and_are_asked_for_whole_texts(scripts, tmp_path):
 
 
 def test_requests_that_take_too_long_or_have_no_server_failed(scripts, tmp_path):
+    """What came of a request before it was cut off counts."""
     compare, common = scripts["compare"], scripts["common"]
-    asked = [compare.Asked([97], 20_000, 0, "tight"), compare.Asked([97], 2, 1, "tight")]
+    asked = [compare.Asked([97], 2, 1, "tight"), compare.Asked([97], 4_000, 0, "tight")]
     with compare.up([stand_in(compare, "one")], tmp_path / "logs") as (one,):
         drive = compare.Drive(one.server, one.port, 0.0, TARGETS_MS)
-        row = compare.driven(one, "open 1", 0, TARGETS_MS, drive.open, list(reversed(asked)), 3.0)
+        with one.awake():
+            heard, start, end = asyncio.run(drive.open(asked, 2.0))
+            limited = asyncio.run(compare.ask(one.server, one.port, asked[1], 0.0, {}, 0.1))
+        assert [each.error for each in (*heard, limited)] == [None, "cut off", "cut off"]
+        row = compare.figures("one", "open 1", 0, heard, start, end, TARGETS_MS)
         assert (row.requests, row.failed) == (2, 1)
+        assert row.tokens_per_s * (end - start) == pytest.approx(2 + len(heard[1].at_s)) and heard[1].at_s
     gone = compare.Drive(stand_in(compare, "none"), common.free_port(), 0.0, TARGETS_MS)
     heard, _, _ = asyncio.run(gone.open(asked[:1], 5.0))
     assert heard[0].error is not None and "ConnectionRefusedError" in heard[0].error
@@ -82,6 +90,41 @@ def test_figures_count_what_came_while_the_load_was_measured(scripts):
     assert compare.figures("s", "open 1", 0, late, 1.0, 3.0, TARGETS_MS).joint == 0.0
 
 
+def test_results_are_saved_after_each_round(scripts, tmp_path, monkeypatch):
+    """No request arrives within so short an open loop, which is left out."""
+    compare = scripts["compare"]
+    for name, value in (("CLOSED", (1,)), ("OPEN", (0.5,)), ("NEW_TOKENS", (4, 6))):
+        monkeypatch.setattr(compare, name, value)
+    servers = [stand_in(compare, f"{compare.OURS}, a"), replace(stand_in(compare, "peer, plain"), draft=False)]
+    monkeypatch.setattr(compare, "servers_of", lambda _: servers)
+    options = argparse.Namespace(
+        out=tmp_path / "peers.json", target="demo", name="", rounds=2, seed=0, temperature=0.0, duration=1e-9, drain=0.0
+    )
+    saved = []
+    compare.compare(options, saved.append)
+    assert [(each["rounds"], len(each["rows"])) for each in saved] == [(1, 2), (2, 4)]
+    assert {row["load"] for row in saved[-1]["rows"]} == {"closed 1"} and saved[0]["capacity_rps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "missing", "how"),
+    [
+        ("llama.cpp", "no-llama", "brew install llama.cpp"),
+        ("vLLM", "no-vllm", "pip install vllm"),
+        ("transformers", "torch", 'pip install "transformers[serving]" torch accelerate'),
+    ],
+)
+def test_a_peer_that_is_not_installed_is_named_with_the_command(
+    scripts, tmp_path, monkeypatch, capsys, peer, missing, how
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    given = ["--llama-server", "no-llama", "--vllm", "no-vllm", "--out", str(tmp_path / "peers.json")]
+    with pytest.raises(SystemExit, match="2"):
+        scripts["compare"].main([*given, "--peers", peer])
+    said = capsys.readouterr().err
+    assert f"{missing} is not installed" in said and f"install it with: {how}" in said
+
+
 def test_every_server_is_asked_the_same(scripts):
     requests = scripts["compare"].Requests("demo")
     assert requests.cut(4, (0, 1)) == requests.cut(4, (0, 1)) != requests.cut(4, (0, 2))
@@ -89,6 +132,7 @@ def test_every_server_is_asked_the_same(scripts):
     times = [each.due_s for each in arriving]
     assert times == sorted(times) and times[0] > 0 and times[-1] < 2.0 and 20 < len(times) < 70
     assert {each.slo_class for each in arriving} == {"tight", "relaxed"}
+    assert requests.arriving(0.0, 2.0, (0, 5, 1)) == [], "no peer emitted a token"
 
 
 def test_rotary_rows_are_reordered_so_that_pairs_are_neighbours(scripts):

@@ -318,6 +318,24 @@ def test_a_server_that_dies_ends_the_run():
         engine.close()
 
 
+def test_a_server_that_dies_as_the_last_requests_drain_ends_the_run():
+    """No request finds it gone: those in flight are only cut."""
+    with FakeServer(script) as server:
+        engine = UrlEngine(UrlSettings(server.url, baseline_s=0.01, connect_timeout_s=1.0, spare_connections=0))
+        asks, before = due(engine, "endless"), len(server.asked)
+
+        def stop() -> None:
+            wait_until(lambda: len(server.asked) > before)
+            server.stop()
+
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        loop = engine.drive(asks, drain_s=PATIENCE_S)
+        stopping.join()
+        assert loop.engine_died and [p.outcome for p in loop.probes] == [("failed", "disconnected")]  # type: ignore[attr-defined]
+        engine.close()
+
+
 def test_the_bytes_of_a_request(server, engine):
     drive(engine, "plain", None, slo=SLO(tpot_ms=5.0))
     completion, chat = server.asked[-2:]

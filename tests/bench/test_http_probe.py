@@ -200,9 +200,10 @@ def test_random_texts_are_read_as_by_the_standard():
         assert read_events([raw[:cut], raw[cut:]]) == standard_events(text), text
 
 
-def test_an_event_without_its_last_empty_line_is_given_at_the_end():
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r", b"\r\n"])
+def test_an_event_without_its_last_empty_line_is_given_at_the_end(end: bytes):
     reader = EventReader()
-    assert reader.feed(b"data: a\n\ndata: b\ndata: c") == [b"a"]
+    assert reader.feed(b"data: a\n\ndata: b\ndata: c" + end) == [b"a"]
     assert reader.close() == [b"b\nc"] and reader.close() == []
 
 

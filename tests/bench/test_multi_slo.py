@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -262,9 +263,10 @@ def test_what_cannot_be_asked_of_a_system_is_refused(workload, tmp_path: Path):
         held_definition(tmp_path, resume=False)
     with pytest.raises(ConfigError, match=r"cannot resume .*: seed was 0, is 1; give the options of that suite"):
         begin(tmp_path, replace(definition, seed=1), held_definition(tmp_path, resume=True))
-    (tmp_path / "definition.json").write_text("[")
-    with pytest.raises(ConfigError, match="is not the definition of a suite; give another --out"):
-        held_definition(tmp_path, resume=True)
+    for text in ("[", "[]", "{}", '{"baseline_ms": null}'):
+        (tmp_path / "definition.json").write_text(text)
+        with pytest.raises(ConfigError, match="is not the definition of a suite; give another --out"):
+            held_definition(tmp_path, resume=True)
 
 
 def made_submission(workload: Workload) -> Submission:
@@ -330,6 +332,30 @@ def test_every_server_is_asked_the_same_on_the_same_models(workload, tmp_path: P
         compare.compare(tmp_path, only="vllm-plain")
 
 
+def test_a_checkpoint_whose_making_was_stopped_is_made_again(tmp_path: Path, monkeypatch):
+    begun, codes = [], [1, 0, -2, 0, 0]
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+        made, code = Path(command[-1]), codes.pop(0)
+        begun.append(made.name)
+        if "grow" in command:
+            made.mkdir()
+        (made / "weights" if made.is_dir() else made).write_text("half" if code else "whole")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for name in ("adaserve_jax.cli grow", "benchmarks.peers.to_gguf .*grown-110M"):
+        with pytest.raises(ConfigError, match=f"{name} failed; its message is above"):
+            compare.prepare(tmp_path, compare.NAMES)
+    places = compare.prepare(tmp_path, compare.NAMES)
+    files = [
+        Path(places["target"]) / "weights",
+        *(Path(places["gguf"]) / f"{role}.gguf" for role in ("target", "draft")),
+    ]
+    assert [file.read_text() for file in files] == ["whole"] * 3 and len(list(tmp_path.iterdir())) == 3
+    assert len(begun) == 5, "what is whole is kept"
+
+
 def test_the_committed_schema_is_that_of_the_code():
     assert json.loads(SCHEMA.read_text()) == json_schema()
 
@@ -369,6 +395,9 @@ def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
         from_aiperf.points_of(["code=x"], definition.classes)
     (tmp_path / "rest.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"rest.jsonl:1: not a record of aiperf: KeyError\('metadata'\)"):
+        from_aiperf.points_of(runs, definition.classes)
+    (tmp_path / "rest.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"rest.jsonl holds no records; give the profile_export.jsonl of a run"):
         from_aiperf.points_of(runs, definition.classes)
     with pytest.raises(ConfigError, match=r"cannot read .*; give a profile_export.jsonl"):
         from_aiperf.points_of(["2:code=nowhere"], definition.classes)

@@ -195,5 +195,5 @@ def test_the_picture_is_written_and_a_wrong_name_is_refused_first(tmp_path: Path
     assert "<!-- no draft -->" in plain.read_text()
     with pytest.raises(ConfigError, match=r"--plot must end in .png or .svg, got .*roofline.gif"):
         need_matplotlib(tmp_path / "roofline.gif")
-    with pytest.raises(ConfigError, match=r"cannot write .*roofline\.png/p\.svg: File exists; choose another --plot"):
+    with pytest.raises(ConfigError, match=r"cannot write .*png/p\.svg: Not a directory; choose another --plot"):
         plot_profile(profile(), path / "p.svg")

@@ -13,6 +13,7 @@ from adaserve_jax.bench.console import result_table
 from adaserve_jax.bench.engine import EngineAbout
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
+from adaserve_jax.engine.client import MAX_SALT_CHARS
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
@@ -77,6 +78,16 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
         salts.setdefault(request.cache_salt, set()).add(request.request_id.rpartition("-")[0])
     assert len(salts) >= 2 * 4 * 2, "a salt for each point of each run, and for its warm-up"
     assert all(len(points) == 1 for points in salts.values())
+
+
+def test_a_point_that_is_measured_again_has_new_salts(make_bench, workload, tmp_path: Path):
+    """A server that outlives a stopped run has cached its answers. Long names of points make no salt too long."""
+    engine = make_bench("ar")
+    plan = BenchPlan(("p" * MAX_SALT_CHARS,), (60.0,), duration_s=0.2, max_late_s=0.0)
+    for _ in range(2):
+        assert not any(row.valid for row in run_bench(plan, workload, lambda: engine, tmp_path / "out", use="resume"))
+    sent = [(request.cache_salt, tuple(request.prompt_ids)) for request in engine.client.submitted]
+    assert len(sent) == len(set(sent)) and max(len(salt) for salt, _ in sent) <= MAX_SALT_CHARS
 
 
 def test_no_request_shares_a_salt_with_its_own_copy(make_bench, workload, tmp_path: Path):
@@ -182,6 +193,13 @@ def test_the_table_has_a_line_per_policy_and_load_and_fits_80_columns(make_bench
     assert "scripted" in lines[0] and not any("…" in line for line in lines)
     assert any(line.split()[:2] == ["adaserve-paper", "60"] for line in lines)
     assert any(line.split()[2:3] == ["loose"] for line in shown(rows, 120, by_class=True))
+
+
+def test_brackets_in_names_are_shown(make_bench, workload, tmp_path: Path):
+    rows = run_bench(PLAN, workload, make_bench, tmp_path)
+    lines = shown([replace(row, workload="a[b].jsonl", policy="p[red].py", slo_class="[/b]") for row in rows[1:2]], 120,
+                  by_class=True)  # fmt: skip
+    assert "workload a[b].jsonl" in lines[0] and any("p[red].py" in line and "[/b]" in line for line in lines)
 
 
 def test_repeats_are_pooled_in_the_table(make_bench, workload, tmp_path: Path):

@@ -340,6 +340,7 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
         (["--fluctuating", "--replicas", "2,4,2"], "--replicas must be different numbers, got '2,4,2'"),
         (["--fluctuating", "--replicas", "2,none"], "--replicas must be whole numbers above 0, .*got 'none'"),
         (["--fluctuating", "--mix", "code"], "--mix must be classes and shares such as code=0.6,chat=0.4, got 'code'"),
+        (["--fluctuating", "--mix", "code =1, code=2"], "--mix gives class 'code' twice, got 'code =1, code=2'"),
         (["--fluctuating", "--slo-scale", "0"], "--slo-scale must be numbers above 0 or 'trace'"),
         (["--fluctuating", "--rates", "fast"], "--rates must be numbers above 0 or 'trace'"),
         (["--fluctuating", "--rates", ","], "--rates, --slo-scale, --replicas and --policies must not be empty"),

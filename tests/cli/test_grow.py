@@ -26,5 +26,7 @@ def test_a_head_grows_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--head", str(source), *SIZES) == 2
     assert "expected an EAGLE-3 head or Medusa heads, got a model of its own" in capsys.readouterr().err
     assert not (tmp_path / "other").exists(), "a wrong head is told before anything is written"
+    assert run_program("grow", str(tmp_path / "other"), *SIZES, "--experts-per-token", "2") == 2
+    assert "--experts-per-token is about --experts; give both, or leave it out" in capsys.readouterr().err
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--params", "3B") == 2
     assert "--params must be one of 110M, 1B, 8B, got '3B'" in capsys.readouterr().err

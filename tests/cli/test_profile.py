@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime.warmup import Effort, measure
 from adaserve_jax.types import SamplingParams
 from tests.program import run_program
+from tests.results.test_profile import profile as some_profile
 
 BRIEF = Effort((0, 300), passes=1, repeats=1, repeats_beyond=1, all_depths=False)
 CONFIG = EngineConfig(
@@ -71,6 +73,19 @@ def test_a_measured_profile_is_what_an_engine_starts_from(
     for changes, message in [({"max_depth": 3}, "max_depth is 4 in it, and 3 now"), ({"draft": None}, "and None now")]:
         with pytest.raises(ConfigError, match=message):
             LocalEngine(replace(CONFIG, profile=str(path), **changes)).start()
+
+
+def test_a_search_that_fails_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The machine is too small for the trace, which shows only when it is simulated."""
+    measured = some_profile(proposal={"by_rows": [{"tokens_per_s": 100.0}]})
+    monkeypatch.setattr(profiling, "measure_profile", lambda *_, **__: measured)
+    path, trace = tmp_path / "profile.json", tmp_path / "trace.jsonl"
+    line = {"t_ms": 0.0, "prompt_id": "chat-1", "slo_ratio": 3.0, "output_length": 8, "input_length": 100_000}
+    trace.write_text(json.dumps(line) + "\n")
+    assert run_program("profile", "--out", str(path), "--search", "--trace", str(trace)) == 2
+    assert "has a prompt of 100000 tokens" in capsys.readouterr().err and read_profile(path) == measured
 
 
 @pytest.mark.parametrize(

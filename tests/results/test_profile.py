@@ -75,7 +75,7 @@ def test_a_line_is_of_least_relative_error_and_never_far_below_what_was_measured
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path):
-    path = tmp_path / "deep" / "profile.json"
+    path = tmp_path / "profile.json"
     written = profile(c1=2, c2=-1, errors={"verify": {"steps": 3, "median": 0.1, "p90": 0.2}})
     write_profile(path, written)
     assert read_profile(path) == written
