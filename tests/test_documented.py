@@ -162,6 +162,7 @@ def test_the_python_guide_has_every_error():
 def test_the_package_gives_what_the_python_guide_says_and_no_more():
     shown = names(section("python-api.md", "## What the package gives"))
     assert shown == sorted(adaserve_jax.__all__)
+    assert set(shown) <= set(dir(adaserve_jax))
     assert all(hasattr(adaserve_jax, name) for name in adaserve_jax.__all__ if name != "LLM"), "LLM loads jax"
 
 
