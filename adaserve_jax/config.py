@@ -331,7 +331,7 @@ def drafts_from_text(sources: str) -> bool:
 def _is_address(value: object) -> bool:
     """Return whether a value is "host:port" with a port that leaves room for the next one, which is used too."""
     host, _, port = str(value).rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65535
+    return bool(host) and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65535
 
 
 def _named_folder(draft: str) -> tuple[str, str]:
