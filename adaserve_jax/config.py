@@ -1,4 +1,4 @@
-"""Engine configuration. "auto" values resolve once, in `runtime.resolve`. Imports no jax."""
+"""Engine configuration. "auto" values are resolved once, by `resolve` in `runtime/sizing.py`. Imports no jax."""
 
 from __future__ import annotations
 
