@@ -95,8 +95,8 @@ class EngineConfig(Settings):
         16, "longest path of tokens that is proposed from text already seen", Panel.POLICY, ge=1, le=64
     )
     suffix_kept_tokens: int = setting(
-        262_144, "tokens of ended texts that are kept to draft from, the oldest go first; 0: only a request's own text",
-        Panel.POLICY, ge=0,
+        262_144, "most tokens of ended texts that are kept to draft from, rounded up to a power of two; the oldest go "
+        "first; 0: only a request's own text", Panel.POLICY, ge=0,
     )  # fmt: skip
     max_slo_nodes: int = setting(0, "cap on nodes added to one request in the SLO phase; 0: no cap", Panel.POLICY, ge=0)
     max_prefill_tokens: int = setting(
