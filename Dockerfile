@@ -1,5 +1,6 @@
 # Two images from one file: `docker build -t adaserve .` for a CPU, `docker build --build-arg EXTRAS=server,gpu -t
-# adaserve:gpu .` with CUDA 12's libraries in it, which needs NVIDIA's container toolkit to run. docs/deploy.md says more.
+# adaserve:gpu .` with CUDA 12's libraries in it, which needs NVIDIA's container toolkit to run. The image for a CPU holds
+# g++: the kernels for CPUs are compiled at the first start, for the processor that it runs on. docs/deploy.md says more.
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
@@ -11,6 +12,9 @@ COPY adaserve_jax adaserve_jax
 RUN /opt/adaserve/bin/pip install --no-cache-dir --disable-pip-version-check ".[${EXTRAS}]"
 
 FROM python:${PYTHON}-slim AS serve
+ARG EXTRAS=server
+RUN case ",${EXTRAS}," in *,gpu,*) ;; *) \
+      apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* ;; esac
 RUN useradd --system --uid 10001 --user-group --create-home --home-dir /var/lib/adaserve adaserve \
  && install -d -o adaserve -g adaserve /var/cache/adaserve
 COPY --from=build /opt/adaserve /opt/adaserve

@@ -112,9 +112,9 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@$(BIN)/python -m scripts.results_table
 	@for file in bench-110m-cpu-page.html bench-110m-cpu.md; do \
 		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
-		--title "Policies on a grown 110M target, on a CPU"; done
+		--title "Policies on a grown 110M target, on a CPU" || exit 1; done
 	@$(BIN)/adaserve report benchmarks/results/multi-slo/*.json -o docs/results/multi-slo.md --title "Multi-SLO benchmark"
-	@$(BIN)/python scripts/reference_docs.py
+	@$(BIN)/python -m scripts.reference_docs
 	@$(BIN)/python -m scripts.checks_table
 	@$(BIN)/python -m scripts.policies_table
 	@$(BIN)/python scripts/grafana_dashboard.py

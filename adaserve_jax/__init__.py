@@ -10,28 +10,35 @@
 more, and which modules beside this one are meant to be imported.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from adaserve_jax.config import EngineConfig
-from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import AdaServeError
-from adaserve_jax.learn_config import LearnConfig
-from adaserve_jax.types import SLO, SamplingParams
 
 if TYPE_CHECKING:
+    from adaserve_jax.config import EngineConfig
+    from adaserve_jax.drafter_config import DrafterConfig
     from adaserve_jax.engine.llm import LLM
+    from adaserve_jax.learn_config import LearnConfig
+    from adaserve_jax.types import SLO, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM", "SLO", "AdaServeError", "DrafterConfig", "EngineConfig", "LearnConfig", "SamplingParams",
     "__version__",
 ]  # fmt: skip
+_MODULES = {
+    "LLM": "engine.llm", "SLO": "types", "DrafterConfig": "drafter_config", "EngineConfig": "config",
+    "LearnConfig": "learn_config", "SamplingParams": "types",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Load `LLM` on first use, so that tools which never run a model do not import jax."""
-    if name == "LLM":
-        from adaserve_jax.engine.llm import LLM
+    """Import public names on first use: tools that run no model need no jax, and a health check not even numpy."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Engine configuration. "auto" values resolve once, in `runtime.resolve`. Imports no jax."""
+"""Engine configuration. "auto" values are resolved once, by `resolve` in `runtime/sizing.py`. Imports no jax."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class EngineConfig(Settings):
         16, "longest path of tokens that is proposed from text already seen", Panel.POLICY, ge=1, le=64
     )
     suffix_kept_tokens: int = setting(
-        262_144, "tokens of ended texts that are kept to draft from, the oldest go first; 0: only a request's own text",
-        Panel.POLICY, ge=0,
+        262_144, "most tokens of ended texts that are kept to draft from, rounded up to a power of two; the oldest go "
+        "first; 0: only a request's own text", Panel.POLICY, ge=0,
     )  # fmt: skip
     max_slo_nodes: int = setting(0, "cap on nodes added to one request in the SLO phase; 0: no cap", Panel.POLICY, ge=0)
     max_prefill_tokens: int = setting(
@@ -331,7 +331,7 @@ def drafts_from_text(sources: str) -> bool:
 def _is_address(value: object) -> bool:
     """Return whether a value is "host:port" with a port that leaves room for the next one, which is used too."""
     host, _, port = str(value).rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65535
+    return bool(host) and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65535
 
 
 def _named_folder(draft: str) -> tuple[str, str]:

@@ -105,6 +105,13 @@ class ToolCalls:
         return not self.required and self.answer is None
 
     def __post_init__(self) -> None:
+        ok = isinstance(self.tools, tuple) and all(
+            isinstance(tool, tuple) and len(tool) == 2 and all(isinstance(text, str) for text in tool)
+            for tool in self.tools
+        )
+        require(ok, "tools", "a tuple of pairs of a name and a JSON schema, as texts", self.tools)
+        ok = self.answer is None or isinstance(self.answer, str)
+        require(ok, "tools", "beside an answer that is a JSON schema, as text, or none", self.answer)
         names = [name for name, _ in self.tools]
         expected = f"1 to {MAX_TOOLS} functions with different names"
         require(1 <= len(names) <= MAX_TOOLS and len(set(names)) == len(names), "tools", expected, names)
@@ -251,6 +258,8 @@ class SamplingParams:
             count = getattr(self, name)
             ok = count is None or is_integer(count, 0, MAX_LOGPROBS)
             require(ok, name, f"an integer from 0 to {MAX_LOGPROBS}, or none", count)
+        marks = self.thinking
+        require(marks is None or isinstance(marks, Thinking), "thinking", "a Thinking, or none", marks)
         most = self.max_thinking_tokens
         require(most is None or is_integer(most, 0), "max_thinking_tokens", "an integer from 0 on, or none", most)
         if most is not None and self.thinking is None:

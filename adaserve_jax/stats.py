@@ -51,9 +51,9 @@ def gauge(name: str = "", text: str = "", *labels: str, default: object = 0, val
     return metric_field(MetricSpec("gauge", name, text, labels, values=values), default)
 
 
-def peak(name: str, text: str, *, default: object = 0.0) -> Any:
+def peak(name: str, text: str) -> Any:
     """Declare the largest value since the start; see `MetricSpec`."""
-    return metric_field(MetricSpec("peak", name, text), default)
+    return metric_field(MetricSpec("peak", name, text), 0.0)
 
 
 def _phase(name: str) -> Any:

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -112,6 +113,7 @@ def wait_until_open(port: int, server: subprocess.Popen[bytes]) -> None:
             probe.settimeout(1)
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
+        time.sleep(0.1)  # a closed port refuses at once
     sys.exit("the server ended; its message is above")
 
 

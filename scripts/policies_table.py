@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 from adaserve_jax.scheduler.policies import POLICIES, SELECTION_RULES, Policy
@@ -41,21 +39,14 @@ def policies_table() -> str:
     return "\n".join([head(*COLUMNS), *rows])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 when docs/policies.md is out of date"
-    )
-    arguments = parser.parse_args()
-    old = PAGE.read_text()
-    new = between(old, "policies", f"\n{policies_table()}\n", PAGE.name)
-    if arguments.check:
-        if new != old:
-            print("docs/policies.md does not show the policies of the code; run `make docs`", file=sys.stderr)
-        return int(new != old)
-    PAGE.write_text(new)
-    return 0
+def updated(page: str) -> str:
+    """Return the page with its table made anew."""
+    return between(page, "policies", f"\n{policies_table()}\n", PAGE.name)
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,9 +6,7 @@ rates every other one is shown, and it says so. Imports no jax.
 
 from __future__ import annotations
 
-import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from adaserve_jax.report.estimates import Estimates, cell, heading, percent
@@ -20,6 +18,7 @@ from adaserve_jax.results.schema import ResultRow
 from scripts.pages import between, head, line
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "README.md"
 GROWN = "grown-"
 SHOWN = (ATTAINMENT, GOODPUT, TTFT_P50, TTFT_P99, TPOT_P50)
 PLAIN, OURS = "ar", "adaserve"
@@ -107,27 +106,16 @@ def overload(groups: list[PointGroup], estimates: Estimates) -> str:
     )
 
 
-def with_tables(readme: str, results: dict[str, Measured]) -> str:
-    """Return `readme` with what stands between the markers replaced. results: by the folder's name."""
-    tables = (table(name, found) for name, found in results.items())
-    return between(readme, "bench", "\n".join(["", *tables, ""]), "README.md")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
-    arguments = parser.parse_args()
-    path = ROOT / "README.md"
+def updated(page: str) -> str:
+    """Return README.md with its tables made anew, one for each folder of results."""
     files = sorted((ROOT / "benchmarks" / "results").glob("bench-*/results.jsonl"))
-    old = path.read_text()
-    new = with_tables(old, {file.parent.name: measured([RunResults.load(file.parent)]) for file in files})
-    if arguments.check:
-        if new != old:
-            print("README.md does not show benchmarks/results; run `make docs`", file=sys.stderr)
-        return int(new != old)
-    path.write_text(new)
-    return 0
+    tables = [table(file.parent.name, measured([RunResults.load(file.parent)])) for file in files]
+    return between(page, "bench", "\n".join(["", *tables, ""]), PAGE.name)
+
+
+def main() -> None:
+    PAGE.write_text(updated(PAGE.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,14 +20,14 @@ from adaserve_jax.server.constraint_fields import StructuredOutputs
 from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.server.settings import digest_of
 from adaserve_jax.settings import Panel, options_of
+from scripts.pages import between, head, line
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SCHEMA = DOCS.parent / "benchmarks" / "multi_slo" / "schema.json"
-FIELDS_BEGIN, FIELDS_END = "<!-- fields -->", "<!-- /fields -->"
 
 CLI_HEAD = f"""# Command line
 
-Made by `python scripts/reference_docs.py`; a test fails when it differs from the commands.
+Made by `python -m scripts.reference_docs`; a test fails when it differs from the commands.
 
 Lists are written with commas, and `none` stands for no value. Options of the engine and the server are also read from
 the environment, as `{ENV_PREFIX}` and the option's name in capitals: `{ENV_PREFIX}API_KEY` for `--api-key`. A wrong
@@ -36,7 +36,7 @@ value, a missing file or a refused request prints one line on stderr and ends wi
 
 CONFIGURATION_HEAD = f"""# Configuration
 
-Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
+Made by `python -m scripts.reference_docs`; a test fails when it differs from the code.
 
 `adaserve serve --config FILE` takes its options from a [TOML](https://toml.io) file. A value comes from the first of
 these that has it: the command line (`--port 9000`), the environment (`{ENV_PREFIX}PORT=9000`), the file, the default.
@@ -113,7 +113,7 @@ SECTION_ABOUT = {
 
 HTTP_HEAD = """# Bodies of requests and responses
 
-Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
+Made by `python -m scripts.reference_docs`; a test fails when it differs from the code.
 
 Every field of every body, as `/openapi.json` has it. What the routes do, and what fields mean together, is in
 [http.md](http.md). A field with a default may be left out. Types are strict; `null` in a request means the default.
@@ -144,7 +144,7 @@ def configuration_page() -> str:
     parts = [CONFIGURATION_HEAD]
     for name, kind in (SECTIONS | TABLES).items():
         title = f"[{name}]" if name in SECTIONS else f"[[{name}]]"
-        parts += [f"## `{title}`", "", SECTION_ABOUT[name], "", *_head("key", "must be", "default", "meaning")]
+        parts += [f"## `{title}`", "", SECTION_ABOUT[name], "", head("key", "must be", "default", "meaning")]
         for key, each in options_of(kind).items():
             expected = f'{each.expected}, or "none"' if each.optional else each.expected
             default = "required" if each.default is ... else f"`{toml_value(each.default)}`"
@@ -164,14 +164,19 @@ def http_page() -> str:
 
 
 def fields_table() -> str:
-    """Return the table of docs/http.md: every field of the requests, and whether it is served, ignored or refused."""
+    """Return a table of every field of the requests, and whether it is served, ignored or refused."""
     models: list[type[BaseModel]] = [schema.CompletionBody, schema.ChatBody, responses_schema.ResponsesBody]
-    parts = _head("field", "completions", "chat", "responses", "what happens")
+    parts = [head("field", "completions", "chat", "responses", "what happens")]
     for name in sorted({name for model in models for name in model.model_fields}):
         verdicts = {model: _verdict(model, name) for model in models}
         why = [model.model_fields[name].description or "" for model, each in verdicts.items() if each in NOT_SERVED]
         parts.append(_row(f"`{name}`", *verdicts.values(), why[0].removeprefix("Ignored: ") if why else ""))
     return "\n".join(parts)
+
+
+def with_fields(guide: str) -> str:
+    """Return docs/http.md with its table of fields made anew."""
+    return between(guide, "fields", f"\n{fields_table()}\n", "http.md")
 
 
 def _verdict(model: type[BaseModel], name: str) -> str:
@@ -225,7 +230,7 @@ def _command(name: str, command: Any) -> str:
     lines = [f"## `{usage}`", "", command.help.strip(), ""]
     if arguments:
         lines += [
-            *_head("argument", "default", "meaning"),
+            head("argument", "default", "meaning"),
             *(_parameter(_argument(each), each) for each in arguments),
             "",
         ]
@@ -233,7 +238,7 @@ def _command(name: str, command: Any) -> str:
         if panel != Panel.OWN:
             lines += [f"**{panel}**", ""]
         spelled = [("`, `".join([*each.opts, *each.secondary_opts]), each) for each in listed]
-        lines += [*_head("option", "default", "meaning"), *(_parameter(*each) for each in spelled), ""]
+        lines += [head("option", "default", "meaning"), *(_parameter(*each) for each in spelled), ""]
     return "\n".join(lines)
 
 
@@ -264,15 +269,11 @@ def _model(model: type[BaseModel]) -> list[str]:
         )
         for name, each in fields_of(model).items()
     ]  # fmt: skip
-    return [f"### {model.__name__}", "", *about, *_head("field", "type", "default", "meaning"), *rows, ""]
-
-
-def _head(*columns: str) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return [f"### {model.__name__}", "", *about, head("field", "type", "default", "meaning"), *rows, ""]
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+    return line(*(cell.replace("|", r"\|").replace("<", "&lt;") for cell in cells))
 
 
 def _any_of(words: Iterable[str]) -> str:
@@ -289,8 +290,7 @@ def main() -> None:
     for name, page in (("cli", cli_page), ("configuration", configuration_page), ("http-fields", http_page)):
         (DOCS / f"{name}.md").write_text(page())
     guide = DOCS / "http.md"
-    before, _, rest = guide.read_text().partition(FIELDS_BEGIN)
-    guide.write_text(f"{before}{FIELDS_BEGIN}\n{fields_table()}\n{FIELDS_END}{rest.partition(FIELDS_END)[2]}")
+    guide.write_text(with_fields(guide.read_text()))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ No number is typed. Imports no jax.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -420,10 +418,8 @@ def blocks(results: Path) -> dict[Path, dict[str, Sequence[str]]]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
-    arguments = parser.parse_args()
+def updated() -> dict[Path, str]:
+    """Return the text of every page and chart, made anew from the committed results."""
     results = ROOT / "benchmarks" / "results"
     written = {PEERS_CHART: peer_chart(json.loads((results / "peers-110m-cpu.json").read_text()))}
     for path, parts in blocks(results).items():
@@ -432,13 +428,12 @@ def main() -> int:
             content = "\n\n".join(["", *(found or ["No run is committed."]), ""])
             page = pages.between(page, marker, content, path.name)
         written[path] = page
-    stale = [path for path, page in written.items() if not path.exists() or path.read_text() != page]
-    for path in stale:
-        if arguments.check:
-            print(f"{path.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)
-        else:
-            path.write_text(written[path])
-    return int(arguments.check and bool(stale))
+    return written
+
+
+def main() -> None:
+    for path, text in updated().items():
+        path.write_text(text)
 
 
 def _tables(table_of: Callable[[dict[str, Any]], str], results: Path, name: str) -> list[str]:
@@ -447,4 +442,4 @@ def _tables(table_of: Callable[[dict[str, Any]], str], results: Path, name: str)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -72,7 +72,7 @@ def test_every_field_has_help(kind: type[SettingsBase]):
 
 
 def test_the_reference_is_what_the_commands_say():
-    message = "docs/cli.md is out of date; run: python scripts/reference_docs.py"
+    message = "docs/cli.md is out of date; run: python -m scripts.reference_docs"
     assert (ROOT / "docs" / "cli.md").read_text() == reference_docs.cli_page(), message
 
 

@@ -99,6 +99,19 @@ def test_what_the_image_copies_and_installs_exists():
     assert re.search(r"ARG PYTHON=(\S+)", DOCKERFILE).group(1) in ("3.11", "3.12")
 
 
+@pytest.mark.parametrize(("extras", "has_compiler"), [("server", True), ("server,gpu", False), ("gpu", False)])
+def test_only_the_image_for_a_cpu_has_a_compiler(tmp_path: Path, extras: str, has_compiler: bool):
+    """Run the image's own command in a shell, with an apt-get that only notes what it is asked for."""
+    serve = DOCKERFILE.partition(" AS serve")[2]
+    command = re.search(r"(?m)^ARG EXTRAS=server\nRUN (.*apt-get.*)$", serve).group(1)
+    asked = tmp_path / "asked"
+    noted = f'apt_get() {{ echo "$*" >> {asked}; }}; rm() {{ :; }}; {command.replace("apt-get", "apt_get")}'
+    subprocess.run(["sh", "-euc", noted], env={"EXTRAS": extras}, check=True)
+    assert asked.exists() == has_compiler
+    if has_compiler:
+        assert "install -y --no-install-recommends g++" in asked.read_text()
+
+
 def setting(name: str) -> str:
     return re.search(rf"(?m)^{name}=(.*)$", UNIT).group(1)
 

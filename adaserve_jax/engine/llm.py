@@ -192,17 +192,28 @@ class LLM:
         draft_tag: str = "",
         adapter: str = "",
     ) -> Iterator[OutputChunk]:
-        """Complete one prompt and yield chunks as steps emit them; leaving the loop early aborts the request."""
+        """Complete one prompt and yield chunks as steps emit them; leaving the loop early aborts the request.
+
+        The arguments are those of `generate`. A choice that no token may continue ends with finish_reason "error"; its
+        error is raised once the others have ended too.
+
+        Raises:
+            RequestError: the prompt cannot be served, or a choice ended with an error.
+            EngineDeadError: the engine stopped.
+        """
         (request,) = self._requests([prompt], sampling_params, slo, cache_salt, learn, draft_tag, adapter)
         chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
         self._engine.submit(request, chunks.put)
-        left = request.sampling.n
+        left, failed = request.sampling.n, None
         try:
             while left:
                 chunk = chunks.get()
-                self._raise_error(chunk)
+                if _is_refusal(chunk):
+                    self._raise_error(chunk)
                 left -= chunk.finish_reason is not None
+                failed = failed or (None if chunk.error is None else chunk)
                 yield chunk
+            self._raise_error(failed)
         finally:
             if left:
                 self._engine.abort(request.request_id)
@@ -304,8 +315,7 @@ class _Collector:
         completion.error, completion.error_code = chunk.error, chunk.error_code
         with self._changed:
             self._open -= 1
-            refused = chunk.error is not None and chunk.metrics is None
-            if refused and self._failed is None:
+            if _is_refusal(chunk) and self._failed is None:
                 self._failed = chunk
             self._changed.notify_all()
 
@@ -323,6 +333,11 @@ class _Collector:
             self._changed.wait_for(has_room)
             self._open += choices
             return self._failed
+
+
+def _is_refusal(chunk: OutputChunk) -> bool:
+    """Return whether a request was refused or lost with its engine, rather than one of its choices failed."""
+    return chunk.error is not None and chunk.metrics is None
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -81,9 +81,9 @@ def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style]) -
     """Return a list of series names with their signs; nothing for a single name."""
     if len(names) < 2:
         return ""
-    attributes = 'class="swatch {}" alt="" width="30" height="12"'
+    size = 'alt="" width="30" height="12"'
     entries = [
-        _pictures(lambda colours, at=name: _plot_swatch(figure, styles[at], colours), attributes) + escape(name)
+        _pictures(lambda colours, at=name: _plot_swatch(figure, styles[at], colours), "swatch", size) + escape(name)
         for name in names
     ]
     return f'<ul class="legend">{"".join(f"<li>{entry}</li>" for entry in entries)}</ul>\n'
@@ -91,13 +91,13 @@ def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style]) -
 
 def _panel(figure: Figure, panel: Panel, styles: Mapping[str, Style]) -> str:
     alt = f"{panel.title or figure.title}. {described(figure, panel)}"
-    return _pictures(lambda colours: _plot(figure, panel, styles, colours), f'class="plot {{}}" alt="{escape(alt)}"')
+    return _pictures(lambda colours: _plot(figure, panel, styles, colours), "plot", f'alt="{escape(alt)}"')
 
 
-def _pictures(drawn: Callable[[Colours], Any], attributes: str) -> str:
-    """Return the light and the dark picture of a plot. attributes: HTML attributes, with {} for the class."""
+def _pictures(drawn: Callable[[Colours], Any], kind: str, attributes: str) -> str:
+    """Return the light and the dark picture of a plot. kind: its class. attributes: further HTML attributes."""
     return "".join(
-        f'<img {attributes.replace("{}", name)} src="data:image/svg+xml;base64,{_encoded(drawn(shades(dark=dark)))}">'
+        f'<img class="{kind} {name}" {attributes} src="data:image/svg+xml;base64,{_encoded(drawn(shades(dark=dark)))}">'
         for name, dark in (("light", False), ("dark", True))
     )
 

@@ -122,10 +122,11 @@ def _invalid(view: View, policy: str) -> list[str]:
 def _row(
     policy: str, name: str, groups: Sequence[PointGroup], tails: Sequence[Tail], unknown: Sequence[str]
 ) -> tuple[str, ...]:  # fmt: skip
-    met = [tail.meets for tail in tails]
+    there = [(group, tail) for group, tail in zip(groups, tails, strict=True) if tail.requests]
+    met = [tail.meets for _, tail in there]
     shown = max((i for i, each in enumerate(met) if each), default=0)
-    highest, lowest = _rates(groups, met, unknown)
-    tail = tails[shown]
+    highest, lowest = _rates([group for group, _ in there], met, unknown)
+    tail = there[shown][1]
     return (
         policy, name, _targets(groups, name, "ttft_slo_s"), _targets(groups, name, "tpot_slo_s"), highest,
         f"{tail.requests:,}", _time(tail.ttft_s), _time(tail.tpot_s), lowest,

@@ -14,7 +14,11 @@ import numpy as np
 
 @dataclass(slots=True)
 class Assigned:
-    """One request as a router knows it. SLOs in seconds, None without one. received: tokens streamed so far."""
+    """One request as a router knows it. SLOs in seconds, None without one.
+
+    received, first_token_s: tokens streamed so far, and when the first came. While a `Fleet` holds the request its
+    columns have them: these fields follow when `fleet[replica]` is read, and are set at the request's end.
+    """
 
     slo_class: str
     prompt_tokens: int

@@ -119,9 +119,9 @@ class Batch:
     ):  # fmt: skip
         """Set up an empty batch.
 
-        gives_up: drop the TPOT target of a sequence that missed its TTFT target. prefix_cache: keep pages of sequences
-        that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too. fair_tenants: keep the
-        shares of the tenants of a class fair.
+        gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target. prefix_cache: keep pages of
+        sequences that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too. fair_tenants:
+        keep the shares of the tenants of a class fair.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)

@@ -48,15 +48,15 @@ PROMPT_SHARE = 0.9
 PROMPTS_AHEAD = 64
 """Waiting prompts that are looked at. More are hardly computed within their targets."""
 DUE_SHARE = 0.6
-"""Share of the budget that keeping all sequences on pace may take when one more that can meet its TTFT target asks to
-start.
+"""Share of the budget that keeping all sequences on pace may take when one more asks to start whose first token can
+still come in time for its TTFT target and deadline.
 """
 PATIENT_SHARE = 0.2
-"""The same, while others have a pace, when the one that asks has no TTFT target or can no longer meet it: waiting costs
-it nothing, and its prompt would make the steps long in which others must keep their pace.
+"""The same, while others have a pace, when the one that asks has neither TTFT target nor deadline, or is late for them:
+waiting costs it nothing, and its prompt would make the steps long in which others must keep their pace.
 """
 MOST_PATIENT_S = 90.0
-"""Seconds after which a sequence without a TTFT target has waited enough, and asks like one that has one."""
+"""Seconds after which a sequence with neither TTFT target nor deadline has waited enough, and asks like one in time."""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 

@@ -201,7 +201,8 @@ class WaitingQueue:
             yield state
 
     def is_late(self, state: SequenceState) -> bool:
-        """Return whether the last `peek` found that a waiting sequence will miss its targets."""
+        """Return whether a `peek` put a waiting sequence behind the others, since its first token will hardly come in
+        time."""
         return state in self._late
 
     @property

@@ -73,6 +73,7 @@ def host_port(name: str, address: str) -> tuple[str, int]:
     """Split host:port or [host]:port. name: of the setting, for the error. Raises ConfigError."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not bare or not port.isdecimal() or int(port) > 65535 or (":" in bare and bare == host):
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    if not colon or not bare or not is_port or (":" in bare and bare == host):
         raise ConfigError(f"{name} must be host:port, like 127.0.0.1:7070 or [::1]:7070, got {address!r}")
     return bare, int(port)

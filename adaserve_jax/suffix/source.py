@@ -85,8 +85,9 @@ class SuffixSource:
     def __init__(self, slots: int, depth: int, kept_tokens: int):
         """Set up without texts.
 
-        depth: most levels of a tree. kept_tokens: most tokens of ended texts that are kept, a power of two at least;
-        0: none. The oldest go first: a text that is used again is written again by the request that used it.
+        depth: most levels of a tree. kept_tokens: most tokens of ended texts that are kept, rounded up to a power of
+        two, one place behind each text included; 0: none. The oldest go first: a text that is used again is written
+        again by the request that used it.
         """
         self.widths = level_widths(depth)
         self._depths = np.repeat(np.arange(1, depth + 1, dtype=np.int32), self.widths)

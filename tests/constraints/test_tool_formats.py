@@ -392,12 +392,23 @@ def written_as(vocabulary: Vocabulary, form: str, text: str, schema: dict[str, A
         ((("f", "{}"), ("f", "{}")), "tools must be 1 to 128 functions with different names"),
         ((('a"b', "{}"),), "tools must be named by 1 to 64 of A-Za-z0-9_.-"),
         ((("f", " " * 300_000),), "tools must be of at most 262144 characters of parameters together, got 300000"),
+        (None, "tools must be a tuple of pairs of a name and a JSON schema, as texts, got None"),
+        ([("f", "{}")], "tools must be a tuple of pairs of a name and a JSON schema, as texts, got [('f', '{}')]"),
+        ((5,), "tools must be a tuple of pairs of a name and a JSON schema, as texts, got (5,)"),
+        ((("f", None),), "tools must be a tuple of pairs of a name and a JSON schema, as texts, got (('f', None),)"),
+        (((1, "{}"),), "tools must be a tuple of pairs of a name and a JSON schema, as texts, got ((1, '{}'),)"),
     ],
 )
-def test_tools_that_cannot_be(tools: tuple[tuple[str, str], ...], message: str):
+def test_tools_that_cannot_be(tools: Any, message: str):
     with pytest.raises(RequestError) as caught:
         ToolCalls("hermes", tools)
     assert str(caught.value).startswith(message) and caught.value.param == "tools"
+
+
+def test_an_answer_beside_tools_is_a_schema_as_text():
+    answer: Any = {"type": "object"}
+    with pytest.raises(RequestError, match="tools must be beside an answer that is a JSON schema, as text, or none"):
+        ToolCalls("hermes", TOOLS, answer=answer)
 
 
 def test_a_schema_beside_tools_belongs_into_them():

@@ -13,6 +13,7 @@ import pytest
 from adaserve_jax import LLM
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.engine.build import Assembly
+from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
 from adaserve_jax.types import SamplingParams
@@ -53,7 +54,7 @@ class Grammars:
 
     def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
         self.follow("fill", self.ids[request_id])
-        if self.ids[request_id] == "costly":
+        if self.ids[request_id] == "costly" or (self.ids[request_id] == "costly to one" and request_id.endswith("0")):
             masks[:] = 0
             return "too many states"
         return None
@@ -108,6 +109,8 @@ def test_a_refused_schema_is_told_as_the_answer(grammars: Grammars, engine: Loca
     )  # fmt: skip
     with pytest.raises(RequestError, match="no such type"):
         LLM.over(engine).generate([[3], [4]], [PLAIN, ASKING])
+    with pytest.raises(RequestError, match="no such type"):
+        next(LLM.over(engine).stream([3], ASKING))
 
 
 def test_an_engine_that_is_closed_meanwhile_says_so(grammars: Grammars, engine: LocalEngine) -> None:
@@ -156,6 +159,21 @@ def test_one_choice_that_cannot_go_on_does_not_stop_a_batch(grammars: Grammars, 
     assert (choice.finish_reason, choice.error_code) == ("error", "no_token_allowed")
     assert choice.error is not None and choice.metrics is not None
     assert (len(whole.token_ids), whole.finish_reason, whole.choices[0].error) == (20, "length", None)
+
+
+def test_one_choice_that_cannot_go_on_does_not_stop_a_stream(grammars: Grammars, engine: LocalEngine) -> None:
+    grammars.is_ready("costly to one")
+    ends: dict[int, OutputChunk] = {}
+    counts = [0, 0, 0]
+    with pytest.raises(RequestError, match="too many states") as caught:
+        for chunk in LLM.over(engine).stream([3], replace(ASKING, n=3, json_schema="costly to one")):
+            counts[chunk.choice] += len(chunk.token_ids)
+            ends |= {chunk.choice: chunk} if chunk.finish_reason else {}
+    assert caught.value.code == "no_token_allowed"
+    assert [ends[choice].finish_reason for choice in range(3)] == ["error", "length", "length"]
+    assert ends[0].error == str(caught.value) and ends[0].metrics is not None
+    assert counts == [0, 20, 20]
+    assert engine.stats().scheduler.finished == {"error": 1, "length": 2}
 
 
 def test_a_batch_of_more_schemas_than_may_wait(

@@ -6,7 +6,7 @@ import math
 
 from adaserve_jax.report.document import Document, Figure, Panel, Section, Series, Table, Text
 
-HOSTILE = '<script>alert("x")</script>&amp; $x_1$'
+HOSTILE = '<script>alert("x")</script>&amp; $x_1$ {}'
 POLICIES = ("ar", "spec:4", "nightjar", "adaserve")
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
 COLUMNS = (

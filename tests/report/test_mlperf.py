@@ -43,6 +43,21 @@ def test_every_class_must_hold_for_all_of_them_to():
     ]  # fmt: skip
 
 
+def test_a_rate_at_which_a_class_has_no_requests_is_neither_met_nor_missed():
+    chats = requests(0)
+    view = view_of(
+        point(chats, rate=1.0), point(chats + requests(0, slo_class="code"), rate=2.0),
+        point(chats + requests(9, slo_class="code"), rate=4.0), point(chats, rate=8.0),
+    )  # fmt: skip
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    assert [(row[1], row[4], row[8]) for row in table.rows] == [
+        ("chat", "8/s", "none"), ("code", "2/s", "4/s"), ("every class", "8/s (missed at 4/s)", "4/s")
+    ]  # fmt: skip
+    never_met = view_of(point(chats, rate=1.0), point(chats + requests(9, slo_class="code"), rate=2.0))
+    (table,) = (item for item in mlperf(never_met).items if isinstance(item, Table))
+    assert table.rows[1][4:6] == ("none", "200") and table.rows[1][8] == "2/s"
+
+
 def test_none_met_shows_the_lowest_rate():
     view = view_of(point([request(i, status="unfinished", tokens=0) for i in range(5)]))
     (table,) = (item for item in mlperf(view).items if isinstance(item, Table))

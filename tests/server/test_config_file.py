@@ -190,7 +190,7 @@ def test_the_example_says_nothing_and_without_its_marks_the_defaults(read):
 
 def test_the_page_is_what_the_code_says_and_its_example_is_valid(read):
     page = (ROOT / "docs" / "configuration.md").read_text()
-    message = "run: python scripts/reference_docs.py"
+    message = "run: python -m scripts.reference_docs"
     assert page == configuration_page(), message
     shown = re.search(r"```toml\n(.*?)```", page, re.DOTALL).group(1)
     file = read(shown)

@@ -8,6 +8,8 @@ import re
 import runpy
 import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,12 @@ globalThis.document = { getElementById: (id) => (elements[id] ??= make()), creat
 document.getElementById("server").value = process.argv[2];
 document.getElementById("most").value = "21";
 """
+WAIT_FOR_WORDS = """
+(async () => {
+  while (!elements.told?.textContent) await new Promise((done) => setTimeout(done, 5));
+  console.log(JSON.stringify(elements.told.textContent));
+})();
+"""
 USE_OF_PAGE = """
 (async () => {
   while (!elements.slo?.children.length) await new Promise((done) => setTimeout(done, 5));
@@ -41,8 +49,9 @@ USE_OF_PAGE = """
   elements.slo.value = "40";
   document.getElementById("text").value = "more";
   elements.form.listeners.submit({ preventDefault() {} });
-  const stopped = { at_once: elements.stop.disabled };
+  const stopped = { at_once: elements.stop.disabled, can_send: !elements.send.disabled };
   while (!elements.stop.disabled) await new Promise((done) => setTimeout(done, 5));
+  stopped.can_send_after = !elements.send.disabled;
   elements.server.value += "/nowhere";
   await ask("lost");
   console.log(JSON.stringify({
@@ -120,17 +129,26 @@ def test_the_page_loads_nothing_from_elsewhere():
     assert "innerHTML" not in PAGE, "what a model says is text, never markup"
 
 
-def test_the_page_streams_and_measures(server, tmp_path):
-    """Its own script in node, on elements that only remember what was put into them."""
+def seen_on_page(use: str, url: str, folder: Path) -> Any:
+    """Run the page's own script in node, on elements that only remember what was put into them."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
     (script,) = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)
-    path = tmp_path / "page.js"
-    path.write_text(FAKE_PAGE + script + USE_OF_PAGE)
-    done = subprocess.run([node, path, server.url], capture_output=True, text=True, timeout=30)
+    path = folder / "page.js"
+    path.write_text(FAKE_PAGE + script + use)
+    done = subprocess.run([node, path, url], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_the_page_says_what_the_server_says(keyed, tmp_path):
+    said = seen_on_page(WAIT_FOR_WORDS, keyed.url, tmp_path)
+    assert said.startswith("the classes of the server are unknown: ") and "API key" in said
+
+
+def test_the_page_streams_and_measures(server, tmp_path):
+    seen = seen_on_page(USE_OF_PAGE, server.url, tmp_path)
     prompt = "user: hi ü\nassistant:"
     answer = (prompt.encode() * 2)[:21].decode(errors="replace")
     assert seen["lines"][:3] == [["user", "hi ü"], ["assistant", answer], ["user", "more"]]
@@ -139,7 +157,8 @@ def test_the_page_streams_and_measures(server, tmp_path):
     assert ["interactive", "interactive: 50 ms per token"] in seen["options"]
     assert ["batch", "batch: no target"] in seen["options"]
     second = server.engine.submitted[-1]
-    assert second.slo.tpot_ms == 40 and not seen["stopped"]["at_once"]
+    assert second.slo.tpot_ms == 40
+    assert seen["stopped"] == {"at_once": False, "can_send": False, "can_send_after": True}
     assert bytes(second.prompt_ids).decode().startswith(f"user: hi ü\nassistant: {answer}\nuser: more\n")
     assert seen["lines"][-1][0] == "assistant" and "no such route" in seen["lines"][-1][1]
     assert seen["messages"] == 4, "what failed is not part of the conversation"

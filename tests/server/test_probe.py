@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from adaserve_jax.server import probe
@@ -27,3 +30,10 @@ def test_it_says_whether_the_server_answers(monkeypatch, start_server):
         assert str(ask(monkeypatch, server, "/ready")).endswith("answered 503")
         assert ask(monkeypatch, server, "/health") is None
     assert "refused" in str(ask(monkeypatch, server, "/health"))
+
+
+def test_it_starts_without_the_packages_that_a_server_needs():
+    """It is run every few seconds beside the engine."""
+    code = "import sys, adaserve_jax.server.probe; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"numpy", "pydantic", "typer", "jax"} & set(done.stdout.split())

@@ -11,7 +11,7 @@ import pytest
 from adaserve_jax.constraints.reasoning_formats import FORMATS
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
-from adaserve_jax.sampling import Thinking
+from adaserve_jax.sampling import SamplingParams, Thinking
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.conftest import Running, running
 from tests.server.scripted import ByteTokenizer
@@ -255,3 +255,6 @@ def test_the_parser_is_named_or_found():
 def test_marks_are_two_different_tokens():
     with pytest.raises(RequestError, match="thinking must be marked by two different token ids, got"):
         Thinking(3, 3)
+    wrong: Any = 5
+    with pytest.raises(RequestError, match="thinking must be a Thinking, or none, got 5"):
+        SamplingParams(thinking=wrong, regex="a")

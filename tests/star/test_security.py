@@ -104,7 +104,9 @@ def test_hosts():
 
 
 @pytest.mark.parametrize(
-    "address", ["", "7070", "localhost", "localhost:", ":7070", "h:x", "h:70000", "::1:7070", "h:-1"]
+    "address",
+    ["", "7070", "localhost", "localhost:", ":7070", "h:x", "h:70000", "::1:7070", "h:-1", "h:" + "1" * 5000],
+    ids=lambda address: address[:10],
 )
 def test_addresses_that_are_none(address: str):
     with pytest.raises(ConfigError, match="listen must be host:port"):
