@@ -489,7 +489,10 @@ def _refuse_unsupported(values: ConfigValues, family: Family) -> None:
     setting, activation = family.activation
     if values.get(setting) != activation:
         raise values.unsupported(setting, f"only {activation!r} is")
-    if "auto_map" not in family.knows and "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+    code = values.get("auto_map") or {}
+    if not isinstance(code, dict):
+        raise values.wrong("auto_map", code, "an object")
+    if "auto_map" not in family.knows and "AutoModelForCausalLM" in code:
         raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 

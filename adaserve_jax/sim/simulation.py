@@ -134,7 +134,7 @@ class SimulationPlan:
     synthetic: tuple[float, ...] | None = None
 
     def limits(self, machine: Machine) -> Limits:
-        """Pages of one replica."""
+        """Limits of one replica."""
         own = machine.limits(self.max_requests)
         return replace(own, num_pages=self.num_pages or own.num_pages, extension_pages=self.extension_pages)
 

@@ -433,6 +433,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor must be a number above 0, got inf"),
     ({"hidden_size": "absent"}, "hidden_size must be an integer >= 1, got None"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
+    ({"auto_map": 5}, "auto_map must be an object, got 5"),
     ({"vocab_size": "many"}, "vocab_size must be an integer >= 1, got 'many'"),
     ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
     ({"head_dim": 7}, "head_dim must be even for rotary embedding, got 7"),
