@@ -367,6 +367,8 @@ def servers_of(options: argparse.Namespace) -> list[Server]:
             if name == "vLLM":
                 given.server_args = options.vllm_args
             found.append(made[name](given))
+    if all(server.draft for server in found):
+        raise common.stop("--peers must name llama.cpp or vLLM too, whose speed without a draft sets the targets")
     return found
 
 

@@ -125,6 +125,14 @@ def test_a_peer_that_is_not_installed_is_named_with_the_command(
     assert f"{missing} is not installed" in said and f"install it with: {how}" in said
 
 
+def test_a_comparison_needs_a_server_without_a_draft(scripts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(scripts["compare"], "_transformers", lambda: "5")
+    with pytest.raises(SystemExit, match="2"):
+        scripts["compare"].main(["--peers", "transformers", "--out", str(tmp_path / "peers.json")])
+    assert "whose speed without a draft sets the targets" in capsys.readouterr().err
+
+
 def test_every_server_is_asked_the_same(scripts):
     requests = scripts["compare"].Requests("demo")
     assert requests.cut(4, (0, 1)) == requests.cut(4, (0, 1)) != requests.cut(4, (0, 2))
