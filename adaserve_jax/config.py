@@ -18,6 +18,8 @@ WEIGHT_KINDS: tuple[Quantize, ...] = ("none", "int8", "int4")
 """Values of `quantize` but "auto": what weights are held as."""
 INT4_GROUP = 32
 """Inputs of a row that share a scale in int4, where the row can be divided so."""
+MTP = "mtp"
+"""Name of a draft that is the first MTP layer of its target's own checkpoint."""
 Route = Literal["tag", "language", "topic"]
 ROUTES: tuple[str, ...] = get_args(Route)
 DraftSources = Literal["auto", "none", "model", "suffix", "suffix+model"]
@@ -223,7 +225,7 @@ class EngineConfig(Settings):
             )
         if self.learning is not None and self.draft is None:
             raise ConfigError("learning needs a draft that learns, and draft is none")
-        if self.learning is not None and "mtp" in self.draft_folders.values():
+        if self.learning is not None and MTP in self.draft_folders.values():
             raise ConfigError(
                 "learning needs a draft in a folder of its own, got 'mtp'; train an EAGLE-3 head by `adaserve distill "
                 "--head eagle3`, or leave the learning out"

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult, OnFlight, drive
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import MTP, EngineConfig
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.models.config import MTP, ModelConfig, resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.results.schema import OWN_SYSTEM

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from adaserve_jax.config import MTP
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.checkpoint_formats.api import read_format
 from adaserve_jax.models.checkpoint_formats.encoding import WeightFormat
@@ -40,8 +41,6 @@ from adaserve_jax.sampling import NUMBERS
 from adaserve_jax.types import SamplingParams
 
 DEMO_FOLDER = Path(__file__).parent / "demo"
-MTP = "mtp"
-"""Name of a draft that is the first MTP layer of its target's own checkpoint."""
 Activation = Literal["silu", "gelu_tanh"]
 _COUNTS_OF_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 """Settings that say how many experts there are; the first that is set holds, since transformers 5 renames the last."""
