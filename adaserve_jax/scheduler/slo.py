@@ -81,7 +81,8 @@ def is_demanding(tpot_slo_s: float, least_tpot_s: float) -> bool:
 def paced_tpot_s(tpot_slo_s: float, least_tpot_s: float, *, is_patient: bool) -> float:
     """Return a TPOT target less the reserve that pacing keeps; inf without a target (inf).
 
-    least_tpot_s: of one sequence alone. is_patient: no TTFT target and no deadline bound its start.
+    least_tpot_s: of one sequence alone. is_patient: no TTFT target and no deadline bound its start, and the policy
+    paces such a sequence early.
     """
     if is_patient:
         return (1 - PATIENT_RESERVE) * tpot_slo_s + PATIENT_RESERVE * min(least_tpot_s, tpot_slo_s)
