@@ -11,12 +11,12 @@ from typing import Any
 from scripts.pages import line
 
 SIMULATED = (
-    "| setup | load | requests/s | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
+    "| setup | load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
     "| best baseline, tokens/s | times it | best baseline, latency | times it |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 FIXED = (
-    "| setup | share of the capacity | best fixed length by tokens/s | `nightjar`, times it | by latency "
+    "| setup | share of the capacity asked for | best fixed length by tokens/s | `nightjar`, times it | by latency "
     "| `nightjar`, times it |\n|---|---|---|---|---|---|"
 )
 OFFLOAD = (
@@ -24,11 +24,11 @@ OFFLOAD = (
     "| latency, s, draft stays | elastic | expansions a run |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 ENGINE = (
-    "| load | requests/s | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s | times `ar` "
-    "| times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s | times `ar` "
+    "| times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 PRESSED = (
-    "| share of the capacity | requests/s | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
+    "| requests/s | of the capacity | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
     "| times | latency, s, draft stays | elastic | times | expansions of each round |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -45,9 +45,10 @@ def nightjar_tables(result: dict[str, Any]) -> str:
 
 
 def _simulated(result: dict[str, Any]) -> list[str]:
+    capacities = {setup: about["capacity_rps"] for setup, about in result["setups"].items()}
     loads = [
         line(
-            each["setup"], each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`",
+            each["setup"], each["load"], *_rate(each, capacities[each["setup"]]), f"`{each['policy']}`",
             f"{each[THROUGHPUT]:.0f}", f"{each['throughput_times_plain']:.3f}",
             f"{each['busy_throughput_times_plain']:.3f}", f"{each[LATENCY]:.2f}", f"{each['e2e_times_plain']:.3f}",
             f"`{each['best_throughput']}`", f"{each['throughput_times_best']:.3f}", f"`{each['best_latency']}`",
@@ -64,7 +65,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     offload = [
         line(
-            each["setup"], f"{each['share']:g}", f"`{each['policy']}`",
+            each["setup"], _rate(each, capacities[each["setup"]])[1], f"`{each['policy']}`",
             *(f"{each[f'{name}_{side}']:.1f}" for name in (RUNNING, THROUGHPUT, LATENCY) for side in ("off", "on")),
             f"{each['expand']:.1f}",
         )
@@ -77,7 +78,11 @@ def _simulated(result: dict[str, Any]) -> list[str]:
         "\n".join([SIMULATED, *loads]),
     ]
     if fixed:
-        parts += ["`nightjar` against the best fixed length, including no speculation:", "\n".join([FIXED, *fixed])]
+        about = "`nightjar` against the best fixed length, including no speculation"
+        came = [each["rate_rps"] / capacities[each["setup"]] / each["share"] for each in result["offload"]]
+        if came:
+            about += f"; Poisson loads came at {min(came):.2f} of the rate asked for"
+        parts += [f"{about}:", "\n".join([FIXED, *fixed])]
     if offload:
         parts += ["Elastic memory on a machine with few KV pages:", "\n".join([OFFLOAD, *offload])]
     return parts
@@ -86,7 +91,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
 def _engine(result: dict[str, Any]) -> list[str]:
     rows = [
         line(
-            each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`", f"{each[THROUGHPUT]['median']:.1f}",
+            each["load"], *_rate(each, result["capacity_rps"]), f"`{each['policy']}`", f"{each[THROUGHPUT]['median']:.1f}",
             *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)), f"{each[LATENCY]['median']:.2f}",
             _ratio(each["times_plain"][LATENCY]),
             *(f"{_ratio(each['times_best_fixed'][name])}, `{each['best_fixed'][name]}`"
@@ -105,7 +110,7 @@ def _engine(result: dict[str, Any]) -> list[str]:
 def _pressed(result: dict[str, Any]) -> list[str]:
     rows = []
     for each in result["points"]:
-        cells = [f"{each['share']:g}", f"{each['rate_rps']:.2f}", f"`{each['policy']}`"]
+        cells = [*_rate(each, result["capacity_rps"]), f"`{each['policy']}`"]
         for name in (RUNNING, THROUGHPUT, LATENCY):
             cells += [f"{each[side][name]['median']:.1f}" for side in ("off", "on")]
             if name != RUNNING:
@@ -116,6 +121,11 @@ def _pressed(result: dict[str, Any]) -> list[str]:
         f"{result['extension_pages']} more after an expansion; {_pair(result)}:"
     )
     return [about, "\n".join([PRESSED, *rows]), _where(result)]
+
+
+def _rate(point: dict[str, Any], capacity_rps: float) -> tuple[str, str]:
+    """Return the rate at which requests came, and its share of the capacity."""
+    return f"{point['rate_rps']:.2f}", f"{point['rate_rps'] / capacity_rps:.2f}"
 
 
 def _pair(result: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def points_of(rounds: Rounds, loads: Sequence[str], policies: Sequence[str], mos
         whole = rounds.whole_rounds(load, policies, most_rounds)
         if whole:
             by_policy = {policy: rounds.figures(load, policy, whole) for policy in policies}
-            rate = rounds.rows[whole[0], load, PLAIN].rate_rps
+            rate = rounds.rate_rps(load, PLAIN, whole)
             found += judged(load, rate, by_policy)
     return found
 

@@ -92,7 +92,7 @@ def _points(rounds: Rounds, share: float, policies: Sequence[str], most_rounds: 
             found.append(
                 {
                     "share": share,
-                    "rate_rps": rounds.rows[whole[0], _load(share), names[0]].rate_rps,
+                    "rate_rps": rounds.rate_rps(_load(share), names[0], whole),
                     "policy": policy,
                     "rounds": {"off": off, "on": on},
                     "swaps": [rounds.swaps[r, _load(share), names[1]] for r in whole],

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from adaserve_jax.bench.engine import BenchEngine
@@ -89,7 +90,7 @@ class Rounds:
     def _run(self, number: int, policy: str, workload: Workload, engine: BenchEngine, folder: Path) -> ResultRow:
         begin_s = time.monotonic()
         sizes = self.sizes
-        duration_s = (workload.items[-1].arrival_s or 0.0) + 1.0
+        duration_s = 2 * (workload.items[-1].arrival_s or 0.0) + 1.0  # all arrive, and the mean gap after them counts
         plan = BenchPlan(
             (policy,), (None,), duration_s, seed=number, drain_s=sizes.drain_s, warmup_requests=sizes.warm_up,
             max_late_s=0.25,
@@ -104,6 +105,10 @@ class Rounds:
     def figures(self, load: str, name: str, rounds: Sequence[int]) -> list[dict[str, float | int | None]]:
         """FIGURES of each of those rounds."""
         return [{each: getattr(self.rows[r, load, name], each) for each in FIGURES} for r in rounds]
+
+    def rate_rps(self, load: str, name: str, rounds: Sequence[int]) -> float:
+        """Return the mean rate of those rounds."""
+        return fmean(self.rows[r, load, name].rate_rps for r in rounds)
 
     def whole_rounds(self, load: str, names: Sequence[str], rounds: int) -> list[int]:
         """Rounds in which every one of `names` was measured."""

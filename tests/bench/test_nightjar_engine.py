@@ -114,7 +114,7 @@ def test_results_show_ratios_with_their_intervals(modules) -> None:
     text = nightjar_tables({"kind": "engine", "points": points, **about})
     ratio, best = "1.25 (1.20 to 1.30)", "0.62 (0.50 to 0.75)"
     assert (
-        f"| low | 0.50 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |" in text
+        f"| low | 0.50 | 0.26 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |" in text
     )
     assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 2 rounds of 45 s" in text
     off, on = ({name: {"median": value} for name, value in zip(modules["offload"].SHOWN, values, strict=True)}
@@ -123,7 +123,7 @@ def test_results_show_ratios_with_their_intervals(modules) -> None:
     pressed = {"share": 1.5, "rate_rps": 2.8, "policy": "nightjar", "off": off, "on": on, "times": times}
     pages = {"num_pages": 64, "extension_pages": 16, "page_size": 64}
     text = nightjar_tables({"kind": "offload", "points": [pressed | {"swaps": [{"expand": 2}, {}]}], **about, **pages})
-    assert "| 1.5 | 2.80 | `nightjar` | 16.0 | 20.0 | 200.0 | 230.0 | 1.15 (1.10 to 1.20) |" in text
+    assert "| 2.80 | 1.47 | `nightjar` | 16.0 | 20.0 | 200.0 | 230.0 | 1.15 (1.10 to 1.20) |" in text
     assert "| 2, 0 |" in text
 
 
