@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.engine.throughput_rows import interval_of
 from scripts.pages import line
 
 SIMULATED = (
-    "| setup | load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
-    "| best baseline, tokens/s | times it | best baseline, latency | times it |\n"
+    "| setup | load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy | latency, s "
+    "| times `ar` | best baseline, tokens/s | times it | best baseline, latency | times it |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 FIXED = (
@@ -24,8 +25,8 @@ OFFLOAD = (
     "| latency, s, draft stays | elastic | expansions a run |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 ENGINE = (
-    "| load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s | times `ar` "
-    "| times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s "
+    "| times `ar` | times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 PRESSED = (
     "| requests/s | of the capacity | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
@@ -91,19 +92,23 @@ def _simulated(result: dict[str, Any]) -> list[str]:
 def _engine(result: dict[str, Any]) -> list[str]:
     rows = [
         line(
-            each["load"], *_rate(each, result["capacity_rps"]), f"`{each['policy']}`", f"{each[THROUGHPUT]['median']:.1f}",
-            *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)), f"{each[LATENCY]['median']:.2f}",
-            _ratio(each["times_plain"][LATENCY]),
+            each["load"], *_rate(each, result["capacity_rps"]), f"`{each['policy']}`",
+            f"{each[THROUGHPUT]['median']:.1f}", *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)),
+            f"{each[LATENCY]['median']:.2f}", _ratio(each["times_plain"][LATENCY]),
             *(f"{_ratio(each['times_best_fixed'][name])}, `{each['best_fixed'][name]}`"
               for name in (THROUGHPUT, LATENCY)),
         )
         for each in result["points"]
     ]  # fmt: skip
-    rounds = max((len(each["rounds"]) for each in result["points"]), default=0)
-    spread = f"{rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % bootstrap intervals"
-    if rounds == 1:
-        spread = f"one round of {result['span_s']:g} s of arrivals, so no interval"
-    about = f"The real engine, {_pair(result)}; {spread}; capacity {result['capacity_rps']:g} requests/s:"
+    counts = {each["load"]: len(each["rounds"]) for each in result["points"]}
+    if len(set(counts.values())) == 1:
+        rounds = _rounds(next(iter(counts.values())))
+    else:
+        rounds = "; ".join(f"{load} load, {_rounds(count)}" for load, count in counts.items())
+    about = (
+        f"The real engine, {_pair(result)}; {result['span_s']:g} s of arrivals a round; {rounds}; capacity "
+        f"{result['capacity_rps']:g} requests/s:"
+    )
     return [about, "\n".join([ENGINE, *rows]), _where(result)]
 
 
@@ -116,9 +121,10 @@ def _pressed(result: dict[str, Any]) -> list[str]:
             if name != RUNNING:
                 cells.append(_ratio(each["times"][name]))
         rows.append(line(*cells, ", ".join(str(swaps.get("expand", 0)) for swaps in each["swaps"])))
+    rounds = _rounds(min((len(each["swaps"]) for each in result["points"]), default=0))
     about = (
         f"The real engine with {result['num_pages']} KV pages of {result['page_size']} tokens, and "
-        f"{result['extension_pages']} more after an expansion; {_pair(result)}:"
+        f"{result['extension_pages']} more after an expansion; {_pair(result)}; {rounds}:"
     )
     return [about, "\n".join([PRESSED, *rows]), _where(result)]
 
@@ -126,6 +132,10 @@ def _pressed(result: dict[str, Any]) -> list[str]:
 def _rate(point: dict[str, Any], capacity_rps: float) -> tuple[str, str]:
     """Return the rate at which requests came, and its share of the capacity."""
     return f"{point['rate_rps']:.2f}", f"{point['rate_rps'] / capacity_rps:.2f}"
+
+
+def _rounds(count: int) -> str:
+    return "one round, so no interval" if count == 1 else f"medians of {count} rounds, {interval_of(count)}"
 
 
 def _pair(result: dict[str, Any]) -> str:

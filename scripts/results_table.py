@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
-from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, paired_ratio, read_rows
+from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, interval_of, paired_ratio, read_rows
 from scripts import pages
 from scripts.pages import head, line
 from scripts.results_absent import absent_table
@@ -155,7 +155,7 @@ def conditions(rows: Sequence[ThroughputRow]) -> str:
     return (
         f"Target {sizes[0]}, draft {sizes[1]}, {row.dtype}; prompts of {row.min_prompt_tokens} to "
         f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.min_new_tokens} to {row.max_new_tokens} new tokens, "
-        f"{slo}; medians of {row.repeats} rounds, 95 % bootstrap intervals in brackets. jax {row.jax_version} on "
+        f"{slo}; medians of {row.repeats} rounds, {interval_of(row.repeats)}. jax {row.jax_version} on "
         f"{row.device}, {row.threads} threads: {row.machine}. "
         f"Commit {row.commit[:12]}.{shared}"
     )

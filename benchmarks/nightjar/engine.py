@@ -10,7 +10,7 @@ each run and first serves some requests that are not counted.
 
 Runs are kept under --out, and those that it has of the same commit are not measured again. No run is begun that would
 end after --minutes. Printed and written to nightjar-engine.json: throughput, throughput while busy and mean end-to-end
-latency, medians over rounds with bootstrap intervals, and ratios within rounds to `ar` and to the best fixed length.
+latency, medians over rounds with intervals, and ratios within rounds to `ar` and to the best fixed length.
 """
 
 from __future__ import annotations

@@ -113,10 +113,12 @@ def test_results_show_ratios_with_their_intervals(modules) -> None:
     }  # fmt: skip
     text = nightjar_tables({"kind": "engine", "points": points, **about})
     ratio, best = "1.25 (1.20 to 1.30)", "0.62 (0.50 to 0.75)"
-    assert (
-        f"| low | 0.50 | 0.26 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |" in text
+    row = (
+        f"| low | 0.50 | 0.26 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |"
     )
-    assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 2 rounds of 45 s" in text
+    assert row in text
+    assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 45 s of arrivals a round;" in text
+    assert "medians of 2 rounds, least and largest ratio of the 2 rounds in brackets; capacity 1.9 requests/s" in text
     off, on = ({name: {"median": value} for name, value in zip(modules["offload"].SHOWN, values, strict=True)}
                for values in ((16.0, 200.0, 9.0), (20.0, 230.0, 7.0)))  # fmt: skip
     times = {name: {"median": 1.15, "low": 1.1, "high": 1.2} for name in modules["offload"].SHOWN}
