@@ -92,8 +92,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """Every program of the engine, as its own warm-up times it (host to host, typical context). compile_s: to compile,
-    or to take from the cache; time_s: to time."""
+    """Every program of the engine, as its own warm-up times it (host to host). compile_s: to compile, or to take from
+    the cache; time_s: to time. context: committed tokens in every row."""
 
     target_params: int
     target_weight_bytes: int
@@ -105,6 +105,7 @@ class ProgramTimes:
     verify: list[StepTime]
     catchup: list[dict[str, float]]
     draft_level: list[dict[str, float]]
+    context: int
 
 
 def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
@@ -137,6 +138,7 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
         verify=step_times(samples, ceilings, params, weight_bytes, computed),
         catchup=[{"tokens": tokens, "seconds": s} for tokens, s in sorted(samples.catchup_s.items())],
         draft_level=[{"rows": r, "width": w, "seconds": s} for (r, w), s in sorted(samples.draft_level_s.items())],
+        context=samples.context,
     )
 
 
@@ -297,6 +299,12 @@ class Measurement:
         settings = json.loads(json.dumps(settings, default=str))
         if self.result["settings"].get(name) == settings:
             return CONSOLE.print(f"{name}: measured before", highlight=False)
+        *above, last = name.split(".")
+        place = self.result
+        for key in above:
+            place = place.setdefault(key, {})
+        place.pop(last, None)  # what was measured with other settings is no result of this command
+        self.result["settings"].pop(name, None)
         if time.monotonic() >= self.deadline_s:
             self.result["not_begun"].append(name)
             CONSOLE.print(f"{name}: not begun, the time is over; the same command continues", highlight=False)
@@ -307,10 +315,6 @@ class Measurement:
             self.result["errors"][name] = f"{type(error).__name__}: {error}"[:1000]
             CONSOLE.print(f"{name}: {self.result['errors'][name]}", style="red", markup=False)
             return self._write()
-        *above, last = name.split(".")
-        place = self.result
-        for key in above:
-            place = place.setdefault(key, {})
         place[last] = plain(measured)
         self.result["settings"][name] = settings
         self._write()
@@ -380,7 +384,6 @@ def device(
         if shapes != "none":
             _measure_conformance(found, shapes)
         if programs:
-            found.result["config"] = named
             found.part("programs", named, lambda: measure_programs(model(), ceilings()), show_programs, asdict)
         if programs and duration > 0:
             plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)

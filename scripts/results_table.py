@@ -79,6 +79,8 @@ LOADS = (
 )
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+OLD_CONTEXT = 256
+"""Of the programs of a result that does not say it."""
 COMPUTED_PROGRAMS = (
     "| packed tokens | requests | ms | times the step of one token | ms at the ceilings "
     "| ms computed from the data sheet |\n|---|---|---|---|---|---|"
@@ -259,7 +261,9 @@ def device_tables(result: dict[str, Any]) -> str:
             )
             for step in verify
         ]  # fmt: skip
-        about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
+        target = result.get("settings", {}).get("programs", result.get("config"))["target"]
+        context = result["programs"].get("context", OLD_CONTEXT)
+        about = f"Verify programs of {target} at context {context}, timed from host to host:"
         parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
     if shares := [_parts_line(step) for step in result.get("parts", [])]:
         parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
