@@ -11,6 +11,11 @@ import typer
 from adaserve_jax.errors import AdaServeError
 
 
+def is_clean(commit: str) -> bool:
+    """Return whether a commit names its source: any two edits of one have the same name, so no result is kept of it."""
+    return not commit.endswith("-dirty")
+
+
 def run(main: Callable[..., Any]) -> None:
     """Run a function by its annotated options, or an app of several; end with status 1 and an error's one line."""
     try:

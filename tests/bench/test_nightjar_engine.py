@@ -52,7 +52,7 @@ def test_policies_take_turns_and_what_is_there_is_not_run_again(
 ) -> None:
     engine = make_bench("ar")
     sizes = replace(modules["requests"].QUICK, span_s=0.1)
-    rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, commit="c")
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, {}, commit="c")
     monkeypatch.setattr("adaserve_jax.results.provenance.source_commit", lambda: "c")
     wanted = {"policies": ("ar", "spec:2", "nightjar"), "loads": ("dynamic",), "most_rounds": 2}
     result = modules["engine"].measure(engine, requests, rounds, **wanted)
@@ -70,12 +70,27 @@ def test_policies_take_turns_and_what_is_there_is_not_run_again(
     submitted = len(engine.client.submitted)
     again = modules["engine"].measure(engine, requests, replace(rounds, rows={}, swaps={}), **wanted)
     assert (again, len(engine.client.submitted)) == (result, submitted)
-    other = modules["rounds"].Rounds(tmp_path, 1e-9, sizes, commit="d")
+    other = modules["rounds"].Rounds(tmp_path, 1e-9, sizes, {}, commit="d")
     assert other.measure(0, "low", "ar", "ar", lambda: pytest.fail("no time"), engine) is None
 
 
+def test_a_run_of_other_settings_or_of_an_edited_source_is_made_again(
+    modules, requests, make_bench, tmp_path: Path
+) -> None:
+    engine, sizes = make_bench("ar"), replace(modules["requests"].QUICK, span_s=0.1)
+
+    def measured(commit: str, minutes: float = 5.0, **settings: str) -> bool:
+        rounds = modules["rounds"].Rounds(tmp_path, minutes, sizes, settings, commit=commit)
+        row = rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
+        return row is not None and rounds.swaps[0, "low", "ar"] == {}
+
+    assert measured("c", pages="64") and measured("c", minutes=0.0, pages="64"), "kept"
+    assert not measured("c", minutes=0.0, pages="96") and not measured("d", minutes=0.0, pages="64")
+    assert measured("c-dirty") and not measured("c-dirty", minutes=0.0)
+
+
 def test_a_run_that_is_not_valid_is_refused(modules, requests, make_bench, tmp_path: Path) -> None:
-    rounds = modules["rounds"].Rounds(tmp_path, 5.0, replace(modules["requests"].QUICK, span_s=0.1), commit="c")
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, replace(modules["requests"].QUICK, span_s=0.1), {}, commit="c")
     engine = make_bench("ar", dies_after=2)
     with pytest.raises(ConfigError, match="ar of round 1 is not valid: engine died; run it again"):
         rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
@@ -138,7 +153,7 @@ def test_elastic_memory_is_measured_on_real_engines(modules, requests, tmp_path:
     )  # fmt: skip
     engines = {side: LocalBenchEngine(replace(config, elastic=side)) for side in ("off", "on")}
     try:
-        rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK)
+        rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK, {})
         result = modules["offload"].measure(
             engines, requests, rounds, policies=("nightjar",), shares=(2.0,), most_rounds=1
         )

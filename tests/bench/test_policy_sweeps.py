@@ -219,6 +219,11 @@ def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkey
     assert [each.contender for each in again] == ["adaserve", "ar", "tuned"]
     assert again[0].rows[0] == json.loads(json.dumps(lines[0].rows[0]))
     assert again[2].overall["label"] == "tuned, best of 2 tried"
+    edited = [replace(jobs[0], commit="c-dirty")]
+    ran.clear()
+    main.run_all(edited, tmp_path, 1)
+    main.run_all(edited, tmp_path, 1)
+    assert ran == ["adaserve"] * 2, "any two edits have the same name"
     others = {"commit": "d", "seed": 1, "machine": load_machine("qwen-32b"), "contender": chosen[1]}
     assert all(replace(jobs[0], **{name: value}).key != jobs[0].key for name, value in others.items())
 
