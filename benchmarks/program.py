@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.results.provenance import source_commit
 
 
 def is_clean(commit: str) -> bool:
@@ -18,6 +19,7 @@ def is_clean(commit: str) -> bool:
 
 def run(main: Callable[..., Any]) -> None:
     """Run a function by its annotated options, or an app of several; end with status 1 and an error's one line."""
+    source_commit()  # remembered: of the source that runs, not of what is checked out when the results are written
     try:
         main() if isinstance(main, typer.Typer) else typer.run(main)
     except AdaServeError as error:

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.server.settings import ServerSettings
+from benchmarks import program
 from benchmarks.server.http_load import Answer, adaserve, command_line, parse_samples, quantile, request, served
 
 HANG_LIMIT_S = 120.0
@@ -187,4 +188,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program.run(main)
