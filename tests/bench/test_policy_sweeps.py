@@ -151,6 +151,12 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert table.endswith("Simulated at commit c0ffee.")
 
 
+def late(point: dict, recovery_s: float) -> dict:
+    """The point at 2 requests/s, so that 80 seconds are left after the burst."""
+    told = {"ar": {**point["contenders"]["ar"], "recovery_s": recovery_s}}
+    return {**point, "value": 2.0, "requests": 580, "contenders": told}
+
+
 def test_contenders_of_an_earlier_run_stand_beside_a_new_one(
     modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +174,8 @@ def test_contenders_of_an_earlier_run_stand_beside_a_new_one(
     told = json.loads(file.read_text())
     assert tables.contenders_by_point(tables.lines_of(told)) == told["points"]
     assert tables.verdict(tables.lines_of(told)) == tables.verdict(lines)
+    assert "| 90.0% / 650 / never |" in tables.tables({**told, "points": [late(told["points"][1], 61.0)]})
+    assert "| 90.0% / 650 / 59 s |" in tables.tables({**told, "points": [late(told["points"][1], 59.0)]})
     anew = line(modules, "adaserve", "ours", 0.99, 910.0)
     anew.overall["commit"] = "decaf"
     second = main.write_report(main.with_earlier([anew], file), tmp_path / "first")
