@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engine.throughput_rows import interval_of
+from benchmarks.nightjar.views import BUSY, LATENCY, THROUGHPUT
 from scripts.pages import line
 
 SIMULATED = (
@@ -33,7 +34,7 @@ PRESSED = (
     "| times | latency, s, draft stays | elastic | times | expansions of each round |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
-THROUGHPUT, BUSY, LATENCY, RUNNING = "throughput_tps", "busy_throughput_tps", "e2e_mean_s", "running_mean"
+RUNNING = "running_mean"
 
 
 def nightjar_tables(result: dict[str, Any]) -> str:

@@ -12,17 +12,10 @@ from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times_w
 from benchmarks.nightjar.points import CLASSES, CONTEXTUAL, MAIN, METHODS, POISSON, THRESHOLD_SHARE
 from benchmarks.nightjar.summary import offload_pairs, summary
 from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, ratio
+from scripts.pages import table
 
 SUMMARY = "nightjar-sim.json"
 KEPT = ("kind", "commit", "machine", "segment", "setups")
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([line(*header), line(*["---"] * len(header)), *(line(*row) for row in rows)])
 
 
 def write_report(result: dict[str, Any], out: Path) -> None:
