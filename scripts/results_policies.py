@@ -128,13 +128,18 @@ def sweeps_table(result: dict[str, Any]) -> str:
         )
         for point in result["points"]
     ]  # fmt: skip
-    figure_8 = [p for p in result["points"] if (p["sweep"], p["targets"]) == ("rate", "tpot")]
-    ratios = [point["attainment"] / point["best_baseline_attainment"] for point in figure_8]
+    ratios = [
+        point["attainment"] / point["best_baseline_attainment"]
+        for point in result["points"]
+        if (point["sweep"], point["targets"]) == ("rate", "tpot") and point["best_baseline_attainment"]
+    ]
     commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
-    about = (
-        f"On {result['points'][0]['machine']} with TPOT targets only, over all rates, `adaserve` reaches at most "
-        f"{max(ratios):.2f} times the attainment of the best baseline. Commit {commits}."
-    )
+    about = f"Commit {commits}."
+    if ratios:
+        about = (
+            f"On {result['points'][0]['machine']} with TPOT targets only, over all rates, `adaserve` reaches at most "
+            f"{max(ratios):.2f} times the attainment of the best baseline. {about}"
+        )
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 
 

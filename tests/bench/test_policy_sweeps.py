@@ -18,6 +18,7 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.reshaping import at_rate, with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
+from scripts.results_policies import sweeps_table
 from tests.bench.scripts import modules_of
 
 NAMES = ("adaserve.sweeps", "adaserve.sweeps_points", "adaserve.sweeps_tables")
@@ -141,6 +142,9 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert (overall["points"], overall["points_without_violations"]) == (2, 1)
     assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
     assert overall["largest_violation_ratio"] == pytest.approx(4.0)
+    assert "`spec:4` 80.0%" in sweeps_table({"commit": "c0ffee", **judged})
+    alone = modules["tables"].verdict([line(modules, "adaserve", "ours", 0.95, 900.0, targets="tpot")])
+    assert sweeps_table({"commit": "c0ffee", **alone}).endswith("| - | - | - | - | - | - |\n\nCommit c0ffee.")
     each = {"commit": "c0ffee", "points": modules["tables"].contenders_by_point(lines)}
     table = modules["tables"].tables(each)
     assert "## m, TPOT targets and TTFT within 4 s: by requests per second" in table
