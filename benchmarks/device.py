@@ -6,8 +6,8 @@ Measures part after part, the most important first, and writes the file after ea
 
 1. ceilings: the device's own copy bandwidth and square matmul;
 2. conformance: every kernel, compiled, against the float64 oracle of the tests; on a large device also large shapes;
-3. programs: compiles and times every step program, sets each verify program beside the least time that its weights and
-   operations need, and beside the time computed from the device's data sheet;
+3. programs: compiles and times every step program, sets each verify program beside the time that all its weights and
+   operations take at the ceilings, and beside the time computed from the device's data sheet;
 4. bench: a short open-loop bench;
 5. times of the kernels beside what their bytes and operations cost at the ceilings, and two ways to pick a token;
 6. parts: where the time of a step goes;
@@ -76,7 +76,8 @@ PARTS = ("products", "attention", "head", "sampling", "host", "rest")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One verify program. bound_s: the larger of weights / copy bandwidth and 2 x weights x tokens / matmul rate.
+    """One verify program. bound_s: the larger of weights / copy bandwidth and 2 x weights x tokens / matmul rate. It is
+    of all weights, and so no lower bound where the embedding is not the head too: a step reads a few of its rows.
     computed_s: by the roofline of the device's data sheet; None for a device without one."""
 
     tokens: int
@@ -239,7 +240,7 @@ def show_programs(programs: ProgramTimes) -> None:
     )
     least = min(programs.verify, key=lambda step: (step.tokens, step.rows))
     table = Table(
-        "tokens", "rows", "ms", "times one token", "least ms at the ceilings", "share of ceiling",
+        "tokens", "rows", "ms", "times one token", "ms at the ceilings", "share of ceiling",
         "ms computed from the data sheet", title="verify programs",
     )  # fmt: skip
     for step in programs.verify:
