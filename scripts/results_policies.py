@@ -168,6 +168,22 @@ def constants_table(result: dict[str, Any]) -> str:
     return "\n\n".join(["\n".join([columns, *rows]), about])
 
 
+def fair_tenants_table(result: dict[str, Any]) -> str:
+    """Return what a flood costs others with and without fair shares, from a run of
+    benchmarks/adaserve/fair_tenants.py."""
+    rows = [
+        line(
+            f"{each['rate_rps']:g}", f"{each['flood']:g}", "on" if each["fair"] else "off",
+            f"{each['others']:.1%}", "-" if each["flooding"] is None else f"{each['flooding']:.1%}",
+        )
+        for each in result["rows"]
+    ]  # fmt: skip
+    columns = head("requests/s", "first tenant sends, times its share", "fair shares", "others met", "first tenant met")
+    commit, dirty, _ = result["commit"].partition("-dirty")
+    about = f"Simulated on {result['settings']['machine']}. Commit {commit[:12]}{dirty}."
+    return "\n\n".join(["\n".join([columns, *rows]), about])
+
+
 def _change(change: tuple[float, float, str]) -> str:
     points, value, where = change
     return f"{100 * points:+.1f} at {value:g}, {where}" if abs(points) >= 0.0005 else "0"

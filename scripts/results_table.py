@@ -7,8 +7,8 @@ Of benchmarks/results it reads, each written by the file of benchmarks/ beside i
   acceptance-rules-*, draft-vocabulary-*: the files of engine/ with these names; draft-sources-*, draft-heads-*:
   engine/draft_sources.py and draft_sources_load.py
 * device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
-* validation-*, calibration-*, constants-*, fluctuating-*: the files of adaserve/ with these names; sweeps-*,
-  contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
+* validation-*, calibration-*, constants-*, fluctuating-*, fair-tenants: the files of adaserve/ with these names;
+  sweeps-*, contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
 * nightjar-*: nightjar/tables.py, engine.py and offload.py
 * online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
 * starsd/*, star-heads, star-plan: starsd/; cluster-plan/points.jsonl: cluster/plan.py
@@ -40,6 +40,7 @@ from scripts.results_peers import multi_slo_tables, peer_chart, peer_tables
 from scripts.results_policies import (
     calibration_table,
     constants_table,
+    fair_tenants_table,
     fluctuating_table,
     sweeps_table,
     validation_tables,
@@ -415,6 +416,7 @@ def blocks(results: Path) -> dict[Path, dict[str, Sequence[str]]]:
             "halves": [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))],
             "constants": _tables(constants_table, results, "constants"),
             "fluctuating": _tables(fluctuating_table, results, "fluctuating"),
+            "fair-tenants": _tables(fair_tenants_table, results, "fair-tenants"),
         },
         ACCELERATOR_PAGE: {"absent": _tables(absent_table, results, "absent-devices")},
         SWEEPS_PAGE: {"contenders": _tables(sweep_tables, results, "contenders")},
