@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,12 @@ def test_a_run_that_is_not_valid_is_refused(modules, requests, make_bench, tmp_p
     engine = make_bench("ar", dies_after=2)
     with pytest.raises(ConfigError, match="ar of round 1 is not valid: engine died; run it again"):
         rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
+
+
+def test_a_load_has_the_mean_rate_of_its_rounds(modules, tmp_path: Path) -> None:
+    rates = {(number, "low", "ar"): SimpleNamespace(rate_rps=rate) for number, rate in enumerate((2.0, 2.5, 9.0))}
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK, {}, commit="c", rows=rates)
+    assert rounds.rate_rps("low", "ar", (0, 1)) == 2.25
 
 
 def rounds_of(*pairs: tuple[float, float]) -> list[dict[str, float]]:
