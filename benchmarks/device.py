@@ -6,8 +6,8 @@ Measures part after part, the most important first, and writes the file after ea
 
 1. ceilings: the device's own copy bandwidth and square matmul;
 2. conformance: every kernel, compiled, against the float64 oracle of the tests; on a large device also large shapes;
-3. programs: compiles and times every step program, sets each verify program beside the least time that its weights and
-   operations need, and beside the time computed from the device's data sheet;
+3. programs: compiles and times every step program, sets each verify program beside the time that all its weights and
+   operations take at the ceilings, and beside the time computed from the device's data sheet;
 4. bench: a short open-loop bench;
 5. times of the kernels beside what their bytes and operations cost at the ceilings, and two ways to pick a token;
 6. parts: where the time of a step goes;
@@ -76,7 +76,8 @@ PARTS = ("products", "attention", "head", "sampling", "host", "rest")
 
 @dataclass(frozen=True)
 class StepTime:
-    """One verify program. bound_s: the larger of weights / copy bandwidth and 2 x weights x tokens / matmul rate.
+    """One verify program. bound_s: the larger of weights / copy bandwidth and 2 x weights x tokens / matmul rate. It is
+    of all weights, and so no lower bound where the embedding is not the head too: a step reads a few of its rows.
     computed_s: by the roofline of the device's data sheet; None for a device without one."""
 
     tokens: int
@@ -92,8 +93,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """Every program of the engine, as its own warm-up times it (host to host, typical context). compile_s: to compile,
-    or to take from the cache; time_s: to time."""
+    """Every program of the engine, as its own warm-up times it (host to host). compile_s: to compile, or to take from
+    the cache; time_s: to time. context: committed tokens in every row."""
 
     target_params: int
     target_weight_bytes: int
@@ -105,6 +106,7 @@ class ProgramTimes:
     verify: list[StepTime]
     catchup: list[dict[str, float]]
     draft_level: list[dict[str, float]]
+    context: int
 
 
 def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
@@ -137,6 +139,7 @@ def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
         verify=step_times(samples, ceilings, params, weight_bytes, computed),
         catchup=[{"tokens": tokens, "seconds": s} for tokens, s in sorted(samples.catchup_s.items())],
         draft_level=[{"rows": r, "width": w, "seconds": s} for (r, w), s in sorted(samples.draft_level_s.items())],
+        context=samples.context,
     )
 
 
@@ -237,7 +240,7 @@ def show_programs(programs: ProgramTimes) -> None:
     )
     least = min(programs.verify, key=lambda step: (step.tokens, step.rows))
     table = Table(
-        "tokens", "rows", "ms", "times one token", "least ms at the ceilings", "share of ceiling",
+        "tokens", "rows", "ms", "times one token", "ms at the ceilings", "share of ceiling",
         "ms computed from the data sheet", title="verify programs",
     )  # fmt: skip
     for step in programs.verify:
@@ -297,6 +300,12 @@ class Measurement:
         settings = json.loads(json.dumps(settings, default=str))
         if self.result["settings"].get(name) == settings:
             return CONSOLE.print(f"{name}: measured before", highlight=False)
+        *above, last = name.split(".")
+        place = self.result
+        for key in above:
+            place = place.setdefault(key, {})
+        place.pop(last, None)  # what was measured with other settings is no result of this command
+        self.result["settings"].pop(name, None)
         if time.monotonic() >= self.deadline_s:
             self.result["not_begun"].append(name)
             CONSOLE.print(f"{name}: not begun, the time is over; the same command continues", highlight=False)
@@ -307,10 +316,6 @@ class Measurement:
             self.result["errors"][name] = f"{type(error).__name__}: {error}"[:1000]
             CONSOLE.print(f"{name}: {self.result['errors'][name]}", style="red", markup=False)
             return self._write()
-        *above, last = name.split(".")
-        place = self.result
-        for key in above:
-            place = place.setdefault(key, {})
         place[last] = plain(measured)
         self.result["settings"][name] = settings
         self._write()
@@ -380,7 +385,6 @@ def device(
         if shapes != "none":
             _measure_conformance(found, shapes)
         if programs:
-            found.result["config"] = named
             found.part("programs", named, lambda: measure_programs(model(), ceilings()), show_programs, asdict)
         if programs and duration > 0:
             plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)

@@ -9,10 +9,17 @@ from typing import Any
 import typer
 
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.results.provenance import source_commit
+
+
+def is_clean(commit: str) -> bool:
+    """Return whether a commit names its source: any two edits of one have the same name, so no result is kept of it."""
+    return not commit.endswith("-dirty")
 
 
 def run(main: Callable[..., Any]) -> None:
     """Run a function by its annotated options, or an app of several; end with status 1 and an error's one line."""
+    source_commit()  # remembered: of the source that runs, not of what is checked out when the results are written
     try:
         main() if isinstance(main, typer.Typer) else typer.run(main)
     except AdaServeError as error:

@@ -68,7 +68,7 @@ def star_tables(path: Path) -> list[str]:
     shown = [
         (
             str(n), "batched" if batched else "one by one",
-            *(f"{row[kind][of] * factor:.{digits}f}" for of, _, factor, digits in QUANTITIES for kind in kinds),
+            *(f"{row[kind][of] * factor:z.{digits}f}" for of, _, factor, digits in QUANTITIES for kind in kinds),
         )
         for (batched, n), row in pairs.items()
     ]  # fmt: skip

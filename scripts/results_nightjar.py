@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.engine.throughput_rows import interval_of
+from benchmarks.nightjar.views import BUSY, LATENCY, THROUGHPUT
 from scripts.pages import line
 
 SIMULATED = (
-    "| setup | load | requests/s | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
-    "| best baseline, tokens/s | times it | best baseline, latency | times it |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| setup | load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy | latency, s "
+    "| times `ar` | best baseline, tokens/s | times it | best baseline, latency | times it |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 FIXED = (
-    "| setup | share of the capacity | best fixed length by tokens/s | `nightjar`, times it | by latency "
+    "| setup | share of the capacity asked for | best fixed length by tokens/s | `nightjar`, times it | by latency "
     "| `nightjar`, times it |\n|---|---|---|---|---|---|"
 )
 OFFLOAD = (
@@ -24,15 +26,15 @@ OFFLOAD = (
     "| latency, s, draft stays | elastic | expansions a run |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 ENGINE = (
-    "| load | requests/s | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s | times `ar` "
-    "| times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s "
+    "| times `ar` | times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 PRESSED = (
-    "| share of the capacity | requests/s | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
+    "| requests/s | of the capacity | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
     "| times | latency, s, draft stays | elastic | times | expansions of each round |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
-THROUGHPUT, BUSY, LATENCY, RUNNING = "throughput_tps", "busy_throughput_tps", "e2e_mean_s", "running_mean"
+RUNNING = "running_mean"
 
 
 def nightjar_tables(result: dict[str, Any]) -> str:
@@ -45,9 +47,10 @@ def nightjar_tables(result: dict[str, Any]) -> str:
 
 
 def _simulated(result: dict[str, Any]) -> list[str]:
+    capacities = {setup: about["capacity_rps"] for setup, about in result["setups"].items()}
     loads = [
         line(
-            each["setup"], each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`",
+            each["setup"], each["load"], *_rate(each, capacities[each["setup"]]), f"`{each['policy']}`",
             f"{each[THROUGHPUT]:.0f}", f"{each['throughput_times_plain']:.3f}",
             f"{each['busy_throughput_times_plain']:.3f}", f"{each[LATENCY]:.2f}", f"{each['e2e_times_plain']:.3f}",
             f"`{each['best_throughput']}`", f"{each['throughput_times_best']:.3f}", f"`{each['best_latency']}`",
@@ -64,7 +67,7 @@ def _simulated(result: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     offload = [
         line(
-            each["setup"], f"{each['share']:g}", f"`{each['policy']}`",
+            each["setup"], _rate(each, capacities[each["setup"]])[1], f"`{each['policy']}`",
             *(f"{each[f'{name}_{side}']:.1f}" for name in (RUNNING, THROUGHPUT, LATENCY) for side in ("off", "on")),
             f"{each['expand']:.1f}",
         )
@@ -77,7 +80,11 @@ def _simulated(result: dict[str, Any]) -> list[str]:
         "\n".join([SIMULATED, *loads]),
     ]
     if fixed:
-        parts += ["`nightjar` against the best fixed length, including no speculation:", "\n".join([FIXED, *fixed])]
+        about = "`nightjar` against the best fixed length, including no speculation"
+        came = [each["rate_rps"] / capacities[each["setup"]] / each["share"] for each in result["offload"]]
+        if came:
+            about += f"; Poisson loads came at {min(came):.2f} of the rate asked for"
+        parts += [f"{about}:", "\n".join([FIXED, *fixed])]
     if offload:
         parts += ["Elastic memory on a machine with few KV pages:", "\n".join([OFFLOAD, *offload])]
     return parts
@@ -86,36 +93,50 @@ def _simulated(result: dict[str, Any]) -> list[str]:
 def _engine(result: dict[str, Any]) -> list[str]:
     rows = [
         line(
-            each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`", f"{each[THROUGHPUT]['median']:.1f}",
-            *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)), f"{each[LATENCY]['median']:.2f}",
-            _ratio(each["times_plain"][LATENCY]),
+            each["load"], *_rate(each, result["capacity_rps"]), f"`{each['policy']}`",
+            f"{each[THROUGHPUT]['median']:.1f}", *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)),
+            f"{each[LATENCY]['median']:.2f}", _ratio(each["times_plain"][LATENCY]),
             *(f"{_ratio(each['times_best_fixed'][name])}, `{each['best_fixed'][name]}`"
               for name in (THROUGHPUT, LATENCY)),
         )
         for each in result["points"]
     ]  # fmt: skip
-    rounds = max((len(each["rounds"]) for each in result["points"]), default=0)
-    spread = f"{rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % bootstrap intervals"
-    if rounds == 1:
-        spread = f"one round of {result['span_s']:g} s of arrivals, so no interval"
-    about = f"The real engine, {_pair(result)}; {spread}; capacity {result['capacity_rps']:g} requests/s:"
+    counts = {each["load"]: len(each["rounds"]) for each in result["points"]}
+    if len(set(counts.values())) == 1:
+        rounds = _rounds(next(iter(counts.values())))
+    else:
+        rounds = "; ".join(f"{load} load, {_rounds(count)}" for load, count in counts.items())
+    about = (
+        f"The real engine, {_pair(result)}; {result['span_s']:g} s of arrivals a round; {rounds}; capacity "
+        f"{result['capacity_rps']:g} requests/s:"
+    )
     return [about, "\n".join([ENGINE, *rows]), _where(result)]
 
 
 def _pressed(result: dict[str, Any]) -> list[str]:
     rows = []
     for each in result["points"]:
-        cells = [f"{each['share']:g}", f"{each['rate_rps']:.2f}", f"`{each['policy']}`"]
+        cells = [*_rate(each, result["capacity_rps"]), f"`{each['policy']}`"]
         for name in (RUNNING, THROUGHPUT, LATENCY):
             cells += [f"{each[side][name]['median']:.1f}" for side in ("off", "on")]
             if name != RUNNING:
                 cells.append(_ratio(each["times"][name]))
         rows.append(line(*cells, ", ".join(str(swaps.get("expand", 0)) for swaps in each["swaps"])))
+    rounds = _rounds(min((len(each["swaps"]) for each in result["points"]), default=0))
     about = (
         f"The real engine with {result['num_pages']} KV pages of {result['page_size']} tokens, and "
-        f"{result['extension_pages']} more after an expansion; {_pair(result)}:"
+        f"{result['extension_pages']} more after an expansion; {_pair(result)}; {rounds}:"
     )
     return [about, "\n".join([PRESSED, *rows]), _where(result)]
+
+
+def _rate(point: dict[str, Any], capacity_rps: float) -> tuple[str, str]:
+    """Return the rate at which requests came, and its share of the capacity."""
+    return f"{point['rate_rps']:.2f}", f"{point['rate_rps'] / capacity_rps:.2f}"
+
+
+def _rounds(count: int) -> str:
+    return "one round, so no interval" if count == 1 else f"medians of {count} rounds, {interval_of(count)}"
 
 
 def _pair(result: dict[str, Any]) -> str:

@@ -128,13 +128,18 @@ def sweeps_table(result: dict[str, Any]) -> str:
         )
         for point in result["points"]
     ]  # fmt: skip
-    figure_8 = [p for p in result["points"] if (p["sweep"], p["targets"]) == ("rate", "tpot")]
-    ratios = [point["attainment"] / point["best_baseline_attainment"] for point in figure_8]
+    ratios = [
+        point["attainment"] / point["best_baseline_attainment"]
+        for point in result["points"]
+        if (point["sweep"], point["targets"]) == ("rate", "tpot") and point["best_baseline_attainment"]
+    ]
     commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
-    about = (
-        f"On {result['points'][0]['machine']} with TPOT targets only, over all rates, `adaserve` reaches at most "
-        f"{max(ratios):.2f} times the attainment of the best baseline. Commit {commits}."
-    )
+    about = f"Commit {commits}."
+    if ratios:
+        about = (
+            f"On {result['points'][0]['machine']} with TPOT targets only, over all rates, `adaserve` reaches at most "
+            f"{max(ratios):.2f} times the attainment of the best baseline. {about}"
+        )
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
 
 
@@ -160,6 +165,22 @@ def constants_table(result: dict[str, Any]) -> str:
         if (commit := each.get("commit", result["commit"])) != result["commit"]:
             since.setdefault(commit[:12], []).append(f"`{each['name']}`")
     about += "".join(f"; {', '.join(names)}: {commit}" for commit, names in since.items()) + "."
+    return "\n\n".join(["\n".join([columns, *rows]), about])
+
+
+def fair_tenants_table(result: dict[str, Any]) -> str:
+    """Return what a flood costs others with and without fair shares, from a run of
+    benchmarks/adaserve/fair_tenants.py."""
+    rows = [
+        line(
+            f"{each['rate_rps']:g}", f"{each['flood']:g}", "on" if each["fair"] else "off",
+            f"{each['others']:.1%}", "-" if each["flooding"] is None else f"{each['flooding']:.1%}",
+        )
+        for each in result["rows"]
+    ]  # fmt: skip
+    columns = head("requests/s", "first tenant sends, times its share", "fair shares", "others met", "first tenant met")
+    commit, dirty, _ = result["commit"].partition("-dirty")
+    about = f"Simulated on {result['settings']['machine']}. Commit {commit[:12]}{dirty}."
     return "\n\n".join(["\n".join([columns, *rows]), about])
 
 

@@ -7,8 +7,8 @@ Of benchmarks/results it reads, each written by the file of benchmarks/ beside i
   acceptance-rules-*, draft-vocabulary-*: the files of engine/ with these names; draft-sources-*, draft-heads-*:
   engine/draft_sources.py and draft_sources_load.py
 * device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
-* validation-*, calibration-*, constants-*, fluctuating-*: the files of adaserve/ with these names; sweeps-*,
-  contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
+* validation-*, calibration-*, constants-*, fluctuating-*, fair-tenants: the files of adaserve/ with these names;
+  sweeps-*, contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
 * nightjar-*: nightjar/tables.py, engine.py and offload.py
 * online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
 * starsd/*, star-heads, star-plan: starsd/; cluster-plan/points.jsonl: cluster/plan.py
@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
-from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, paired_ratio, read_rows
+from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, interval_of, paired_ratio, read_rows
 from scripts import pages
 from scripts.pages import head, line
 from scripts.results_absent import absent_table
@@ -40,6 +40,7 @@ from scripts.results_peers import multi_slo_tables, peer_chart, peer_tables
 from scripts.results_policies import (
     calibration_table,
     constants_table,
+    fair_tenants_table,
     fluctuating_table,
     sweeps_table,
     validation_tables,
@@ -79,6 +80,8 @@ LOADS = (
 )
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+OLD_CONTEXT = 256
+"""Of the programs of a result that does not say it."""
 COMPUTED_PROGRAMS = (
     "| packed tokens | requests | ms | times the step of one token | ms at the ceilings "
     "| ms computed from the data sheet |\n|---|---|---|---|---|---|"
@@ -155,7 +158,7 @@ def conditions(rows: Sequence[ThroughputRow]) -> str:
     return (
         f"Target {sizes[0]}, draft {sizes[1]}, {row.dtype}; prompts of {row.min_prompt_tokens} to "
         f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.min_new_tokens} to {row.max_new_tokens} new tokens, "
-        f"{slo}; medians of {row.repeats} rounds, 95 % bootstrap intervals in brackets. jax {row.jax_version} on "
+        f"{slo}; medians of {row.repeats} rounds, {interval_of(row.repeats)}. jax {row.jax_version} on "
         f"{row.device}, {row.threads} threads: {row.machine}. "
         f"Commit {row.commit[:12]}.{shared}"
     )
@@ -259,7 +262,9 @@ def device_tables(result: dict[str, Any]) -> str:
             )
             for step in verify
         ]  # fmt: skip
-        about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
+        target = result.get("settings", {}).get("programs", result.get("config"))["target"]
+        context = result["programs"].get("context", OLD_CONTEXT)
+        about = f"Verify programs of {target} at context {context}, timed from host to host:"
         parts += [about, "\n".join([COMPUTED_PROGRAMS if computed else PROGRAMS, *steps])]
     if shares := [_parts_line(step) for step in result.get("parts", [])]:
         parts += ["Where the time of a step goes, in ms:", "\n".join([PARTS, *shares])]
@@ -411,6 +416,7 @@ def blocks(results: Path) -> dict[Path, dict[str, Sequence[str]]]:
             "halves": [halves_table(read_rows(file)) for file in sorted(results.glob("halves-*.json"))],
             "constants": _tables(constants_table, results, "constants"),
             "fluctuating": _tables(fluctuating_table, results, "fluctuating"),
+            "fair-tenants": _tables(fair_tenants_table, results, "fair-tenants"),
         },
         ACCELERATOR_PAGE: {"absent": _tables(absent_table, results, "absent-devices")},
         SWEEPS_PAGE: {"contenders": _tables(sweep_tables, results, "contenders")},

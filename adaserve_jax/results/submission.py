@@ -26,7 +26,7 @@ FILE = "multi-slo.json"
 LEVELS = (0.9, 0.95, 0.99)
 Z = 1.959964
 """Standard normal quantile of a 95% interval."""
-RECOVERED, LEAST_AFTER = 0.9, 10
+RECOVERED, LEAST_AFTER, LEAST_SPAN = 0.9, 10, 0.25
 """A system has recovered at the first moment after which this share of the requests that follow meets its targets, with
 at least so many of them left to tell."""
 Stage = Literal["rate", "overload", "burst"]
@@ -277,13 +277,14 @@ def recovery_s(outcomes: Iterable[tuple[float, bool]], burst_end_s: float) -> fl
     meet their targets.
 
     outcomes: time at which a request was due, and whether it met its targets. None if there is no such moment with at
-    least LEAST_AFTER requests after it.
+    least LEAST_AFTER requests after it, over LEAST_SPAN of the time after the burst: the last requests are met because
+    none come after them.
     """
     after = sorted((due_s, met) for due_s, met in outcomes if due_s >= burst_end_s)
     met = sum(each for _, each in after)
     for number, (due_s, each) in enumerate(after):
         left = len(after) - number
-        if left < LEAST_AFTER:
+        if left < LEAST_AFTER or after[-1][0] - due_s < LEAST_SPAN * (after[-1][0] - burst_end_s):
             return None
         if met >= RECOVERED * left:
             return due_s - burst_end_s if number else 0.0

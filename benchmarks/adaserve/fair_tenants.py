@@ -24,6 +24,7 @@ from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import TraceRequest
 from adaserve_jax.workloads.traces import Trace
+from benchmarks import program
 
 TENANTS = 4
 FLOODING = "tenant-0"
@@ -93,4 +94,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program.run(main)

@@ -25,6 +25,7 @@ from benchmarks.adaserve.sweeps import Job, run_all
 from benchmarks.adaserve.sweeps_points import contenders, named_contenders, points
 from benchmarks.adaserve.sweeps_tables import Line
 
+MACHINE = "llama-70b"
 COMPARED = "adaserve,jitserve,dspark:4,spec:4,tetris:4"
 """`adaserve` and the baselines that come near it in the sweeps."""
 
@@ -34,7 +35,7 @@ def fluctuating(
     out: Annotated[Path, typer.Option(help="JSON to write")],
     seeds: Annotated[int, typer.Option(help="traces of each rate")] = 4,
     policies: Annotated[str, typer.Option(help="contenders of the sweeps, separated by commas")] = COMPARED,
-    machine: Annotated[str, typer.Option(help="packaged machine, or a JSON file")] = "llama-70b",
+    machine: Annotated[str, typer.Option(help="packaged machine, or a JSON file")] = MACHINE,
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
 ) -> None:
@@ -52,7 +53,9 @@ def fluctuating(
     lines = run_all(todo, out.parent, jobs or os.cpu_count() or 1)
     rows = [_row(job, line) for job, line in zip(todo, lines, strict=True)]
     command = f"python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --seeds {seeds} --out {out.name}"
-    for option, value, default in (("policies", policies, COMPARED), ("requests", requests, 0)):
+    for option, value, default in (
+        ("machine", machine, MACHINE), ("policies", policies, COMPARED), ("requests", requests, 0)
+    ):  # fmt: skip
         command += "" if value == default else f" --{option} {value}"
     about = {"commit": commit, "command": command, "simulated": simulated.name, "seeds": seeds}
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""What a server does with three times what it can serve: who is admitted keeps its targets, the rest is told at once.
+"""What a server does with three times what it can serve: do admitted requests keep their targets, and how soon are the
+others refused?
 
     python -m benchmarks.adaserve.overload --out overload.json [--factor 3] [--seconds 30]
 
@@ -27,8 +28,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.server.settings import ServerSettings
+from benchmarks import program
 from benchmarks.server.http_load import Answer, adaserve, command_line, parse_samples, quantile, request, served
 
 HANG_LIMIT_S = 120.0
@@ -92,6 +95,15 @@ def metrics_of(answer: Answer) -> dict[str, Any]:
     return answer.events[-1][1]["metrics"] if answer.events else answer.body["metrics"]
 
 
+def finished(answers: Sequence[Answer]) -> list[Answer]:
+    """Return those that were served to their end. Raises AdaServeError: none was."""
+    found = [answer for answer in answers if answer.status == 200 and answer.error is None]
+    if not found:
+        others = dict(Counter(f"{answer.status} {answer.error}" for answer in answers))
+        raise AdaServeError(f"none of {len(answers)} requests was served to its end: {others}")
+    return found
+
+
 def attainment(answers: Sequence[Answer]) -> float:
     """Of those that were served to their end."""
     return sum(metrics_of(answer)["slo"]["met"] for answer in answers) / len(answers)
@@ -99,7 +111,7 @@ def attainment(answers: Sequence[Answer]) -> float:
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """What became of requests: how many, and of those admitted and refused what counts."""
-    served_ones = [a for a in answers if a.status == 200 and a.error is None]
+    served_ones = finished(answers)
     late = [a for a in answers if a.status == 429 and a.end_s - a.sent_s >= MAX_QUEUE_WAIT_S]
     refused = [a for a in answers if a.status == 429 and a not in late]
     refusal_ms = [1e3 * (a.end_s - a.sent_s) for a in refused]
@@ -156,6 +168,7 @@ def main(
     plain = Load(slots, new_tokens, seconds, seed)
     with served(adaserve(max_requests=slots, token_edges=(slots, 64), row_edges=(slots,))) as server:
         answers, took_s = asyncio.run(closed_loop(server.port, plain))
+        answers = finished(answers)
         rate = len(answers) / took_s
         tpot_ms = tpot_scale * median(metrics_of(answer)["slo"]["tpot_ms"] for answer in answers)
         load = Load(slots, new_tokens, seconds, seed, tpot_ms, ttft_ms)
@@ -187,4 +200,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program.run(main)

@@ -115,7 +115,7 @@ def run_all(jobs: Sequence[Job], out: Path, workers: int) -> list[Line]:
     """Every job, those of `out` that have its key not again; lines in the order of `jobs`."""
     path = out / "sweeps.jsonl"
     known = {line.key: line for line in (read_rows(path, Line) if path.exists() else [])}
-    missing = [job for job in jobs if job.key not in known]
+    missing = [job for job in jobs if job.key not in known or not program.is_clean(job.commit)]
     notes().print(f"{len(jobs)} points, {len(jobs) - len(missing)} of them in {path}", highlight=False)
     missing.sort(key=lambda job: job.contender.policy is not None)  # the long ones first
     for done, line in enumerate(_lines(missing, workers), 1):

@@ -8,10 +8,11 @@ several rates at a real engine with a grown target: plain decoding, the chain th
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
 All draft with the draft model alone, since the simulator has no text to draft from. Acceptance is recorded from the
 chain's runs. The latency that targets are scaled by, and the chain, are kept in chosen.json, so that a run that was
-stopped goes on with them, and so does one whose profile was removed to be measured again. Then the same prompts, output
-lengths, arrivals and targets are simulated with the recorded acceptance: on the profile as it is, and once for each
-round with the times that its steps took, warm-up included, beside the profile's samples. The first is a prediction; the
-second shows the error that is left without the machine's drift.
+stopped goes on with them, and so does one whose profile was removed to be measured again. What other options measured
+is measured again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded
+acceptance: on the profile as it is, and once for each round with the times that its steps took, warm-up included,
+beside the profile's samples. The first is a prediction; the second shows the error that is left without the machine's
+drift.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
 the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are
@@ -45,7 +46,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.profile import read_profile, write_profile
-from adaserve_jax.results.provenance import source_commit
+from adaserve_jax.results.provenance import settings_hash, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
@@ -199,9 +200,10 @@ def _mean(measures: list[dict[str, float]]) -> dict[str, float]:
 
 def measure_real(
     engine: LocalBenchEngine, asked: Sequence[Asked], policies: Sequence[str], rates: Sequence[float], repeats: int,
-    out: Path,
+    out: Path, key: str,
 ) -> dict[tuple[str, float], list[Round]]:  # fmt: skip
-    """Run rounds over all rates and policies; return those of each point. What `out` has whole is not run again.
+    """Run rounds over all rates and policies; return those of each point. What `out` has whole, of the same key, is not
+    run again.
 
     Raises ConfigError: a row is not valid.
     """
@@ -214,8 +216,8 @@ def measure_real(
             duration_s = workload.items[-1].arrival_s or 0.0
             for policy in (*policies[shift:], *policies[:shift]):
                 folder = run_folder(out, repeat, rate, policy)
-                times = folder / "served.json"
-                if not times.exists():
+                times, made_with = folder / "served.json", folder / "settings.txt"
+                if not times.exists() or not made_with.exists() or made_with.read_text() != key:
                     shutil.rmtree(folder, ignore_errors=True)
                     plan = BenchPlan((policy,), (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
                     run_bench(plan, workload, lambda: engine, folder)
@@ -225,6 +227,7 @@ def measure_real(
                     reason = "it was interrupted" if row is None else row.invalid_reason
                     raise ConfigError(f"{policy} at {rate:g}/s is not valid: {reason}; run it again")
                 if not times.exists():
+                    made_with.write_text(key)
                     times.write_text(json.dumps(asdict(engine.client.served)) + "\n")
                 measures = {name: float(getattr(row, name) or 0.0) for name in COMPARED}
                 found.setdefault((policy, rate), []).append(
@@ -294,13 +297,18 @@ def policy_validation(
     make_folder(out)
     target = str(grown_target(params))
     config = EngineConfig(target=target, max_context=1024, prefix_cache=False, draft_sources="model")  # as simulated
-    path = out / "profile.json"
-    if not path.exists():
-        write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))
+    path, name = out / "profile.json", f"grown-{params}"
+    if not path.exists() or read_profile(path).name != name:
+        write_profile(path, measure_profile(config, name=name, check_s=CHECK_S))
     machine = ProfiledMachine.of(read_profile(path), str(path))
     chosen_rates = [float(rate) for rate in rates.split(",")]
     chosen = out / "chosen.json"
-    known = json.loads(chosen.read_text()) if chosen.exists() else {"baseline_s": machine.baseline_s, "chain": None}
+    settings = {
+        "trace": trace, "requests": requests, "new_tokens": new_tokens, "rates": chosen_rates, "params": params
+    }  # fmt: skip
+    known = json.loads(chosen.read_text()) if chosen.exists() else {}
+    if known.get("settings") != settings:
+        known = {"settings": settings, "baseline_s": machine.baseline_s, "chain": None}
     asked = asked_requests(
         traces, trace, count=requests, new_tokens=new_tokens, baseline_s=known["baseline_s"], temperature=temperature
     )
@@ -316,7 +324,8 @@ def policy_validation(
     try:
         info = engine.client.info
         asked = [each.measured(engine.encode(each.item)) for each in asked]
-        real = measure_real(engine, asked, policies, chosen_rates, repeats, out)
+        key = settings_hash({"params": params, "requests": repr(asked)})
+        real = measure_real(engine, asked, policies, chosen_rates, repeats, out, key)
     finally:
         engine.client.close()
     emitted = _output_tokens(run_folder(out, 0, chosen_rates[0], "ar") / "requests.jsonl", len(asked))

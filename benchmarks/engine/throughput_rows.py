@@ -18,6 +18,7 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.whole_file import SHARED, write_whole
 
+FEW_ROUNDS = 5
 REFERENCE = "ar"
 CHAIN = "spec:"
 """What the names of policies with a fixed chain begin with."""
@@ -121,14 +122,20 @@ class Ratio:
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """How many times one system is another, measured in the same rounds: the median of the rounds' ratios.
 
-    The interval is the percentile bootstrap's over rounds. Of five rounds or fewer it reaches from the least to the
-    largest ratio.
+    The interval is the percentile bootstrap's over rounds. Of FEW_ROUNDS or fewer it reaches from the least to
+    the largest ratio.
     """
     assert len(ours) == len(theirs) > 0, "one figure of each system per round"
     ratios = np.array(ours) / np.array(theirs)
     drawn = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[drawn], axis=1), (2.5, 97.5))
     return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def interval_of(rounds: int) -> str:
+    """Return what the interval of a `paired_ratio` of so many rounds holds."""
+    few = f"least and largest ratio of the {rounds} rounds in brackets"
+    return few if rounds <= FEW_ROUNDS else "95 % bootstrap intervals in brackets"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@
 
 The target is the demo's, grown. First the capacity is measured: requests per second that plain decoding completes of
 those that come all at once. Loads are shares of it. In a round every policy serves the same requests under every load,
-one after the other on one engine, the first one rotating; each round has requests of its own. A policy starts anew in
-each run and first serves some requests that are not counted.
+one after the other on one engine, the first one rotating; each round has prompts of its own, and of a Poisson load also
+times and lengths. A policy starts anew in each run and first serves some requests that are not counted.
 
-Runs are kept under --out, and those that it has of the same commit are not measured again. No run is begun that would
-end after --minutes. Printed and written to nightjar-engine.json: throughput, throughput while busy and mean end-to-end
-latency, medians over rounds with bootstrap intervals, and ratios within rounds to `ar` and to the best fixed length.
+Runs are kept under --out, and those that it has of the same commit and settings are not measured again. No run is begun
+that would end after --minutes if it took as long as the longest so far. Printed and written to nightjar-engine.json:
+throughput, throughput while busy and mean end-to-end latency, medians over rounds with intervals, and ratios within
+rounds to `ar` and to the best fixed length.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.grown import grown_target
 from benchmarks.nightjar.judged import points_of, show
 from benchmarks.nightjar.points import PLAIN
 from benchmarks.nightjar.requests import LOADS, MAX_CONTEXT, QUICK, Requests, Sizes
-from benchmarks.nightjar.rounds import Rounds, capacity_rps
+from benchmarks.nightjar.rounds import Rounds
 
 POLICIES = "ar,spec:1,spec:2,spec:3,spec:4,dsd,tetris:3,nightjar,adaserve"
 RESULT = "nightjar-engine.json"
@@ -46,7 +47,7 @@ def measure(
     most_rounds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Rounds until all are done or the time is over; the result that is written."""
-    capacity = capacity_rps(rounds.out, rounds.commit, PLAIN, requests.saturating, engine, rounds.sizes)
+    capacity = rounds.capacity_rps(PLAIN, requests.saturating, engine)
     longest_s = rounds.sizes.span_s + rounds.sizes.drain_s
     runs = most_rounds * len(loads) * len(policies)
     notes().print(
@@ -99,9 +100,8 @@ def nightjar_engine(
     engine = open_bench_engine(config)
     try:
         requests = Requests(azure, resolve_folder(config.target, "target"), sizes)
-        result = measure(
-            engine, requests, Rounds(out, minutes, sizes), policies=names, loads=wanted, most_rounds=rounds
-        )  # fmt: skip
+        kept = Rounds(out, minutes, sizes, {"engine": repr(config), "trace": requests.segment.sha256})
+        result = measure(engine, requests, kept, policies=names, loads=wanted, most_rounds=rounds)
     finally:
         engine.client.close()
     result["target"] = "demo" if quick else f"demo grown to {params}"

@@ -44,7 +44,7 @@ def points_of(rounds: Rounds, loads: Sequence[str], policies: Sequence[str], mos
         whole = rounds.whole_rounds(load, policies, most_rounds)
         if whole:
             by_policy = {policy: rounds.figures(load, policy, whole) for policy in policies}
-            rate = rounds.rows[whole[0], load, PLAIN].rate_rps
+            rate = rounds.rate_rps(load, PLAIN, whole)
             found += judged(load, rate, by_policy)
     return found
 
@@ -94,7 +94,7 @@ def aims(points: Sequence[dict[str, Any]]) -> list[str]:
 
 def show(points: Sequence[dict[str, Any]]) -> None:
     """The table, to stdout."""
-    table = Table(title="medians over rounds (95 % intervals)", title_justify="left")
+    table = Table(title="medians over rounds (of few, least to largest)", title_justify="left")
     for header in ("load", "policy", "tokens/s", f"times {PLAIN}", "busy, times", "latency, s", f"times {PLAIN}"):
         table.add_column(header, justify="right")
     for point in points:

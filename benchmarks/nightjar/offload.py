@@ -33,7 +33,7 @@ from benchmarks.grown import grown_draft, grown_target
 from benchmarks.nightjar.judged import over, spread
 from benchmarks.nightjar.points import OURS, PLAIN, POISSON
 from benchmarks.nightjar.requests import MAX_CONTEXT, QUICK, Requests, Sizes
-from benchmarks.nightjar.rounds import Rounds, capacity_rps
+from benchmarks.nightjar.rounds import Rounds
 from benchmarks.nightjar.views import LATENCY, THROUGHPUT
 
 RESULT = "nightjar-offload.json"
@@ -48,7 +48,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Rounds until all are done or the time is over; the result that is written."""
     still = engines[SIDES[0]]
-    capacity = capacity_rps(rounds.out, rounds.commit, PLAIN, requests.saturating, still, rounds.sizes)
+    capacity = rounds.capacity_rps(PLAIN, requests.saturating, still)
     runs = most_rounds * len(shares) * len(policies) * len(SIDES)
     longest_s = rounds.sizes.span_s + rounds.sizes.drain_s
     notes().print(
@@ -92,7 +92,7 @@ def _points(rounds: Rounds, share: float, policies: Sequence[str], most_rounds: 
             found.append(
                 {
                     "share": share,
-                    "rate_rps": rounds.rows[whole[0], _load(share), names[0]].rate_rps,
+                    "rate_rps": rounds.rate_rps(_load(share), names[0], whole),
                     "policy": policy,
                     "rounds": {"off": off, "on": on},
                     "swaps": [rounds.swaps[r, _load(share), names[1]] for r in whole],
@@ -145,10 +145,10 @@ def nightjar_offload(
         for side in SIDES:
             engines[side] = open_bench_engine(replace(config, elastic=side))
         requests = Requests(azure, resolve_folder(config.target, "target"), sizes)
+        kept = Rounds(out, minutes, sizes, {"engine": repr(config), "trace": requests.segment.sha256})
         result = measure(
-            engines, requests, Rounds(out, minutes, sizes), policies=comma_list("policies", policies, str),
-            shares=loads, most_rounds=rounds,
-        )  # fmt: skip
+            engines, requests, kept, policies=comma_list("policies", policies, str), shares=loads, most_rounds=rounds
+        )
     finally:
         for engine in engines.values():
             engine.client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,11 @@ from adaserve_jax.cli.terminal import notes
 from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times_without
 from benchmarks.nightjar.points import CLASSES, CONTEXTUAL, MAIN, METHODS, POISSON, THRESHOLD_SHARE
 from benchmarks.nightjar.summary import offload_pairs, summary
-from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, ratio
+from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, pages_of, ratio
+from scripts.pages import table
 
 SUMMARY = "nightjar-sim.json"
 KEPT = ("kind", "commit", "machine", "segment", "setups")
-
-
-def line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([line(*header), line(*["---"] * len(header)), *(line(*row) for row in rows)])
 
 
 def write_report(result: dict[str, Any], out: Path) -> None:
@@ -42,11 +36,13 @@ def write_report(result: dict[str, Any], out: Path) -> None:
 def readme(result: dict[str, Any], tables: Tables) -> str:
     segment = result["segment"]
     commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
-    seeds = len({each.seed for each in tables.lines})
+    counts = Counter((each.setup, each.load, each.share, each.policy, pages_of(each.pool)) for each in tables.lines)
+    least, most = min(counts.values()), max(counts.values())
+    seeds = f"{most}" if least == most else f"{least} to {most}"
     parts = [
         "# Nightjar's tables, simulated",
         f"`benchmarks/nightjar/tables.py` simulated these tables at commit {commits}: means over {seeds} independent "
-        f"{'run' if seeds == 1 else 'runs'}, ratios within runs. The lengths and the shape of the dynamic load are "
+        f"{'run' if most == 1 else 'runs'}, ratios within runs. The lengths and the shape of the dynamic load are "
         f"those of {segment['trace']}: {segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request "
         "has a target.",
         "*Throughput* is all output tokens over the time of the run. Below saturation it equals the offered load under "

@@ -74,13 +74,14 @@ def with_lengths(trace: Trace, *, prompt_parts: float = 1.0, most_output: int, m
 
 
 def poisson_arrivals(trace: Trace, *, rate_rps: float, count: int, seed: int) -> Trace:
-    """`count` requests drawn from the trace, each at most once, with exponential gaps of mean 1 / rate_rps."""
+    """Draw `count` requests from the trace, each at most once, with exponential gaps whose mean is 1 / rate_rps."""
     if count > len(trace.requests):
         raise ConfigError(f"trace {trace.name} has {len(trace.requests)} requests, fewer than the {count} wanted")
     rng = np.random.default_rng(seed)
-    times = np.cumsum(rng.exponential(1 / rate_rps, count)).tolist()
+    times = np.cumsum(rng.exponential(1 / rate_rps, count))
+    times *= count / rate_rps / times[-1]  # so few gaps have another mean than they are drawn with
     picks = rng.permutation(len(trace.requests))[:count].tolist()
-    requests = (replace(trace.requests[pick], due_s=due_s) for pick, due_s in zip(picks, times, strict=True))
+    requests = (replace(trace.requests[pick], due_s=due_s) for pick, due_s in zip(picks, times.tolist(), strict=True))
     return trace.derived(f"Poisson {rate_rps:.4g}/s first {count} seed {seed}", requests)
 
 

@@ -95,7 +95,8 @@ def run_all(
     """Every point, those of `out` that have its key not again. Returns the lines, what the setups are, and how many
     points are left when `minutes` are over."""
     commit, path = source_commit(), out / "nightjar.jsonl"
-    known = {line.key: line for line in (read_rows(path, Line) if path.exists() else [])}
+    kept = path.exists() and program.is_clean(commit)
+    known = {line.key: line for line in (read_rows(path, Line) if kept else [])}
     todo = [(key_of(point, segment, scale, commit), point) for point in points(setups, scale)]
     missing = [(key, point) for key, point in todo if key not in known]
     notes().print(f"{len(todo)} points, {len(todo) - len(missing)} of them in {path}", highlight=False)

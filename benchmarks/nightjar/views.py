@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -88,28 +88,27 @@ class Tables:
         self.lines = lines
         self.setups = list(dict.fromkeys(line.setup for line in lines))
 
-    def view(self, setup: str, load: str, share: float, accepts: Callable[[Line], bool] | None = None) -> View:
-        """Of one load; without `accepts` of the pages that never run out."""
-        chosen = accepts or (lambda line: line.pool is None)
-        wanted = (setup, load, share)
-        return View(line for line in self.lines if (line.setup, line.load, line.share) == wanted and chosen(line))
+    def view(self, setup: str, load: str, share: float) -> View:
+        """Of one load, of the pages that never run out."""
+        wanted = (setup, load, share, None)
+        return View(line for line in self.lines if (line.setup, line.load, line.share, line.pool) == wanted)
 
     def shares(self, setup: str, load: str) -> list[float]:
         """Loads that were run without a pool, the lowest first."""
         return sorted({x.share for x in self.lines if (x.setup, x.load) == (setup, load) and x.pool is None})
 
-    def against_fixed(self, setup: str, load: str, policy: str = OURS) -> list[AgainstFixed]:
-        """At every rate where chains and the policy were run."""
+    def against_fixed(self, setup: str, load: str) -> list[AgainstFixed]:
+        """At every rate where chains and ours were run."""
         found = []
         for share in self.shares(setup, load):
             view = self.view(setup, load, share)
-            if policy not in view or len(view.fixed) < 2:
+            if OURS not in view or len(view.fixed) < 2:
                 continue
             throughput, latency = (view.best(view.fixed, figure) for figure in (THROUGHPUT, LATENCY))
             found.append(
                 AgainstFixed(
-                    share, throughput, view.times(policy, THROUGHPUT, throughput),
-                    latency, view.times(policy, LATENCY, latency),
+                    share, throughput, view.times(OURS, THROUGHPUT, throughput),
+                    latency, view.times(OURS, LATENCY, latency),
                 )
             )  # fmt: skip
         return found

@@ -63,7 +63,7 @@ def run(modules, monkeypatch, tmp_path):
         return result
 
     ceilings = modules["ceilings"].Ceilings("float32", 0, 10e9, 0, 1e12)
-    times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [])
+    times = device.ProgramTimes(1, 4, "float32", 1.0, 1.0, 1.0, None, [device.StepTime(1, 1, 0.1, 0.05)], [], [], 64)
     monkeypatch.setattr(device, "measure_ceilings", lambda _: note("ceilings", ceilings))
     monkeypatch.setattr(device, "measure_programs", lambda *_: note("programs", times))
     monkeypatch.setattr(device, "measure_serving", lambda *_: note("bench", []))
@@ -111,6 +111,13 @@ def test_the_same_command_measures_what_is_missing_and_nothing_else(run):
     assert run("--swaps", "3")[1] == ["swaps"]
     assert run("--max-requests", "4", "--swaps", "3")[1] == ["programs", "bench", "parts"]
     assert run("--max-requests", "4", "--swaps", "3", at="def")[1] == ORDER
+
+
+def test_what_other_settings_measured_is_not_kept(run):
+    run()
+    found, _ = run("--max-requests", "4", fails=("programs", "bench"))
+    assert "programs" not in found and "bench" not in found
+    assert found["settings"].keys().isdisjoint({"programs", "bench"}) and "swaps" in found["settings"]
 
 
 def test_no_part_is_begun_after_the_time(run, modules, monkeypatch):

@@ -27,10 +27,11 @@ def test_each_contender_runs_on_each_seeds_trace_of_each_rate(tmp_path: Path) ->
     with imported("adaserve.fluctuating") as found:
         run = found["fluctuating"].fluctuating
         file = tmp_path / "out" / "fluctuating.json"
-        run(tmp_path, file, seeds=2, policies="ar,spec:4", requests=3, jobs=1)
+        run(tmp_path, file, seeds=2, policies="ar,spec:4", machine="qwen-32b", requests=3, jobs=1)
         with pytest.raises(ConfigError, match=r"--policies: no contender 'fast'; there are adaserve, "):
             run(tmp_path, file, policies="fast")
     told = json.loads(file.read_text())
+    assert told["command"].endswith("--out fluctuating.json --machine qwen-32b --policies ar,spec:4 --requests 3")
     places = [(each["seed"], each["rate_rps"], each["policy"]) for each in told["rows"]]
     assert places == [(seed, rate, name) for seed in (0, 1) for rate in (2.4, 3.0, 3.6) for name in ("ar", "spec:4")]
     assert all(0 <= each["attainment"] <= 1 for each in told["rows"])

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from adaserve_jax.errors import AdaServeError
 from tests.bench.scripts import modules_of
 from tests.server.conftest import running
 
@@ -88,6 +89,8 @@ def test_overload_is_judged_by_attainment_refusals_and_what_else_came(modules):
     assert [text.split(" ")[0] for text in overload.failures(capacity, bad)] == ["attainment", "answers", "the"]
     silent = overload.summary([made(load, 200, 1.0), made(load, 429, 0.01)])
     assert overload.failures(capacity, silent) == ["expected refusals, each with Retry-After"]
+    with pytest.raises(AdaServeError, match=r"none of 2 requests was served to its end: \{'429 overloaded': 2\}"):
+        overload.summary([made(load, 429, 0.01, headers=told)] * 2)
 
 
 def test_drift_is_between_medians_when_warm_and_at_the_end(modules):

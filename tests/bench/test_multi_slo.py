@@ -140,6 +140,9 @@ def test_recovery_is_when_the_requests_that_follow_meet_their_targets():
     assert recovery_s(late, 10.0) == 1.0, "from 11 on 20 of 22 are met, from 10 on 20 of 23"
     assert recovery_s([*burst, *((10.0 + t, False) for t in range(20))], 10.0) is None
     assert recovery_s([(10.0 + t, True) for t in range(9)], 10.0) is None, "nine requests cannot tell"
+    last = [*burst, *((10.0 + t, t >= 61) for t in range(81))]
+    assert recovery_s(last, 10.0) == 59.0, "from 69 on 20 of 22 are met, in 21 of 80 seconds"
+    assert recovery_s([*burst, *((10.0 + t, t >= 70) for t in range(81))], 10.0) is None, "in 12 of 80 seconds"
 
 
 @pytest.fixture

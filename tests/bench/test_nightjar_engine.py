@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_policies_take_turns_and_what_is_there_is_not_run_again(
 ) -> None:
     engine = make_bench("ar")
     sizes = replace(modules["requests"].QUICK, span_s=0.1)
-    rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, commit="c")
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, {}, commit="c")
     monkeypatch.setattr("adaserve_jax.results.provenance.source_commit", lambda: "c")
     wanted = {"policies": ("ar", "spec:2", "nightjar"), "loads": ("dynamic",), "most_rounds": 2}
     result = modules["engine"].measure(engine, requests, rounds, **wanted)
@@ -70,15 +71,36 @@ def test_policies_take_turns_and_what_is_there_is_not_run_again(
     submitted = len(engine.client.submitted)
     again = modules["engine"].measure(engine, requests, replace(rounds, rows={}, swaps={}), **wanted)
     assert (again, len(engine.client.submitted)) == (result, submitted)
-    other = modules["rounds"].Rounds(tmp_path, 1e-9, sizes, commit="d")
+    other = modules["rounds"].Rounds(tmp_path, 1e-9, sizes, {}, commit="d")
     assert other.measure(0, "low", "ar", "ar", lambda: pytest.fail("no time"), engine) is None
 
 
+def test_a_run_of_other_settings_or_of_an_edited_source_is_made_again(
+    modules, requests, make_bench, tmp_path: Path
+) -> None:
+    engine, sizes = make_bench("ar"), replace(modules["requests"].QUICK, span_s=0.1)
+
+    def measured(commit: str, minutes: float = 5.0, **settings: str) -> bool:
+        rounds = modules["rounds"].Rounds(tmp_path, minutes, sizes, settings, commit=commit)
+        row = rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
+        return row is not None and rounds.swaps[0, "low", "ar"] == {}
+
+    assert measured("c", pages="64") and measured("c", minutes=0.0, pages="64"), "kept"
+    assert not measured("c", minutes=0.0, pages="96") and not measured("d", minutes=0.0, pages="64")
+    assert measured("c-dirty") and not measured("c-dirty", minutes=0.0)
+
+
 def test_a_run_that_is_not_valid_is_refused(modules, requests, make_bench, tmp_path: Path) -> None:
-    rounds = modules["rounds"].Rounds(tmp_path, 5.0, replace(modules["requests"].QUICK, span_s=0.1), commit="c")
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, replace(modules["requests"].QUICK, span_s=0.1), {}, commit="c")
     engine = make_bench("ar", dies_after=2)
     with pytest.raises(ConfigError, match="ar of round 1 is not valid: engine died; run it again"):
         rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
+
+
+def test_a_load_has_the_mean_rate_of_its_rounds(modules, tmp_path: Path) -> None:
+    rates = {(number, "low", "ar"): SimpleNamespace(rate_rps=rate) for number, rate in enumerate((2.0, 2.5, 9.0))}
+    rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK, {}, commit="c", rows=rates)
+    assert rounds.rate_rps("low", "ar", (0, 1)) == 2.25
 
 
 def rounds_of(*pairs: tuple[float, float]) -> list[dict[str, float]]:
@@ -113,17 +135,19 @@ def test_results_show_ratios_with_their_intervals(modules) -> None:
     }  # fmt: skip
     text = nightjar_tables({"kind": "engine", "points": points, **about})
     ratio, best = "1.25 (1.20 to 1.30)", "0.62 (0.50 to 0.75)"
-    assert (
-        f"| low | 0.50 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |" in text
+    row = (
+        f"| low | 0.50 | 0.26 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |"
     )
-    assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 2 rounds of 45 s" in text
+    assert row in text
+    assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 45 s of arrivals a round;" in text
+    assert "medians of 2 rounds, least and largest ratio of the 2 rounds in brackets; capacity 1.9 requests/s" in text
     off, on = ({name: {"median": value} for name, value in zip(modules["offload"].SHOWN, values, strict=True)}
                for values in ((16.0, 200.0, 9.0), (20.0, 230.0, 7.0)))  # fmt: skip
     times = {name: {"median": 1.15, "low": 1.1, "high": 1.2} for name in modules["offload"].SHOWN}
     pressed = {"share": 1.5, "rate_rps": 2.8, "policy": "nightjar", "off": off, "on": on, "times": times}
     pages = {"num_pages": 64, "extension_pages": 16, "page_size": 64}
     text = nightjar_tables({"kind": "offload", "points": [pressed | {"swaps": [{"expand": 2}, {}]}], **about, **pages})
-    assert "| 1.5 | 2.80 | `nightjar` | 16.0 | 20.0 | 200.0 | 230.0 | 1.15 (1.10 to 1.20) |" in text
+    assert "| 2.80 | 1.47 | `nightjar` | 16.0 | 20.0 | 200.0 | 230.0 | 1.15 (1.10 to 1.20) |" in text
     assert "| 2, 0 |" in text
 
 
@@ -136,7 +160,7 @@ def test_elastic_memory_is_measured_on_real_engines(modules, requests, tmp_path:
     )  # fmt: skip
     engines = {side: LocalBenchEngine(replace(config, elastic=side)) for side in ("off", "on")}
     try:
-        rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK)
+        rounds = modules["rounds"].Rounds(tmp_path, 5.0, modules["requests"].QUICK, {})
         result = modules["offload"].measure(
             engines, requests, rounds, policies=("nightjar",), shares=(2.0,), most_rounds=1
         )

@@ -137,7 +137,7 @@ def test_the_summary_and_the_page_say_so(modules) -> None:
         "commit": "c0ffee", "segment": {"trace": "t", "requests": 9, "rate_rps": 1.0}, "setups": {"grown-110M": about}
     }  # fmt: skip
     page = modules["report"].readme(result, tables)
-    assert "means over 2 independent runs" in page
+    assert "means over 1 to 2 independent runs" in page
     assert "| `nightjar` | 85 | 1.150 | 170 | 1.150 | 1.85 | 0.650 |" in page
     assert "| 1.25 | `ar` | 0.980 | `ar` | 1.050 |" in page
     assert "| 1.25 | `nightjar` | 1.0 | 1.0 | 100.0 | 115.0 | 1.150 | 9.00 | 6.00 | 0.667 | 2, 1 |" in page

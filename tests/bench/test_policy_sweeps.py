@@ -18,6 +18,7 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.reshaping import at_rate, with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
+from scripts.results_policies import sweeps_table
 from tests.bench.scripts import modules_of
 
 NAMES = ("adaserve.sweeps", "adaserve.sweeps_points", "adaserve.sweeps_tables")
@@ -141,6 +142,9 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert (overall["points"], overall["points_without_violations"]) == (2, 1)
     assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
     assert overall["largest_violation_ratio"] == pytest.approx(4.0)
+    assert "`spec:4` 80.0%" in sweeps_table({"commit": "c0ffee", **judged})
+    alone = modules["tables"].verdict([line(modules, "adaserve", "ours", 0.95, 900.0, targets="tpot")])
+    assert sweeps_table({"commit": "c0ffee", **alone}).endswith("| - | - | - | - | - | - |\n\nCommit c0ffee.")
     each = {"commit": "c0ffee", "points": modules["tables"].contenders_by_point(lines)}
     table = modules["tables"].tables(each)
     assert "## m, TPOT targets and TTFT within 4 s: by requests per second" in table
@@ -149,6 +153,12 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert "| `spec:4` | - | 80.0% / 600 |" in table
     assert "Settings of `tuned`, by column: 4: spec:2, chunk 512, 48 running." in table
     assert table.endswith("Simulated at commit c0ffee.")
+
+
+def late(point: dict, recovery_s: float) -> dict:
+    """The point at 2 requests/s, so that 80 seconds are left after the burst."""
+    told = {"ar": {**point["contenders"]["ar"], "recovery_s": recovery_s}}
+    return {**point, "value": 2.0, "requests": 580, "contenders": told}
 
 
 def test_contenders_of_an_earlier_run_stand_beside_a_new_one(
@@ -168,6 +178,8 @@ def test_contenders_of_an_earlier_run_stand_beside_a_new_one(
     told = json.loads(file.read_text())
     assert tables.contenders_by_point(tables.lines_of(told)) == told["points"]
     assert tables.verdict(tables.lines_of(told)) == tables.verdict(lines)
+    assert "| 90.0% / 650 / never |" in tables.tables({**told, "points": [late(told["points"][1], 61.0)]})
+    assert "| 90.0% / 650 / 59 s |" in tables.tables({**told, "points": [late(told["points"][1], 59.0)]})
     anew = line(modules, "adaserve", "ours", 0.99, 910.0)
     anew.overall["commit"] = "decaf"
     second = main.write_report(main.with_earlier([anew], file), tmp_path / "first")
@@ -219,6 +231,11 @@ def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkey
     assert [each.contender for each in again] == ["adaserve", "ar", "tuned"]
     assert again[0].rows[0] == json.loads(json.dumps(lines[0].rows[0]))
     assert again[2].overall["label"] == "tuned, best of 2 tried"
+    edited = [replace(jobs[0], commit="c-dirty")]
+    ran.clear()
+    main.run_all(edited, tmp_path, 1)
+    main.run_all(edited, tmp_path, 1)
+    assert ran == ["adaserve"] * 2, "any two edits have the same name"
     others = {"commit": "d", "seed": 1, "machine": load_machine("qwen-32b"), "contender": chosen[1]}
     assert all(replace(jobs[0], **{name: value}).key != jobs[0].key for name, value in others.items())
 

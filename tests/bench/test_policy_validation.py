@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.cost_model import ServingFactors
+from adaserve_jax.results.jsonl import append_rows
+from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
 from tests.bench.scripts import imported
+from tests.report.made import request, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,25 @@ def test_requests_are_scaled_to_the_machine(validation, asked):
     assert workload.items[0].prompt.startswith("def add(a, b):")
     trace = validation.as_trace([each.measured(range(7)) for each in asked])
     assert [(r.due_s, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(0.0, 7, 48), (6.0, 7, 48)]
+
+
+class Idle(LocalEngine):
+    served = ServedTimes(steps=3)
+
+
+def test_runs_of_other_settings_are_made_again(validation, asked, tmp_path: Path, monkeypatch) -> None:
+    engine, ran = SimpleNamespace(client=object.__new__(Idle)), []
+
+    def run_bench(plan, workload, start, folder: Path) -> None:
+        ran.append(plan.policies)
+        folder.mkdir()
+        append_rows(folder / "results.jsonl", rows_of([request()], wall_s=1.0))
+
+    monkeypatch.setattr(validation, "run_bench", run_bench)
+    for key in ("a", "a", "b", "b"):
+        found = validation.measure_real(engine, asked, ("ar",), (2.0,), 1, tmp_path, key)
+        assert found["ar", 2.0][0].served.steps == 3
+    assert ran == [("ar",)] * 2
 
 
 def point(validation, policy: str, real: float, simulated: float):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from benchmarks.engine.throughput_rows import Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
+from benchmarks.engine.throughput_rows import Aim, ThroughputRow, aims, interval_of, paired_ratio, read_rows, write_rows
 
 ROW = ThroughputRow(
     commit="0" * 40, machine="m", device="cpu", jax_version="0.9", threads=2, target="demo", target_params=None,
@@ -42,6 +42,8 @@ def test_the_bootstrap_leaves_out_what_is_rarer_than_one_in_forty():
     assert (nine.median, nine.low, nine.high) == (5.0, 2.0, 8.0)
     five = paired_ratio([5.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 5)
     assert (five.median, five.low, five.high) == (3.0, 1.0, 5.0)
+    assert interval_of(5) == "least and largest ratio of the 5 rounds in brackets"
+    assert interval_of(6) == "95 % bootstrap intervals in brackets"
 
 
 def test_aims_compare_with_the_best_of_what_could_be_chosen_and_hide_no_miss():
