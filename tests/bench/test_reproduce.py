@@ -175,15 +175,20 @@ def test_a_step_is_run_once_and_again_when_its_command_changes_or_it_failed(modu
     traces = str(data / "adaserve-traces")
     assert ran == [["x.py", traces, "--out", f"{folder}/x"]] * 2
     assert (folder / "partial").exists() and notes[-1] == f"step: has ended in {folder}"
-    other = replace(step, argv=(*step.argv, "--seed", "1"), anew=True)
-    running.run_form(replace(form, steps=(other,)), tmp_path, data, run=code, note=notes.append)
-    assert len(ran) == 3 and not (folder / "partial").exists()
+    other = replace(form, steps=(replace(step, argv=(*step.argv, "--seed", "1"), anew=True),))
+    with pytest.raises(running.StepError):
+        running.run_form(other, tmp_path, data, run=lambda argv: code(argv, 7), note=notes.append)
+    (folder / "partial").write_text("of a step that begins anew")
+    running.run_form(other, tmp_path, data, run=code, note=notes.append)
+    assert len(ran) == 4 and not (folder / "partial").exists()
+    assert (tmp_path / "step.old1" / "partial").read_text() == "kept"
 
 
+@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("ended", [True, False])
-def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypatch, ended: bool) -> None:
+def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypatch, ended: bool, anew: bool) -> None:
     running, ran, notes = modules["running"], [], []
-    form, _ = fake(modules, tmp_path)
+    form, _ = fake(modules, tmp_path, anew=anew)
     data, folder = tmp_path / "data", tmp_path / "step"
     modules["data"].make_data("traces", data, span_s=2.0)
 
