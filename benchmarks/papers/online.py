@@ -36,7 +36,9 @@ LARGER = NotYet(
     "the same answers"
 )
 PAIR = "The embedded pair on a CPU, the draft's top layer replaced by random weights."
-JUDGED = f"{PAIR} Acceptance is measured on texts that were never served, over the whole vocabulary."
+NEVER_SERVED = "Acceptance is measured on texts that were never served, over the whole vocabulary."
+JUDGED = f"{PAIR} {NEVER_SERVED}"
+MIXED_JUDGED = f"The embedded pair on a CPU, the draft without the layers above its first. {NEVER_SERVED}"
 LONGER = "Online learning goes over its texts about four times, twice as often as the draft distilled offline."
 SPEEDUPS = {0.5: (1.28, 0.95), 0.6: (1.44, 1.17), 0.7: (1.65, 1.3), 0.8: (2.01, 1.68), 0.9: (2.63, 2.55)}
 """The paper's, by acceptance: of a 1.1B draft for 33B and a 160M one for 7B."""
@@ -218,7 +220,8 @@ ENTRIES = (
         "The run of figure 6 whose drafts are found by topic: code and maths. The embedded pair speaks English only.",
         _engine(Form(
             (MIX,), topics(MIX.name), TOPIC_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} There are no languages. One request in ten names its topic, and the router learns from those.",
+            f"{MIXED_JUDGED} There are no languages. One request in ten names its topic, and the router learns from "
+            "those.",
         )),
     ),
     Entry(
@@ -227,7 +230,7 @@ ENTRIES = (
         "Code and maths at once: one draft, one for each by the requests' tags, and one for each by topic.",
         _engine(Form(
             (MIX,), routed(MIX.name), ROUTED_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} With routing by topic, one request in ten names its topic.",
+            f"{MIXED_JUDGED} With routing by topic, one request in ten names its topic.",
         )),
     ),
 )  # fmt: skip
