@@ -40,8 +40,8 @@ NEVER_SERVED = "Acceptance is measured on texts that were never served, over the
 JUDGED = f"{PAIR} {NEVER_SERVED}"
 MIXED_JUDGED = f"The embedded pair on a CPU, the draft without the layers above its first. {NEVER_SERVED}"
 LONGER = "Online learning goes over its texts about four times, twice as often as the draft distilled offline."
-SPEEDUPS = {0.5: (1.28, 0.95), 0.6: (1.44, 1.17), 0.7: (1.65, 1.3), 0.8: (2.01, 1.68), 0.9: (2.63, 2.55)}
-"""The paper's, by acceptance: of a 1.1B draft for 33B and a 160M one for 7B."""
+SPEEDUPS = {0.5: 1.28, 0.6: 1.44, 0.7: 1.65, 0.8: 2.01, 0.9: 2.63}
+"""The paper's, by acceptance: of a 1.1B draft for 33B."""
 MACHINE = "qwen-32b"
 """Of the packaged machines the one whose draft costs the smaller share."""
 
@@ -72,8 +72,8 @@ SPEEDUP = Step(
     0.5,
 )
 SPEEDUP_CLAIMS = tuple(
-    Claim(f"speedup at an acceptance of {acceptance:g}", f"{MACHINE} at {acceptance:g}", "at least", 1.0, large)
-    for acceptance, (large, _) in SPEEDUPS.items()
+    Claim(f"speedup at an acceptance of {acceptance:g}", f"{MACHINE} at {acceptance:g}", "at least", 1.0, times)
+    for acceptance, times in SPEEDUPS.items()
 )
 
 
