@@ -60,6 +60,7 @@ def _form(size: str, form: dict[str, Any]) -> Iterator[str]:
     yield "\n".join([CLAIMS, *(line(*claim_cells(claim)) for claim in form["claims"])])
     about = run["about"]
     where = [about[name] for name in ("device", "target", "machine") if name in about]
+    where = [each for each in where if not each.endswith(", simulated")]  # a simulated row's machine is its device
     data = f"data: {run['data']}; " if run["data"] else ""
     commit = f" Commit {about['commit'][:12]}." if "commit" in about else ""
     yield f"{data}{'; '.join([*where, run['measured_at'][:10]])}.{commit}"

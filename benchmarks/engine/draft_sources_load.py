@@ -42,7 +42,8 @@ class LoadRow:
     """One policy at one rate, over the requests after the warm-up.
 
     attainment: share of requests that finished and met their target; by_target: of those with each target. goodput_tps:
-    output tokens per second of requests that met theirs. tokens_per_step: of a request in a step that verified it.
+    output tokens per second of requests that met theirs. tokens_per_step: of a request in a step that verified it, the
+    first token, which no step verifies, among them.
     """
 
     policy: str

@@ -28,6 +28,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from benchmarks import program
 from benchmarks.grown import shape_of
 
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 
@@ -80,8 +81,9 @@ def _status_bytes(name: str) -> int:
 
 def measure(folder: Path, dtype: str, quantize: str) -> Load:
     """A load in a fresh process."""
-    command = [sys.executable, __file__, "one", str(folder), "--dtype", dtype, "--quantize", quantize]
-    run = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-m", "benchmarks.engine.load_time", "one", str(folder.resolve())]
+    command += ["--dtype", dtype, "--quantize", quantize]
+    run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Load(**json.loads(run.splitlines()[-1]))
 
 

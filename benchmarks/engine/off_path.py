@@ -77,7 +77,7 @@ class Turns:
 
     def _complete(self, engine: Engine, policy: str, batch: Batch) -> Measured:
         try:
-            return engine.run(policy, batch, 0)
+            return engine.run(policy, batch)
         finally:
             with self._changed:
                 self._running.discard(engine)

@@ -8,9 +8,9 @@ half to one and a half times --new-tokens. A point is a number of requests at on
 point every policy completes the same requests, one policy after another, the first one rotating.
 
 A policy starts anew each time and learns costs and acceptance while it serves. So a loop is measured from when as many
-requests have ended as run at once, until one ends that no other is left to replace. `adaserve` and `nightjar` choose
-between what `ar` and the chains do; they are compared with the best of those. Points that --out holds already are not
-measured again.
+requests have ended as run at once, until one ends that no other is left to replace. `nightjar` chooses between what
+`ar` and the chains do, and is compared with the best of those. For `adaserve`, which drafts trees too, and from text
+already seen, the best of those is a floor. Points that --out holds already are not measured again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ REFERENCE = "ar"
 CHAIN = "spec:"
 """What the names of policies with a fixed chain begin with."""
 WANTED = {"adaserve": 0.99, "nightjar": 0.98}
-"""By policy that chooses: the least ratio to the best of what it could have chosen, REFERENCE and every chain."""
+"""By policy: the least ratio to the best of REFERENCE and every chain, between which `nightjar` chooses."""
 RESAMPLES = 10_000
 
 
@@ -140,7 +140,7 @@ def interval_of(rounds: int) -> str:
 
 @dataclass(frozen=True)
 class Aim:
-    """One policy's aim at one point. against: the best of what it could have chosen. wanted: the least ratio to it."""
+    """One policy's aim at one point. against: the best of REFERENCE and every chain. wanted: the least ratio to it."""
 
     requests: int
     temperature: float
@@ -162,7 +162,7 @@ class Aim:
 
 
 def aims(rows: Sequence[ThroughputRow]) -> list[Aim]:
-    """What policies that choose are to reach beside what they reached, of the points that were measured."""
+    """Return what policies are to reach beside what they reached, of the points that were measured."""
     found: list[Aim] = []
     for point in dict.fromkeys(row.point for row in rows):
         here = [row for row in rows if row.point == point]

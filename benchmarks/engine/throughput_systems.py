@@ -14,7 +14,6 @@ from typing import Any
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
-from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import DraftTrees, Progress, StepOutcome, StepPlan
@@ -31,9 +30,6 @@ class Batch:
     seeds: list[int]
     new_tokens: int
     temperature: float
-
-    def shortened(self, new_tokens: int) -> Batch:
-        return replace(self, new_tokens=min(new_tokens, self.new_tokens))
 
 
 @dataclass(frozen=True)
@@ -143,15 +139,17 @@ class Engine:
 
         self.local.executor.verify = noted
 
-    def run(self, policy: str, batch: Batch, settle_tokens: int) -> Measured:
-        """Complete a batch by `policy`, which starts anew and first learns from `settle_tokens` tokens per request."""
+    def run(self, policy: str, batch: Batch) -> Measured:
+        """Complete a batch by `policy`, which starts anew."""
+        params = [
+            SamplingParams(max_tokens=batch.new_tokens, temperature=batch.temperature, seed=seed, ignore_eos=True)
+            for seed in batch.seeds
+        ]
         self.llm.set_policy(policy)
-        if settle_tokens:
-            self._generate(batch.shortened(settle_tokens), cache_salt="settling")
         self.noted_steps.clear()
         before = self.llm.stats().scheduler
         watch = CpuTimer()
-        outputs = self._generate(batch)
+        outputs = self.llm.generate(batch.prompts, params, slo=self._slo)
         wall_s, others_share = watch.read()
         after = self.llm.stats().scheduler
         return Measured(
@@ -167,13 +165,6 @@ class Engine:
         self.llm.set_policy(policy)
         self.noted_steps.clear()
         return _Loop(self, load, self._slo).run()
-
-    def _generate(self, batch: Batch, cache_salt: str = "") -> list[GenerateOutput]:
-        params = [
-            SamplingParams(max_tokens=batch.new_tokens, temperature=batch.temperature, seed=seed, ignore_eos=True)
-            for seed in batch.seeds
-        ]
-        return self.llm.generate(batch.prompts, params, slo=self._slo, cache_salt=cache_salt)
 
     def close(self) -> None:
         self.llm.close()

@@ -209,6 +209,8 @@ def time_attention(spec: AttentionSpec, ceilings: Ceilings, *, naive: bool) -> l
     k, v = (jax.random.normal(key, (spec.kv_heads, spec.head_dim, spec.num_tokens), dtype) for key in keys[2:4])
     q = jax.random.normal(keys[4], (heads, spec.head_dim, spec.num_tokens), dtype)
     where = [jnp.asarray(x) for x in (table, np.asarray(spec.contexts, np.int32), *trees(spec, rng))]
+    sinks = jnp.asarray(rng.standard_normal(heads, np.float32)) if spec.sinks else None
+    changes = {"window": spec.window, "softcap": spec.softcap, "sinks": sinks}
 
     def layers(attend: Callable[..., jax.Array]) -> Callable[[], jax.Array]:
         @jax.jit
@@ -224,12 +226,12 @@ def time_attention(spec: AttentionSpec, ceilings: Ceilings, *, naive: bool) -> l
 
     calls = {
         implementation: layers(
-            partial(api.paged_tree_attention, window=spec.window, implementation=implementation)  # type: ignore[arg-type]
+            partial(api.paged_tree_attention, implementation=implementation, **changes)  # type: ignore[arg-type]
         )
         for implementation in device_implementations()
         if runs_attention(implementation, spec)
     }
-    if naive and spec.window is None and len(set(spec.counts)) == 1:
+    if naive and all(value is None for value in changes.values()) and len(set(spec.counts)) == 1:
         calls[NAIVE] = layers(naive_attention)
     floor_s = ceilings.floor_s(spec.kv_bytes + spec.io_bytes, spec.flops)
     return [

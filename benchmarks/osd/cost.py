@@ -4,9 +4,8 @@
 
 Two engines stand side by side, alike but for learning, on the embedded pair grown to 110M and 10M parameters. At each
 load both serve the same requests in turns, who begins alternating, one while the other rests: what is left to be
-learned is learned before the other's turn. Loads are shares of the rate at which the targets are just kept, given by
---capacity. Attainment is over all requests with a target; training is that in which requests ran or waited, and while
-nothing ran, apart.
+learned is learned before the other's turn. Loads are shares of a rate that you give by --capacity. Attainment is over
+all requests with a target; training is that in which requests ran or waited, and while nothing ran, apart.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 @app.command()
 def main(
     out: Annotated[Path, typer.Option(help="file of results")],
-    capacity: Annotated[float, typer.Option(help="requests/s at which targets are just kept")] = 2.5,
+    capacity: Annotated[float, typer.Option(help="requests/s of a load of 1")] = 2.5,
     loads: Annotated[str, typer.Option(help="shares of that")] = "0.5,1.2",
     repeats: Annotated[int, typer.Option(help="pairs of turns at each load")] = 4,
     duration: Annotated[float, typer.Option(help="seconds in which requests of a turn come")] = 30.0,

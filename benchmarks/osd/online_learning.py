@@ -8,11 +8,11 @@
     python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
 The draft begins with a top layer of random weights, for mixed traffic with no top layer at all, and the EAGLE-3 head
-with random weights in its only layer. Each command writes NAME.json below --out: what it began with, what serving
-taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs; of a head, also in as many
-optimiser steps as online. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
-nothing is left to be learned from the last, so that training takes no time from serving. `figures.py` draws narrow,
-shift and mixed.
+with random weights in its only layer. Each command writes NAME.json below --out: what it began with, and what serving
+taught it; narrow and head also what `adaserve distill` makes of the same prompts beforehand, in two epochs, and head in
+as many optimiser steps as online. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave
+comes when nothing is left to be learned from the last, so that training takes no time from serving. `figures.py` draws
+narrow, shift and mixed.
 """
 
 from __future__ import annotations

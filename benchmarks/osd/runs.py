@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ WAVE = 8
 MAX_TOKENS, TEMPERATURE = 64, 1.0
 MAX_CONTEXT = 512
 F32 = np.dtype(np.float32)
-SERVED_WINDOW = 50
 JUDGED_TOKENS = 512
 """Tokens of a packed batch that is judged."""
 
@@ -47,13 +46,12 @@ class Asked:
 
 @dataclass
 class Point:
-    """Acceptance after so many requests: by domain, on its judged texts, of the draft that serves it. served: accepted
-    drafted tokens per verification, of the latest SERVED_WINDOW requests, by domain."""
+    """Acceptance after so many requests: by domain, on its judged texts, by the draft of its name, else the first one.
+    version: of each draft."""
 
     requests: int
     acceptance: dict[str, float]
-    served: dict[str, float] = field(default_factory=dict)
-    version: dict[str, int] = field(default_factory=dict)
+    version: dict[str, int]
 
 
 @dataclass
@@ -150,23 +148,20 @@ def run(
     engine = LocalEngine(config)
     engine.start()
     with LLM.over(engine) as llm:
-        watch = _Watch(engine, judge)
-        points = [watch.point(0)]
+        points = [_point(engine, judge, 0)]
         serve_s = 0.0
         for first in range(0, len(stream), WAVE):
             wave = stream[first : first + WAVE]
             began = time.monotonic()
-            outputs = llm.generate(
+            llm.generate(
                 [each.prompt for each in wave], [sampling(first + i) for i in range(len(wave))],
                 draft_tag=[each.tag for each in wave],
             )  # fmt: skip
             serve_s += time.monotonic() - began
             wait_until_learned(engine)
-            for asked, output in zip(wave, outputs, strict=True):
-                watch.served(asked.domain, output.metrics.accepted_tokens, output.metrics.verify_steps)
             served = first + len(wave)
             if served // every > first // every or served == len(stream):
-                points.append(watch.point(served))
+                points.append(_point(engine, judge, served))
                 note(f"{name}: {served} requests, {_shown(points[-1].acceptance)}, version {points[-1].version}")
         learning = engine.stats().learning
         compiles = engine.stats().compiles_after_ready
@@ -184,29 +179,13 @@ def wait_until_learned(engine: LocalEngine) -> None:
         time.sleep(0.002)
 
 
-class _Watch:
-    """Judges the drafts of an engine. A domain is judged by the draft of its name, where there is one."""
-
-    def __init__(self, engine: LocalEngine, judge: Judge):
-        self._engine, self._judge = engine, judge
-        self._latest: list[tuple[str, int, int]] = []
-
-    def served(self, domain: str, accepted: int, steps: int) -> None:
-        self._latest.append((domain, accepted, steps))
-
-    def point(self, requests: int) -> Point:
-        executor = self._engine.executor
-        names = executor.draft_names
-        by_draft = [self._judge.acceptance(executor.draft_params(index)) for index in range(len(names))]
-        acceptance = {
-            domain: by_draft[names.index(domain) if domain in names else 0][domain] for domain in by_draft[0]
-        }  # fmt: skip
-        sums: dict[str, np.ndarray] = {}
-        for domain, accepted, steps in self._latest[-SERVED_WINDOW:]:
-            sums[domain] = sums.get(domain, np.zeros(2)) + np.array([accepted, steps])
-        served = {domain: float(accepted / steps) for domain, (accepted, steps) in sums.items() if steps}
-        learning = self._engine.stats().learning
-        return Point(requests, acceptance, served, dict(learning.version))
+def _point(engine: LocalEngine, judge: Judge, requests: int) -> Point:
+    """Judge the drafts of an engine, which has served so many requests."""
+    executor = engine.executor
+    names = executor.draft_names
+    by_draft = [judge.acceptance(executor.draft_params(index)) for index in range(len(names))]
+    acceptance = {domain: by_draft[names.index(domain) if domain in names else 0][domain] for domain in by_draft[0]}
+    return Point(requests, acceptance, dict(engine.stats().learning.version))
 
 
 def learning_config(draft: str, learn: LearnConfig, drafts: dict[str, str], route: str, policy: str) -> EngineConfig:

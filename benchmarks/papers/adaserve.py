@@ -73,13 +73,15 @@ GPU_RUN = Step(
     ),
     45, gpu=True,
 )  # fmt: skip
-IN_MINIATURE = "The demo pair, its target grown to 110M in f32, on a CPU; the packaged workload."
+ON_CPU = "The demo pair, its target grown to 110M in f32, on a CPU"
+IN_MINIATURE = f"{ON_CPU}; the packaged workload."
 OVERLOADED = (
     "At a rate above what the machine can serve, `adaserve` lets few requests run and the others wait (`running` and "
     "`waiting` in samples.jsonl), so that these keep their tokens. Under the loads of docs/results/bench-110m-cpu.md "
     "they fall."
 )
-ON_GPU = "The demo pair, its target grown to 8B in bf16, on one GPU; the packaged workload."
+ON_ONE_GPU = "The demo pair, its target grown to 8B in bf16, on one GPU"
+ON_GPU = f"{ON_ONE_GPU}; the packaged workload."
 
 
 def _real(kind: str, in_miniature: str = IN_MINIATURE) -> dict[str, Form]:
@@ -300,7 +302,7 @@ ENTRIES = (
                     "--policies", "adaserve",
                     "--tokens", "128", "--out", "{here}/share.json",
                 ), 2)),
-                host_share("phases-110m"), SHARE_CLAIMS, "one prompt, 16 at once", "share.json", IN_MINIATURE,
+                host_share("phases-110m"), SHARE_CLAIMS, "one prompt, 16 at once", "share.json", f"{ON_CPU}.",
             ),
             "gpu": Form(
                 (GROWN_8B, Step("phases-8b", (
@@ -308,7 +310,7 @@ ENTRIES = (
                     "--policies", "adaserve",
                     "--requests", "64", "--out", "{here}/share.json",
                 ), 4, gpu=True)),
-                host_share("phases-8b"), SHARE_CLAIMS, "one prompt, 64 at once", "share.json", ON_GPU,
+                host_share("phases-8b"), SHARE_CLAIMS, "one prompt, 64 at once", "share.json", f"{ON_ONE_GPU}.",
             ),
         },
     ),

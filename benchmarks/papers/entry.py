@@ -42,18 +42,13 @@ class Claim:
         """Whether ours is on the side of the line that the paper states; None where ours is not known."""
         if ours is None:
             return None
-        return ours > self.line + NOISE if self.side == "above" else self._reached(ours, self.line)
-
-    def reaches(self, ours: float | None) -> bool | None:
-        """Whether ours is at least as good as the paper's number; None where one of them is not known."""
-        return None if ours is None or self.paper is None else self._reached(ours, self.paper)
+        if self.side == "above":
+            return ours > self.line + NOISE
+        return ours <= self.line + NOISE if self.side == "at most" else ours >= self.line - NOISE
 
     def ratio(self, ours: float | None) -> float | None:
         """Ours over the paper's; None where one of them is not known or the paper's is 0."""
         return None if ours is None or not self.paper else ours / self.paper
-
-    def _reached(self, ours: float, line: float) -> bool:
-        return ours <= line + NOISE if self.side == "at most" else ours >= line - NOISE
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,13 @@ def methods(step: str) -> Read:
 
     def of(tables: Tables, setup: str):
         views = dict(_loads(tables, setup))
-        low, high, dynamic = (views.get(name) for name in CLASSES)
+        low, high, _ = (views.get(name) for name in CLASSES)
         values = {
             "low: busy times plain": _times(low, OURS, BUSY, PLAIN),
             "low: busy times best": _times_best(low, BUSY),
             "high: times plain": _times(high, OURS, THROUGHPUT, PLAIN),
             "high: times best": _times_best(high, THROUGHPUT),
             "high: times SD": _times(high, OURS, THROUGHPUT, "spec:3"),
-            "dynamic: latency times plain": _times(dynamic, OURS, LATENCY, PLAIN),
             "least times best": least(_times_best(view, THROUGHPUT) for view in views.values()),
         }
         for figure_name, what in ((THROUGHPUT, "throughput"), (LATENCY, "latency")):

@@ -36,9 +36,12 @@ LARGER = NotYet(
     "the same answers"
 )
 PAIR = "The embedded pair on a CPU, the draft's top layer replaced by random weights."
-JUDGED = f"{PAIR} Acceptance is measured on texts that were never served, over the whole vocabulary."
-SPEEDUPS = {0.5: (1.28, 0.95), 0.6: (1.44, 1.17), 0.7: (1.65, 1.3), 0.8: (2.01, 1.68), 0.9: (2.63, 2.55)}
-"""The paper's, by acceptance: of a 1.1B draft for 33B and a 160M one for 7B."""
+NEVER_SERVED = "Acceptance is measured on texts that were never served, over the whole vocabulary."
+JUDGED = f"{PAIR} {NEVER_SERVED}"
+MIXED_JUDGED = f"The embedded pair on a CPU, the draft without the layers above its first. {NEVER_SERVED}"
+LONGER = "Online learning goes over its texts about four times, twice as often as the draft distilled offline."
+SPEEDUPS = {0.5: 1.28, 0.6: 1.44, 0.7: 1.65, 0.8: 2.01, 0.9: 2.63}
+"""The paper's, by acceptance: of a 1.1B draft for 33B."""
 MACHINE = "qwen-32b"
 """Of the packaged machines the one whose draft costs the smaller share."""
 
@@ -69,8 +72,8 @@ SPEEDUP = Step(
     0.5,
 )
 SPEEDUP_CLAIMS = tuple(
-    Claim(f"speedup at an acceptance of {acceptance:g}", f"{MACHINE} at {acceptance:g}", "at least", 1.0, large)
-    for acceptance, (large, _) in SPEEDUPS.items()
+    Claim(f"speedup at an acceptance of {acceptance:g}", f"{MACHINE} at {acceptance:g}", "at least", 1.0, times)
+    for acceptance, times in SPEEDUPS.items()
 )
 
 
@@ -173,7 +176,7 @@ ENTRIES = (
         _engine(Form(
             (NARROW["code"], LATENCY), latency(LATENCY.name), SPEED_CLAIMS, "12 pieces of code", "latency.json",
             "The embedded pair on a CPU, its target grown to 110M in f32. The paper's numbers are those of its larger "
-            "pair, and of section 4.2.2.",
+            f"pair, and of section 4.2.2. {LONGER}",
         )),
     ),
     Entry(
@@ -199,7 +202,7 @@ ENTRIES = (
         _engine(Form(
             tuple(NARROW.values()), narrow({domain: step.name for domain, step in NARROW.items()}), NARROW_CLAIMS,
             "500 requests of one kind", "narrow-code.json, narrow-maths.json",
-            f"{JUDGED} 500 requests in place of 2,000 and more.",
+            f"{JUDGED} 500 requests in place of 2,000 and more. {LONGER}",
         )),
     ),
     Entry(
@@ -217,7 +220,8 @@ ENTRIES = (
         "The run of figure 6 whose drafts are found by topic: code and maths. The embedded pair speaks English only.",
         _engine(Form(
             (MIX,), topics(MIX.name), TOPIC_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} There are no languages. One request in ten names its topic, and the router learns from those.",
+            f"{MIXED_JUDGED} There are no languages. One request in ten names its topic, and the router learns from "
+            "those.",
         )),
     ),
     Entry(
@@ -226,7 +230,7 @@ ENTRIES = (
         "Code and maths at once: one draft, one for each by the requests' tags, and one for each by topic.",
         _engine(Form(
             (MIX,), routed(MIX.name), ROUTED_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} With routing by topic, one request in ten names its topic.",
+            f"{MIXED_JUDGED} With routing by topic, one request in ten names its topic.",
         )),
     ),
 )  # fmt: skip

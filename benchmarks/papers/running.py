@@ -84,10 +84,10 @@ def _run_step(step: Step, out: Path, data: Path | None, run: Run, note: Callable
     if same and "seconds" in held:
         note(f"{step.name}: has ended in {here}")
         return held["seconds"]
-    if here.is_dir() and step.anew:
-        shutil.rmtree(here)
-    elif here.is_dir() and not same:
+    if here.is_dir() and not same:
         note(f"{step.name}: what another command or commit left is now in {_put_aside(here)}")
+    elif here.is_dir() and step.anew:
+        shutil.rmtree(here)
     make_folder(here)
     _write(here, stamp)
     note(f"{step.name}: about {step.minutes:g} min: {shlex.join(argv)}")

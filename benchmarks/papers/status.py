@@ -87,14 +87,11 @@ def status_of(entries: Iterable[Entry], rows: Iterable[RunRow]) -> dict[str, Any
 
 
 def judged(claims: Iterable[Claim], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Each claim beside what was found: the direction, whether the paper's own number is reached, ours over it."""
+    """Return each claim beside what was found: the direction, and ours over the paper's own number."""
     found = []
     for claim in claims:
         ours = values.get(claim.value)
-        found.append(
-            asdict(claim)
-            | {"ours": ours, "holds": claim.holds(ours), "reaches": claim.reaches(ours), "ratio": claim.ratio(ours)}
-        )
+        found.append(asdict(claim) | {"ours": ours, "holds": claim.holds(ours), "ratio": claim.ratio(ours)})
     return found
 
 

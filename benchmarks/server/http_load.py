@@ -79,11 +79,11 @@ class Connection:
         return Answer(int(lines[0].split(" ")[1]), headers, sent_s, time.monotonic())
 
     async def parts(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """Yield the body as it comes. Raises OSError or IncompleteReadError when the server goes away."""
         if answer.headers.get("transfer-encoding") != "chunked":
             yield await self.reader.readexactly(int(answer.headers.get("content-length", 0)))
             return
-        while size := int(await self.reader.readline(), 16):
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
             yield (await self.reader.readexactly(size + 2))[:-2]
 
     async def read(self, answer: Answer, most_events: int | None = None) -> Answer:
@@ -213,9 +213,11 @@ def children(pid: int) -> list[int]:
 
 
 def rss_mib(pid: int) -> float:
-    """Resident memory of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+    """Return the resident memory of a process. Raises OSError when it has ended."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    raise ProcessLookupError(f"process {pid} has ended")  # and is not yet waited for
 
 
 def quantile(values: Sequence[float], share: float) -> float:

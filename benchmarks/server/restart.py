@@ -24,17 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks.engine.cpu_time import cpu_s
 from benchmarks.server.http_load import Served, children, command_line, get, served, wait_ready
 
 AIMS_S = {"first start": 60.0, "second start": 12.0, "after a crash": 12.0}
 """Most seconds until the server is ready."""
 RESTART_LIMIT_S = 120.0
-
-
-def cpu_s(pid: int) -> float:
-    """Return the processor seconds of a process."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def restart(server: Served) -> tuple[float, float]:

@@ -110,7 +110,7 @@ class Soak:
             self.counts[action.__name__] += 1
             try:
                 await asyncio.wait_for(action(self), HANG_LIMIT_S)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            except Exception as error:  # whatever came back is a finding, not the end of the run
                 self.expect(False, f"{action.__name__}: {type(error).__name__} {error}")
 
 
@@ -245,7 +245,11 @@ async def run(
 
     async def watch() -> None:
         while time.monotonic() < soak.end_s:
-            memory.append((rss_mib(pids[0]), rss_mib(pids[1])))
+            try:
+                memory.append((rss_mib(pids[0]), rss_mib(pids[1])))
+            except OSError:
+                soak.expect(False, f"the server or its engine ended, process {pids[0]} or {pids[1]}")
+                return
             await asyncio.sleep(SAMPLE_S)
 
     async def kill(service: MortalService) -> None:
@@ -308,15 +312,20 @@ def main(
             risen += ["adaserve_drafter_trees_total", "adaserve_drafter_lost_total"]
         server = held.enter_context(served(adaserve(**options)))
         soak, memory = asyncio.run(run(server, streams, minutes, seed, service, kill_service_s))
-        last = asyncio.run(settle(server.port))
-        health = asyncio.run(request(server.port, path="/health")).body["status"]
+        last: dict[str, float] = {}
+        health = None
+        try:
+            last = asyncio.run(settle(server.port))
+            health = asyncio.run(request(server.port, path="/health")).body["status"]
+        except (OSError, asyncio.IncompleteReadError) as error:
+            soak.expect(False, f"the server does not answer at the end: {error}")
     names = ("server", "engine")
     drifts = {name: drift([sample[i] for sample in memory]) for i, name in enumerate(names)}
     for name, (warm, end) in drifts.items():
         soak.expect(end - warm <= MAX_DRIFT * warm, f"{name}: {warm:.0f} MiB when warm, {end:.0f} MiB at the end")
     for name in ("adaserve_requests_running", "adaserve_requests_waiting", USED, "adaserve_compiles_after_ready_total",
                  "adaserve_engine_restarts_total"):  # fmt: skip
-        soak.expect(last[name] == 0, f"{name} is {last[name]:g} at the end")
+        soak.expect(last.get(name) == 0, f"{name} is {last.get(name)} at the end")
     for name in risen:
         soak.expect(last.get(name, 0) > 0, f"{name} is 0 at the end")
     soak.expect(health == "ok", f"/health says {health}")
@@ -329,8 +338,8 @@ def main(
         "did": dict(soak.counts),
         "memory_mib": {name: {"warm": warm, "end": end} for name, (warm, end) in drifts.items()},
         "counters": {name: last.get(name, 0.0) for name in risen},
-        "engine_steps": last["adaserve_steps_total"],
-        "compiles_after_ready": last["adaserve_compiles_after_ready_total"],
+        "engine_steps": last.get("adaserve_steps_total"),
+        "compiles_after_ready": last.get("adaserve_compiles_after_ready_total"),
         "failures": soak.failures,
     }
     out.write_text(json.dumps(report, indent=1) + "\n")

@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    load_1m = os.getloadavg()[0]  # of what ran already
     spawn, depth = multiprocessing.get_context("spawn"), math.ceil(given.nodes / WIDTH)
     (ours, theirs), (our_echo, their_echo) = spawn.Pipe(), spawn.Pipe()
     processes = [
@@ -300,7 +301,7 @@ def main() -> None:
             end.send("end")
             process.join(20)
     result = {
-        "commit": source_commit(), "machine": machine_name(), "load_1m": os.getloadavg()[0], "rows": given.rows,
+        "commit": source_commit(), "machine": machine_name(), "load_1m": load_1m, "rows": given.rows,
         "nodes": given.nodes, "rounds": given.rounds, "aim_p50_ms": AIM_MS,
     } | {
         f"{name}{statistic}_ms": float(np.percentile(found, percent))

@@ -1,6 +1,6 @@
 """StarSD's Table 1 by running it: one draft service and N = 1 .. 6 targets, one request each.
 
-    python -m benchmarks.starsd.table1 --out benchmarks/results/starsd/table1-cpu.json [--verify-ms 31] [--rounds 3]
+    python -m benchmarks.starsd.table1 --out benchmarks/results/starsd/table1-cpu.json [--verify-ms 15] [--rounds 3]
 
 The service is `adaserve draft` with the 10M draft, once as it is and once with `--one-by-one`, as in the paper. Targets
 are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (targets.py),

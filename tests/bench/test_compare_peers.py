@@ -7,12 +7,14 @@ import asyncio
 import importlib.util
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scripts.results_peers import peer_tables
 from tests.bench.scripts import FOLDER, modules_of
 from tests.waiting import wait_until
 
@@ -104,6 +106,33 @@ def test_results_are_saved_after_each_round(scripts, tmp_path, monkeypatch):
     compare.compare(options, saved.append)
     assert [(each["rounds"], len(each["rows"])) for each in saved] == [(1, 2), (2, 4)]
     assert {row["load"] for row in saved[-1]["rows"]} == {"closed 1"} and saved[0]["capacity_rps"] > 0
+
+
+def test_an_aim_against_a_peer_that_had_no_goodput_in_some_rounds_is_of_medians(scripts) -> None:
+    def loads(server: str, number: int, goodput: float) -> list[dict]:
+        measured = scripts["compare"].Measured
+        return [asdict(measured(server, f"closed {n}", number, 8, 1, 9.0, goodput, *[0.5] * 6)) for n in (1, 16)]
+
+    def tables(*peer: float) -> str:
+        ours = (loads("adaserve_jax, adaserve", number, 12.0) for number in range(3))
+        theirs = (loads("vLLM, plain", number, each) for number, each in enumerate(peer))
+        rows = sorted(chain(*ours, *theirs), key=lambda each: int(each["load"].split()[1]))
+        servers = [{"name": name, "version": "1"} for name in ("adaserve_jax, adaserve", "vLLM, plain")]
+        names = [each["name"] for each in servers]
+        return peer_tables({
+            "rows": rows, "servers": servers, "alone_ms": dict.fromkeys(names, 1.0), "target": "demo",
+            "same_greedy_text": dict.fromkeys(names, True), "targets_ms": TARGETS_MS, "temperature": 0.0,
+            "new_tokens": [4, 6], "ttft_ms": 2000.0, "capacity_rps": 1.0, "duration_s": 1.0, "drain_s": 1.0,
+            "rounds": 3, "machine": "a machine", "commit": "c" * 40, "command": "python",
+        })  # fmt: skip
+
+    def aim(*peer: float) -> str:
+        return next(each for each in tables(*peer).splitlines() if "| goodput | vLLM" in each)
+
+    assert "| 1.20 of the medians; the peer has none in 1 of 3 rounds | met |" in aim(0.0, 10.0, 11.0)
+    assert "| 1.09 of the medians; the peer has none in 1 of 3 rounds | **missed** |" in aim(0.0, 11.0, 12.0)
+    assert "| the peer has none in 2 of 3 rounds | met |" in aim(0.0, 0.0, 12.0)
+    assert "| 3 of 24 |" in tables(10.0, 10.0, 10.0)
 
 
 @pytest.mark.parametrize(

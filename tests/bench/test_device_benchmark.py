@@ -174,7 +174,7 @@ def test_the_naive_form_is_the_same_attention(modules, ceilings):
     case = kernels.make_case(spec, seed=0)
     # The naive form reads whole pages: what is not of a context must be finite.
     case = case._replace(k_pool=jnp.nan_to_num(case.k_pool), v_pool=jnp.nan_to_num(case.v_pool))
-    tokens = kernels.packed_tokens(spec, *case[5:])
+    tokens = kernels.packed_tokens(spec, *case[5:-1])
     arrays = (*case[:5], kernels.LAYER, tokens)
     ours = kernels.api.paged_tree_attention(*arrays)
     assert jnp.abs(kernels.naive_attention(*arrays) - ours).max() < 1e-5
@@ -185,9 +185,26 @@ def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, c
     kernels = modules["kernels"]
     monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})
     times = kernels.time_attention(TINY["chain"], ceilings, naive=True)
-    assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("naive", 0.01)]
+    assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("cpu", 0.01), ("naive", 0.01)]
     # Two requests of 4 tokens over 16 and 5: (21 + 8) tokens x K, V x 2 heads x 64 x 4 bytes, queries and results.
     assert times[0].floor_s == pytest.approx((29 * 2 * 2 * 64 * 4 + 2 * 8 * 4 * 64 * 4) / 10e9)
+
+
+@pytest.mark.slow
+def test_a_shape_is_timed_with_its_window_softcap_and_sinks(modules, ceilings, monkeypatch):
+    kernels = modules["kernels"]
+    spec, given = TINY["capped_windowed_sinks_prefill"], []
+    right = kernels.api.paged_tree_attention
+
+    def noted(*args, **options):
+        given.append((options["window"], options["softcap"], options["sinks"].shape))
+        return right(*args, **options)
+
+    monkeypatch.setattr(kernels.api, "paged_tree_attention", noted)
+    monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})
+    times = kernels.time_attention(spec, ceilings, naive=True)
+    assert [each.implementation for each in times] == ["xla", "cpu"]
+    assert set(given) == {(spec.window, spec.softcap, (spec.group * spec.kv_heads,))}
 
 
 def test_swaps_are_judged_by_copies_of_the_same_run(modules):

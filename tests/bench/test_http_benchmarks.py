@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from adaserve_jax.errors import AdaServeError
 from tests.bench.scripts import modules_of
 from tests.server.conftest import running
+from tests.waiting import wait_until
 
 modules = modules_of("server.http_load", "server.front_end", "adaserve.overload", "server.soak")
 
@@ -59,6 +64,45 @@ def test_latencies_are_of_each_stamp_and_none_may_be_missing(modules):
     assert found == pytest.approx([0.001, 0.001, 0.002, 0.002])
     with pytest.raises(SystemExit, match="expected 12 tokens of every stream, got 11"):
         modules["front_end"].latencies(read[:-1], 12)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 500 x\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\noops",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n",
+    ],
+    ids=["an error in plain text", "a stream broken off between chunks"],
+)
+def test_a_soak_goes_on_after_an_answer_of_any_kind(modules, monkeypatch, answer: bytes) -> None:
+    soak = modules["soak"]
+    monkeypatch.setattr(soak, "ACTIONS", {soak.stream: 1})
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def soaked():
+        async with await asyncio.start_server(answered, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            case = soak.Case({"prompt": "abc"}, "abc", 3)
+            one = soak.Soak(port, [case], random.Random(0), time.monotonic() + 0.2)
+            await one.client()
+        return one
+
+    found = asyncio.run(soaked())
+    assert found.counts["failures"] >= found.counts["stream"] > 0
+
+
+def test_a_soak_reports_a_process_that_ended(modules, port) -> None:
+    ended = subprocess.Popen(["true"])
+    wait_until(lambda: ") Z " in Path(f"/proc/{ended.pid}/stat").read_text())
+    server = SimpleNamespace(port=port, process=SimpleNamespace(pid=os.getpid()), engine_pid=ended.pid)
+    soak, memory = asyncio.run(modules["soak"].run(server, 0, 1e-3, 0, None, 0.0))
+    ended.wait()
+    assert memory == [] and soak.failures == [f"the server or its engine ended, process {os.getpid()} or {ended.pid}"]
 
 
 def made(load, status: int, took_s: float, *, met: bool = True, headers: dict | None = None):

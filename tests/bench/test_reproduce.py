@@ -106,14 +106,13 @@ def test_a_claim_is_decided_by_its_line_and_compared_with_the_papers_number(modu
     claim = modules["entry"].Claim("violations over ours", "v", "at least", 1.0, 4.0)
     fewer = modules["entry"].Claim("latency", "l", "at most", 1.0, 0.5)
     first, second, third = modules["status"].judged([claim, fewer, claim], {"v": 3.0, "l": 0.4})[:3]
-    assert (first["holds"], first["reaches"], first["ratio"]) == (True, False, 0.75)
-    assert (second["holds"], second["reaches"], second["ratio"]) == (True, True, pytest.approx(0.8))
+    assert (first["holds"], first["ratio"]) == (True, 0.75)
+    assert (second["holds"], second["ratio"]) == (True, pytest.approx(0.8))
     assert claim.holds(1.0) and not claim.holds(0.99) and fewer.holds(1.0) and not fewer.holds(1.01)
     advantage = replace(claim, side="above")
     assert advantage.holds(1.1) and not advantage.holds(1.0 + 1e-12) and claim.holds(1.0 - 1e-12)
-    assert advantage.reaches(4.0)
     (unknown,) = modules["status"].judged([claim], {"v": None})
-    assert (unknown["ours"], unknown["holds"], unknown["reaches"], unknown["ratio"]) == (None, None, None, None)
+    assert (unknown["ours"], unknown["holds"], unknown["ratio"]) == (None, None, None)
     cells = modules["pages"].claim_cells
     assert cells(first) == ("violations over ours", "at least 1", "4", "3", "yes", "0.75")
     assert cells(unknown)[3:] == ("-", "not known", "-") and third == first
@@ -175,15 +174,20 @@ def test_a_step_is_run_once_and_again_when_its_command_changes_or_it_failed(modu
     traces = str(data / "adaserve-traces")
     assert ran == [["x.py", traces, "--out", f"{folder}/x"]] * 2
     assert (folder / "partial").exists() and notes[-1] == f"step: has ended in {folder}"
-    other = replace(step, argv=(*step.argv, "--seed", "1"), anew=True)
-    running.run_form(replace(form, steps=(other,)), tmp_path, data, run=code, note=notes.append)
-    assert len(ran) == 3 and not (folder / "partial").exists()
+    other = replace(form, steps=(replace(step, argv=(*step.argv, "--seed", "1"), anew=True),))
+    with pytest.raises(running.StepError):
+        running.run_form(other, tmp_path, data, run=lambda argv: code(argv, 7), note=notes.append)
+    (folder / "partial").write_text("of a step that begins anew")
+    running.run_form(other, tmp_path, data, run=code, note=notes.append)
+    assert len(ran) == 4 and not (folder / "partial").exists()
+    assert (tmp_path / "step.old1" / "partial").read_text() == "kept"
 
 
+@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("ended", [True, False])
-def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypatch, ended: bool) -> None:
+def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypatch, ended: bool, anew: bool) -> None:
     running, ran, notes = modules["running"], [], []
-    form, _ = fake(modules, tmp_path)
+    form, _ = fake(modules, tmp_path, anew=anew)
     data, folder = tmp_path / "data", tmp_path / "step"
     modules["data"].make_data("traces", data, span_s=2.0)
 

@@ -25,7 +25,7 @@ def run(name: str, points: dict[int, dict[str, float]]) -> dict[str, Any]:
     return {
         "name": name, "learn": {}, "serve_s": 61.0, "train_s": 30.4, "compiles_after_ready": 0,
         "learning": {"updates": {"default": 7, "code": 2}},
-        "points": [{"requests": at, "acceptance": found, "served": {}, "version": {}} for at, found in points.items()],
+        "points": [{"requests": at, "acceptance": found, "version": {}} for at, found in points.items()],
     }  # fmt: skip
 
 

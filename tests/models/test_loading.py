@@ -166,8 +166,8 @@ LARGEST = 2 * LARGE["hidden_size"] * LARGE["intermediate_size"]
 
 def beside_the_weights(folder: Path, quantize: str = "none") -> float:
     """Measured in a process of its own, as the growth of its largest resident set without the weights; bytes."""
-    command = [sys.executable, ROOT / "benchmarks" / "engine" / "load_time.py", "one", folder, "--quantize", quantize]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    command = [sys.executable, "-m", "benchmarks.engine.load_time", "one", folder, "--quantize", quantize]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)
     load = json.loads(done.stdout.splitlines()[-1])
     assert load["largest_bytes"] == LARGEST * (1 if quantize == "int8" else 4)
     assert load["peak_bytes"] >= load["weight_bytes"]
