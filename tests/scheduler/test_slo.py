@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.slo import need, need_capped, need_rate, paced_tpot_s
+from tests.scheduler.harness import Run, limits_of, request_of
 
 
 def test_need_by_hand():
@@ -34,6 +35,18 @@ def test_pacing_keeps_a_reserve_that_is_smaller_where_prompts_are_urgent():
     assert paced_tpot_s(0.1, 0.02, is_patient=True) == pytest.approx(0.1 - 0.05 * 0.08)
     assert paced_tpot_s(0.02, 0.03, is_patient=True) == pytest.approx(0.02), "a target that leaves no time"
     assert paced_tpot_s(np.inf, 0.02, is_patient=True) == paced_tpot_s(np.inf, 0.02, is_patient=False) == np.inf
+
+
+@pytest.mark.parametrize(("policy", "ttft_s", "is_patient"), [
+    ("adaserve", None, True), ("adaserve", 1.0, False), ("order-slowest", None, True), ("jitserve", None, False),
+])  # fmt: skip
+def test_ours_alone_paces_ahead_of_the_targets_of_patient_requests(policy, ttft_s, is_patient):
+    run = Run.of(limits_of(), policy=policy)
+    run.add(request_of("a", tpot_slo_s=0.1, ttft_slo_s=ttft_s))
+    run.step()
+    least_s = run.scheduler.batch.running[0].least_tpot_s
+    paced_s = run.scheduler.batch.table.paced_tpot_s[run.scheduler.batch.slots[0]]
+    assert 0 < least_s < 0.05 and paced_s == paced_tpot_s(0.1, least_s, is_patient=is_patient)
 
 
 def test_without_target_nothing_is_needed_and_a_lost_cause_needs_the_impossible():
