@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.pages import between, head, line
+from benchmarks.markdown import between, head, line
 from tests.engine import test_families, test_quantized_checkpoints
 from tests.models.quantized_checkpoints import FORMATS
 from tests.models.torch_checkpoints import FAMILIES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from adaserve_jax.scheduler.policies import POLICIES, SELECTION_RULES, Policy
-from scripts.pages import between, head, line
+from benchmarks.markdown import between, head, line
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "policies.md"
 COLUMNS = ("policy", "what it is", "nodes to verify", "requests by", "draft", "its memory")

@@ -15,7 +15,7 @@ from adaserve_jax.report.points import Measured, PointGroup, measured
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ResultRow
-from scripts.pages import between, head, line
+from benchmarks.markdown import between, head, line
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"

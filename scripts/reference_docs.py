@@ -20,7 +20,7 @@ from adaserve_jax.server.constraint_fields import StructuredOutputs
 from adaserve_jax.server.request_model import IGNORED, not_served
 from adaserve_jax.server.settings import digest_of
 from adaserve_jax.settings import Panel, options_of
-from scripts.pages import between, head, line
+from benchmarks.markdown import between, head, line
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SCHEMA = DOCS.parent / "benchmarks" / "multi_slo" / "schema.json"

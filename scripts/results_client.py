@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.pages import line
+from benchmarks.markdown import line
 
 HEADER = (
     "| client | server | requests | late, ms: p50 | p99 | max | error, ms: p50 | p99 | max | other processes |\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.pages import table
+from benchmarks.markdown import table
 
 PLANNED = ("full", "full_simulated", "most", "most_simulated", "most_batched", "most_batched_simulated")
 QUANTITIES = (("throughput_tps", "tokens/s", 1.0, 1), ("per_target_tps", "of a target", 1.0, 1),

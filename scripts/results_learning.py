@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import line
 from benchmarks.osd.views import (
     EQUAL_STEPS,
     OFFLINE,
@@ -22,7 +23,6 @@ from benchmarks.osd.views import (
     phases,
     runs_by_way,
 )
-from scripts.pages import line
 
 SERVED = (500, 1000, 2000)
 NARROW = (

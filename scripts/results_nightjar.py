@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engine.throughput_rows import interval_of
+from benchmarks.markdown import line
 from benchmarks.nightjar.views import BUSY, LATENCY, THROUGHPUT
-from scripts.pages import line
 
 SIMULATED = (
     "| setup | load | requests/s | of the capacity | policy | tokens/s | times `ar` | while busy | latency, s "

@@ -12,7 +12,7 @@ from adaserve_jax.report.document import Table
 from adaserve_jax.report.multi_slo import multi_slo_page, targets_text
 from adaserve_jax.results.submission import read_submission
 from benchmarks.engine.throughput_rows import paired_ratio
-from scripts.pages import line, table
+from benchmarks.markdown import line, table
 
 OURS = "adaserve_jax"
 FASTER = {"transformers": 1.8, "llama.cpp": 1.0, "vLLM": 1.3}

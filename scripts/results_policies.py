@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from scripts.pages import head, line
+from benchmarks.markdown import head, line
 
 REAL = (
     "| requests per second | policy | TPOT and TTFT met, engine | simulated | simulated as served "

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
+from benchmarks.markdown import head, line
 from benchmarks.papers.pages import COLUMNS, claim_cells
-from scripts.pages import head, line
 
 STANDS = (
     "| figure | the paper shows | size | state | statements true here | one with the paper's number | the paper | here "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.results.bootstrap import Ratio, between, distributions
-from scripts.pages import head, line
+from benchmarks.markdown import head, line
 
 REPEATS = ("code edit", "quoting summary")
 """Tasks whose texts repeat."""

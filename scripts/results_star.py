@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.pages import table
+from benchmarks.markdown import table
 from scripts.results_cluster import QUANTITIES
 
 MODES = {False: "one by one", True: "batched"}

@@ -27,10 +27,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
 from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, interval_of, paired_ratio, read_rows
-from scripts import pages
-from scripts.pages import head, line
+from benchmarks.markdown import head, line
 from scripts.results_absent import absent_table
 from scripts.results_client import client_table
 from scripts.results_cluster import cluster_tables, star_tables
@@ -432,7 +432,7 @@ def updated() -> dict[Path, str]:
         page = path.read_text()
         for marker, found in parts.items():
             content = "\n\n".join(["", *(found or ["No run is committed."]), ""])
-            page = pages.between(page, marker, content, path.name)
+            page = markdown.between(page, marker, content, path.name)
         written[path] = page
     return written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.pages import line
+from benchmarks.markdown import line
 
 ON_TPU = (
     "| device | KV heads | keys per step | instructions of a step | per key | registers spilled | VMEM, MiB "

@@ -9,6 +9,7 @@ from typing import Any
 from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.results.submission import LEAST_SPAN
+from benchmarks import markdown
 from benchmarks.adaserve.sweeps_points import (
     BASELINE_GROUP,
     OURS,
@@ -20,7 +21,6 @@ from benchmarks.adaserve.sweeps_points import (
     TARGETS,
     contenders,
 )
-from scripts import pages
 
 KINDS = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
 """What each kind of targets is called."""
@@ -101,8 +101,8 @@ def tables(result: dict[str, Any]) -> str:
     parts = []
     for (machine, targets, sweep), points in groups.items():
         names = list(dict.fromkeys(name for point in points for name in point["contenders"]))
-        head = pages.line("policy", *(f"{point['value']:g}" for point in points))
-        rows = [pages.line(f"`{name}`", *(_cell(point, name) for point in points)) for name in names]
+        head = markdown.line("policy", *(f"{point['value']:g}" for point in points))
+        rows = [markdown.line(f"`{name}`", *(_cell(point, name) for point in points)) for name in names]
         settings = [
             f"{point['value']:g}: {point['contenders'][TUNED]['setting']}"
             for point in points if TUNED in point["contenders"]

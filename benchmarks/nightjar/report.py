@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.cli.terminal import notes
+from benchmarks.markdown import table
 from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times_without
 from benchmarks.nightjar.points import CLASSES, CONTEXTUAL, MAIN, METHODS, POISSON, THRESHOLD_SHARE
 from benchmarks.nightjar.summary import offload_pairs, summary
 from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, pages_of, ratio
-from scripts.pages import table
 
 SUMMARY = "nightjar-sim.json"
 KEPT = ("kind", "commit", "machine", "segment", "setups")
