@@ -35,7 +35,7 @@ def generate(
     grammar: Annotated[Path | None, typer.Option(help="file of a Lark or EBNF grammar that the text fits")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="file of a JSON Schema; the text is JSON that fits")] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="name of the --lora to use, or '' for the model alone; without, the first --lora")
+        str | None, typer.Option(help="name of the --lora to use, or '' for the model alone; without: the first")
     ] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="target: milliseconds per token after the first")] = None,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the first token")] = None,

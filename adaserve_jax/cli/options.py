@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from functools import wraps
@@ -90,6 +91,8 @@ def _adding(
     return decorate
 
 
+LIST_METAVAR = "A,B,..."
+"""Stands for the value of an option that is a list; such an option is given once."""
 LONGEST_METAVAR = 50
 """Choices that take more characters stand in the help text, which is wrapped."""
 
@@ -101,12 +104,15 @@ def _option(setting: Setting, taken: Collection[str]) -> inspect.Parameter:
     told, metavar = as_options(setting.help, taken), "|".join(map(str, choices)) or None
     if metavar is not None and len(metavar) > LONGEST_METAVAR:
         told, metavar = f"{told}; one of {', '.join(map(str, choices))}", "NAME"
+    is_list = get_origin(setting.type) is tuple
+    if is_list:
+        metavar = LIST_METAVAR
     info = typer.Option(
         help=told, envvar=f"{ENV_PREFIX}{setting.name.upper()}", show_envvar=False, rich_help_panel=setting.panel,
         metavar=metavar,
     )  # fmt: skip
     kind = type(choices[0]) if choices else setting.type
-    plain = str if setting.optional or get_origin(setting.type) is tuple else kind
+    plain = str if setting.optional or is_list else kind
     return _parameter(setting.name, option_value(setting.default), Annotated[plain, info])
 
 
@@ -199,6 +205,14 @@ class Command(TyperCommand):
     Typer's own page with panels gives names, negations and types a column each; at 80 characters it cuts long names
     in two and leaves 18 characters for the text. Its plain page has two columns, but no panels.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises ConfigError for a list that is given twice, of which the last would be kept."""
+        _, _, given = self.make_parser(ctx).parse_args(list(args))
+        for option, times in Counter(given).items():
+            if times > 1 and option.metavar == LIST_METAVAR:
+                raise ConfigError(f"{_spelled(option.name)} was given {times} times; give it once, with commas between")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options of each panel."""

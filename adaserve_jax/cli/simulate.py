@@ -299,6 +299,6 @@ def parse_mix(text: str) -> dict[str, float]:
 
 def parse_replicas(text: str) -> int:
     """Return a whole number above 0."""
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) >= 1):
         raise ConfigError(f"--replicas must be whole numbers above 0, separated by commas, got {text!r}")
     return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+MOST_INTEGER = 2**31 - 1
+"""Largest integer that is taken: sizes and token ids become 32-bit integers on the device."""
+
+
 class ConfigValues:
     """Values of one file. within: name of the nested object that they come from, for messages."""
 
@@ -44,28 +48,29 @@ class ConfigValues:
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer >= 1; absent and null mean the default. Raises CheckpointError."""
         value = self.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(name, value, "an integer >= 1")
-        return value
+        return self._integer(name, default if value is None else value, 1)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Return an integer >= 0; the default is for an absent key only. Raises CheckpointError."""
-        value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.wrong(name, value, "an integer >= 0")
-        return value
+        return self._integer(name, self.get(name, default), 0)
 
     def positive(self, name: str, default: float | None = None) -> float:
         """Return a number above 0; the default is for an absent key only. Raises CheckpointError."""
         value = self.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self.wrong(name, value, "a number above 0")
         return float(value)
 
     def optional(self, name: str) -> float | None:
         """Return a number above 0, or None if the key is absent or null. Raises CheckpointError."""
         return None if self.get(name) is None else self.positive(name)
+
+    def _integer(self, name: str, value: Any, least: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.wrong(name, value, f"an integer >= {least}")
+        if value > MOST_INTEGER:
+            raise self.wrong(name, value, f"an integer of at most {MOST_INTEGER}")
+        return value
 
     def wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {self._within}{name} must be {expected}, got {value!r}")

@@ -234,7 +234,7 @@ def find_router(name: str) -> Callable[[CostTable, Limits], RoutingPolicy]:
     """Return the factory of a policy: one of ROUTERS, or `slo-aware:<d>`. Raises ConfigError for another name."""
     if name.startswith(SAMPLED_PREFIX):
         number = name.removeprefix(SAMPLED_PREFIX)
-        if not (number.isascii() and number.isdigit()) or int(number) < 1:
+        if not (number.isascii() and number.isdecimal() and len(number) <= 9) or int(number) < 1:
             raise ConfigError(
                 f"router {SAMPLED_PREFIX}<d>: d is how many replicas are looked at, at least 1, got {number!r}"
             )

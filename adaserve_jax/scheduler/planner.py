@@ -196,7 +196,7 @@ class Planner:
         plan = self._assemble(step, slots, chunks, draft, decision, scored, from_text=from_text is not None)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth, from_text)
 
-    def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray | None:
+    def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray:
         """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait.
 
         A prompt without a target has no rate, but those behind it wait for its tokens.
@@ -209,7 +209,7 @@ class Planner:
             if state.patience_s is not None:
                 left_s = state.sequence.arrival_s + PROMPT_SHARE * state.patience_s - now
                 rates.append(ahead / left_s if left_s > 0 else math.inf)
-        return np.sort(rates) if rates else None
+        return np.sort(np.array(rates))
 
     def pace(self, now: float) -> Pace | None:
         """Return the pace of the running sequences; None while any of their prompts is not computed."""

@@ -521,7 +521,7 @@ def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
             f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}, and those of files: FILE.py:NAME; "
             f"each may end in @ and its draft sources: {', '.join(DRAFT_SOURCES[1:])}"
         )  # fmt: skip
-    if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
+    if not (parameter.isascii() and parameter.isdecimal() and len(parameter) <= 9 and int(parameter) >= 1):
         raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
     depth = int(parameter)
     if not max_depth:

@@ -149,12 +149,14 @@ def taken_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
     """
     rows = len(offered.f)
     taken = np.asarray(function(offered))
-    if taken.shape != (rows,) or taken.dtype.kind not in "iu" or taken.min() < 0 or taken.sum() > offered.most:
-        raise ConfigError(
-            f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
-            f"most {offered.most} in all, got {taken.tolist()}; fix the function"
-        )
-    return np.minimum(taken, np.count_nonzero(offered.f, axis=1))
+    if taken.shape == (rows,) and taken.dtype.kind in "iu" and taken.min() >= 0:
+        drafted = np.minimum(taken, np.count_nonzero(offered.f, axis=1))
+        if drafted.sum() <= offered.most:
+            return drafted
+    raise ConfigError(
+        f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
+        f"most {offered.most} in all, got {taken.tolist()}; fix the function"
+    )
 
 
 def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:

@@ -26,6 +26,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 RATIO_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Upper edges of the histogram of TPOT / target; a target is met at <= 1."""
+OUTCOMES = ("met", "missed", "rejected", "cancelled")
 
 
 class ServerMetrics:
@@ -41,7 +42,7 @@ class ServerMetrics:
         self._slo = Counter(
             "adaserve_slo_requests",
             "Choices with a target, by class, metric (all targets of a choice, or one kind: tpot, thinking_tpot, ttft, "
-            "e2e) and outcome (met, missed, rejected, cancelled).",
+            f"e2e) and outcome ({', '.join(OUTCOMES)}).",
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
@@ -95,7 +96,8 @@ class ServerMetrics:
         for kind, kept in outcomes:
             if kept is not None:
                 outcome = status if status in ("rejected", "cancelled") else "met" if judged(kept, status) else "missed"
-                self._slo.labels(choice.slo_class, kind, outcome).inc()
+                for each in OUTCOMES:  # a share needs a 0 where nothing was met
+                    self._slo.labels(choice.slo_class, kind, each).inc(each == outcome)
         if metrics is None:
             return
         target_s, tpot_s = slowest_part(metrics.tpot_parts)

@@ -177,7 +177,7 @@ class BodyLimitMiddleware:
             code="request_too_large",
         )
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self.max_bytes:
+        if length.isdecimal() and (len(length) > 18 or int(length) > self.max_bytes):
             await too_large.response()(scope, receive, send)
             return
         received = 0

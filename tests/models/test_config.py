@@ -432,6 +432,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor must be a number above 0, got inf"),
     ({"hidden_size": "absent"}, "hidden_size must be an integer >= 1, got None"),
+    ({"vocab_size": 10**30}, "vocab_size must be an integer of at most 2147483647, got 1000"),
+    ({"rope_theta": 10**400}, "rope_theta must be a number above 0, got 1000"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
     ({"auto_map": 5}, "auto_map must be an object, got 5"),
     ({"vocab_size": "many"}, "vocab_size must be an integer >= 1, got 'many'"),

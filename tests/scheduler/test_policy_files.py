@@ -254,11 +254,14 @@ SELECTION = "slo_phase(offered.f, offered.need, budget=offered.most + len(offere
 
 
 def test_a_file_may_bring_a_selector(tmp_path):
-    """One that selects as a rule of the package verifies the same trees; one that takes nothing verifies roots."""
+    """One that selects as a rule of the package verifies the same trees, one that takes nothing verifies roots, and a
+    count above what was drafted takes all of it."""
     path, limits = written(tmp_path, SELECTED), limits_of()
     verified: dict[str, list[list[list[int]]]] = {}
     none = written(tmp_path, SELECTED.replace(SELECTION, "np.zeros(len(offered.f), int)"), "none.py")
-    for name in (f"{path}:own", f"{path}:known", f"{none}:own"):
+    many = written(tmp_path, SELECTED.replace(SELECTION, "np.full(len(offered.f), 1000)"), "many.py")
+    drafted = written(tmp_path, SELECTED.replace(SELECTION, "np.count_nonzero(offered.f, axis=1)"), "drafted.py")
+    for name in (f"{path}:own", f"{path}:known", f"{many}:own", f"{drafted}:own", f"{none}:own"):
         run = Run.of(limits, policy=name)
         for row in range(3):
             run.add(request_of(f"r{row}", tokens=30, tpot_slo_s=0.005 * (row + 1)))
@@ -266,8 +269,9 @@ def test_a_file_may_bring_a_selector(tmp_path):
         while run.scheduler.has_work:
             _, trees = run.step()
             verified[name].append([trees.parent.tolist(), trees.token.tolist()])
-    own, known, roots = verified.values()
+    own, known, many_of_each, all_drafted, roots = verified.values()
     assert own == known != roots
+    assert own != many_of_each == all_drafted
     assert run.scheduler.stats.draft_tokens == 0 and run.last.keys() == {"r0", "r1", "r2"}
 
 
@@ -275,12 +279,12 @@ def test_a_file_may_bring_a_selector(tmp_path):
     ("np.zeros(1, int)", r"got \[0\]"),
     ("np.full(len(offered.f), 0.5)", r"got \[0.5, 0.5\]"),
     ("np.array([-1, 1])", r"got \[-1, 1\]"),
-    ("np.array([offered.most, 1])", r"at most (\d+) in all, got \[\1, 1\]"),
+    ("np.full(2, 1000)", r"at most \d+ in all, got \[1000, 1000\]"),
     ("None", "got None"),
 ])  # fmt: skip
 def test_a_selection_that_cannot_be_verified_is_named(tmp_path, returned, got):
     path = written(tmp_path, SELECTED.replace(SELECTION, returned))
-    run = Run.of(limits_of(), policy=f"{path}:own")
+    run = Run.of(limits_of(max_tree_tokens=4), policy=f"{path}:own")
     for name in ("a", "b"):
         run.add(request_of(name))
     with pytest.raises(ConfigError, match=rf"in integers, how many nodes of each of 2 requests.*{got}; fix the fun"):

@@ -327,6 +327,7 @@ def test_steps_out_of_turn_are_refused():
         ("spec", "policy spec:<k> needs an integer k of at least 1, got 'spec'; for example spec:4"),
         ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
         ("spec:-1", "needs an integer k"),
+        ("spec:" + "9" * 5000, "needs an integer k"),
         ("spec:9", "spec:9 needs max_depth of at least 9, but it is 4; raise it"),
     ],
 )

@@ -177,8 +177,10 @@ def test_only_what_finished_met_a_target_and_only_what_was_refused_is_rejected(e
     in_time = RequestMetrics(1.0, 1.0, 2.0, 3.0, output_tokens=11, tpot_slo_s=0.2, ttft_slo_s=5.0, slo_class="chat")
     metrics.observe_end(EndedChoice(Origin("r"), 0, ending, error_code, "chat", 0.2, 5.0, in_time if began else None))
     counted = {key[1:]: count for key, count in samples(metrics).items() if key[0] == "adaserve_slo_requests_total"}
-    kinds = ("all", "tpot", "ttft")
-    assert counted == {(("class", "chat"), ("metric", kind), ("outcome", outcome)): 1 for kind in kinds}
+    kinds, outcomes = ("all", "tpot", "ttft"), ("met", "missed", "rejected", "cancelled")
+    assert counted == {
+        (("class", "chat"), ("metric", kind), ("outcome", each)): each == outcome for kind in kinds for each in outcomes
+    }
 
 
 def test_the_route_serves_what_requests_did(server):
