@@ -247,7 +247,10 @@ class EngineConfig(Settings):
         return [name for name in super().changed() if name != "draft" or self.draft != auto]
 
     def _check_synthetic(self) -> None:
-        """Raise ConfigError for options that need the target's own text, or tokens that a model drafted."""
+        """Raise ConfigError for options that need the target's own text, or tokens that a model drafted.
+
+        Whether there is a draft is checked where it is read: a draft service may still be added.
+        """
         for name, given, why in (
             ("deterministic", self.deterministic, "it makes the target's text the same under every load"),
             ("learning", self.learning is not None, "a draft learns from the target's text"),
@@ -257,8 +260,6 @@ class EngineConfig(Settings):
         ):
             if given:
                 raise ConfigError(f"{name} must be left out with synthetic_acceptance: {why}")
-        if not self.speculates:
-            raise ConfigError("synthetic_acceptance needs a draft, whose tokens are accepted; draft is none")
 
     def _check_drafter(self) -> None:
         """Raise ConfigError for options that need a draft on this device; set `draft` to None."""

@@ -110,13 +110,14 @@ def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
             {"num_processes": 2, "tp": 2, "coordinator": "127.0.0.1:9000"},
             "^num_processes must be left out with synthetic_acceptance: the other processes would accept",
         ),
-        ({"draft": None}, "^synthetic_acceptance needs a draft, whose tokens are accepted; draft is none"),
     ],
 )
 def test_what_synthetic_acceptance_makes_meaningless_is_refused(options: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig(synthetic_acceptance="1.5", **options)
     assert not EngineConfig(synthetic_acceptance="1.5").may_draft_from_text
+    without = EngineConfig(draft=None, synthetic_acceptance="1.5")
+    assert dataclasses.replace(without, drafter=DRAFTER).speculates, "options of draft services are read later"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.errors import OverloadedError
-from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
+from adaserve_jax.models.detokenizer import MOST_CONTEXT, Decodes, IncrementalDetokenizer
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
@@ -239,15 +239,17 @@ class EngineCore:
             self._deliver(chunks)
 
     def _end_overdue(self) -> list[OutputChunk]:
-        """End the choices that have waited as long as their request allows and have not begun."""
+        """End the requests that have waited as long as they allow and of which no choice has begun."""
         chunks: list[OutputChunk] = []
         now = self.clock()
         while self._latest_begins and self._latest_begins[0][0] <= now:
             _, request_id, wait_s, code, choices = heapq.heappop(self._latest_begins)
             if self._choice_ids.get(request_id) is not choices:
                 continue  # it ended, and another request may have its id by now
+            if not all(map(self.scheduler.never_ran, choices)):
+                continue  # its other choices wait for their turn
             error = _OVERDUE[code].format(wait_s=wait_s, wait_ms=1e3 * wait_s)
-            for sequence_id in filter(self.scheduler.never_ran, choices):
+            for sequence_id in choices:
                 chunks += self._fail(sequence_id, error, code)
         self._forget_finished(chunks)
         return [replace(chunk, metrics=None) for chunk in chunks]  # nothing of them ran
@@ -391,7 +393,7 @@ class OutputTracker:
 
     def add(self, request_id: str, sequence: Sequence) -> None:
         """Begin the text of one choice of a request."""
-        prompt, sampling = sequence.prompt_ids.tolist(), sequence.sampling
+        prompt, sampling = sequence.prompt_ids[-MOST_CONTEXT:].tolist(), sequence.sampling
         calls, thinking = sampling.tool_calls, sampling.thinking
         tokenizer = self._tokenizer if calls is None else self._tokenizer.showing(FORMATS[calls.format].marks)
         if thinking is None:

@@ -39,7 +39,8 @@ class ChatPrompt:
     add_generation_prompt: end with what begins an answer. continue_final_message: end within the last message, which
     the answer goes on with. add_special_tokens: put the tokenizer's special tokens around the rendered text. variables:
     what the template may use by name. template: the client's; None: the model's. tools: as OpenAI's API has them, for a
-    template that knows tools. Raises RequestError: the template is too long.
+    template that knows tools. asked_s: time.monotonic() from which WALL_LIMIT_S counts; None: when it is rendered.
+    Raises RequestError: the template is too long.
     """
 
     add_generation_prompt: bool = True
@@ -48,6 +49,7 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     template: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    asked_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None and len(self.template) > MAX_TEMPLATE_CHARS:
@@ -67,7 +69,7 @@ class TemplateProcesses:
     def render(
         self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, Any]
     ) -> str:
-        """Render a client's template in a process with limits. Blocks, for WALL_LIMIT_S at most.
+        """Render a client's template in a process with limits; block until WALL_LIMIT_S after it was asked for at most.
 
         Raises RequestError: it fails or exceeds a limit; QueueFullError: too many are being rendered to end in that
         time; AdaServeError: the process itself fails.
@@ -81,7 +83,8 @@ class TemplateProcesses:
             "messages": listed, "add_generation_prompt": prompt.add_generation_prompt,
         }  # fmt: skip
         limits = {"cpu_s": CPU_LIMIT_S, "memory_bytes": MEMORY_LIMIT_BYTES, "chars": MAX_RENDERED_CHARS}
-        rendered = self._run(json.dumps({"limits": limits, "template": prompt.template, "variables": variables}))
+        task = json.dumps({"limits": limits, "template": prompt.template, "variables": variables})
+        rendered = self._run(task, prompt.asked_s)
         if not prompt.continue_final_message:
             return rendered
         before, found, _ = rendered.rpartition(_END)
@@ -89,10 +92,11 @@ class TemplateProcesses:
             raise _refusal("it does not show the final message as it is, which continue_final_message needs")
         return before
 
-    def _run(self, task: str) -> str:
-        until = time.monotonic() + WALL_LIMIT_S
+    def _run(self, task: str, asked_s: float | None) -> str:
+        now = time.monotonic()
+        until = (now if asked_s is None else asked_s) + WALL_LIMIT_S
         busy = QueueFullError("too many chat templates are being rendered; retry later")
-        if not self._places.acquire(timeout=WALL_LIMIT_S):
+        if until <= now or not self._places.acquire(timeout=until - now):
             raise busy
         try:
             ended = subprocess.run(

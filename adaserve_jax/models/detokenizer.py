@@ -15,7 +15,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A cut character is at most three bytes, and each of them may show as one U+FFFD.
 _MOST_UNFINISHED = 3
 _LONG_WINDOW = 8
-_MOST_CONTEXT = 8
+MOST_CONTEXT = 8
+"""Last tokens of a prompt that the text after it depends on."""
 
 
 class Decodes(Protocol):
@@ -74,7 +75,7 @@ class IncrementalDetokenizer:
     def _after(self, prompt_ids: Sequence[int]) -> _Window:
         """Return the window after a prompt: its last tokens that are whole characters; empty after a special token."""
         context: tuple[int, ...] = ()
-        for token in reversed(prompt_ids[-_MOST_CONTEXT:]):
+        for token in reversed(prompt_ids[-MOST_CONTEXT:]):
             if not self._tokenizer.has_text(token):
                 break
             context = (int(token), *context)

@@ -119,12 +119,14 @@ def read_draft(path: str, folder: Path, max_context: int, *, may_lack_weights: b
 
 def resolve_pair(config: EngineConfig, pair: ModelPair, *, elastic: bool = False, training_bytes: int = 0) -> Resolved:
     """Call `resolve` for the models of a pair, with what is known of the drafts' vocabularies and of synthetic
-    acceptance. Raises ConfigError: its chances cannot be read."""
+    acceptance. Raises ConfigError: its chances cannot be read, or nothing drafts what they would accept."""
     resolved = resolve(
         config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes,
         map_bytes=map_bytes(pair.vocabularies),
     )  # fmt: skip
     asked = config.synthetic_acceptance
+    if asked is not None and not config.speculates:
+        raise ConfigError("synthetic_acceptance needs a draft, whose tokens are accepted; draft is none")
     return replace(
         resolved, draft_vocabulary=_describe_vocabularies(config, pair),
         synthetic=None if asked is None else acceptance_rates(asked, resolved.limits.max_depth),

@@ -166,7 +166,8 @@ class QueueAdmission:
         return most if chance * most < 1e-6 else -math.expm1(-chance * most) / chance
 
     def wait_s(self, slots: Slots, deadline_key_s: float, max_tokens: int, count: int = 1) -> float:
-        """Return the predicted seconds until the last of `count` choices gets a slot.
+        """Return the predicted seconds until the last of `count` choices gets a slot, less those that it would wait for
+        the other choices on an empty server.
 
         0 while slots are free, and as long as nothing is known of the engine's speed.
         """
@@ -178,8 +179,16 @@ class QueueAdmission:
         if len(ahead) + count <= free:
             return 0.0
         ends = [token_s * self.expected_tokens(max(p.max_tokens - p.tokens, 1)) for p in slots.running] + [0.0] * free
+        own = [max_tokens] * (count - 1)
+        begin_s = self._begin_s(ends, [*(place.max_tokens for place in ahead), *own], token_s)
+        return max(begin_s - self._begin_s([0.0] * round(self._slots), own, token_s), 0.0)
+
+    def _begin_s(self, ends: list[float], queue: list[int], token_s: float) -> float:
+        """Return the seconds until what comes behind `queue` gets a slot. ends: seconds until each slot is free.
+        queue: most tokens of each choice in it.
+        """
         heapq.heapify(ends)
-        for most in [place.max_tokens for place in ahead] + [max_tokens] * (count - 1):
+        for most in queue:
             heapq.heapreplace(ends, ends[0] + self.first_token_s + token_s * self.expected_tokens(most - 1))
         return ends[0]
 

@@ -67,6 +67,8 @@ async def _check(request: Request, state: ServerState) -> None:
 def check_values(body: bytes, most: int, most_parts: int) -> None:
     """Raise ApiError for JSON of more than `most` values, or so many lists, objects and named members, counted without
     parsing it."""
+    if b"\0" in body:  # as in UTF-16, whose bytes would be miscounted; JSON in UTF-8 has none
+        raise ApiError(400, "the body must be JSON in UTF-8, got a NUL byte in it", code="invalid_json")
     if sum(map(body.count, (b",", b"[", b"{", b":"))) < min(most, most_parts):
         return
     # Each value but the first follows a comma or an opening bracket; those inside of strings do not count.

@@ -6,16 +6,19 @@ they are written into the texts of ordinary messages (`_plain`).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.parse import LONG_TEXT, run_sized
+from adaserve_jax.server.parse import run_sized
 from adaserve_jax.server.schema import ChatBody, Message, TokenizeBody, Tool
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
@@ -55,14 +58,18 @@ def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> Chat
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables |= {name: value for name, value in given.items() if value is not None}
     ends = not open_end if body.add_generation_prompt is None else body.add_generation_prompt
-    return ChatPrompt(ends, open_end, body.add_special_tokens is True, variables, body.chat_template)
+    special = body.add_special_tokens is True
+    return ChatPrompt(ends, open_end, special, variables, body.chat_template, asked_s=time.monotonic())
 
 
 async def encode_chat(
     tokenizer: TextCodec, messages: list[Message], form: ToolFormat, tools: Sequence[Tool] = (),
-    prompt: ChatPrompt = PLAIN_CHAT,
+    prompt: ChatPrompt = PLAIN_CHAT, template_threads: Executor | None = None,
 ) -> list[int]:  # fmt: skip
-    """Return the token ids of a conversation. form: how calls are written where the chat template knows no tools.
+    """Return the token ids of a conversation.
+
+    form: how calls are written where the chat template knows no tools. template_threads: threads that wait for a
+    client's template, so that other long inputs need not; None: those of `asyncio.to_thread`.
 
     Raises RequestError and ApiError.
     """
@@ -71,8 +78,13 @@ async def encode_chat(
     template = tokenizer.chat_template if prompt.template is None else prompt.template
     if not _KNOWS_TOOLS.search(template):
         turns, shown = _plain(turns, shown, form), []
-    size = _size([turns, shown, prompt.variables]) if prompt.template is None else LONG_TEXT + 1
-    return await run_sized(size, lambda: tokenizer.apply_chat_template(turns, replace(prompt, tools=shown)))
+
+    def encoded() -> list[int]:
+        return tokenizer.apply_chat_template(turns, replace(prompt, tools=shown))
+
+    if prompt.template is None:
+        return await run_sized(_size([turns, shown, prompt.variables]), encoded)
+    return await asyncio.get_running_loop().run_in_executor(template_threads, encoded)
 
 
 def _size(value: Any) -> int:

@@ -30,7 +30,7 @@ from adaserve_jax.server.state import ServerState
 _log = logging.getLogger(__name__)
 Receiver = Callable[[int, OutputChunk], bool]
 """Called with (index, chunk); returns whether it used the chunk."""
-FORM_CODES = frozenset({"invalid_grammar", "invalid_schema"})
+FORM_CODES = frozenset({"invalid_grammar", "invalid_schema", "no_token_allowed"})
 """Codes of errors about the form that a text was asked to have."""
 
 
@@ -231,7 +231,8 @@ class Generation:
         wait_s = self.state.retry_after_s() if code == OverloadedError.code else self.state.client.stats().back_in_s
         message, param = chunk.error or "the engine failed on this request", chunk.error_param
         if self.form_name and param not in (None, "tools") and code in FORM_CODES:
-            message, param = message.replace(param, self.form_name, 1), self.form_name
+            named = message if code == "no_token_allowed" else message.replace(param, self.form_name, 1)
+            message, param = named, self.form_name
         return from_code(message, code, param, wait_s)
 
     def _choices_of(self, position: int) -> list[_Choice]:

@@ -225,9 +225,9 @@ def fit_context(
             param=name,
             code="context_length_exceeded",
         )
-    if asked is not None:
+    if asked is not None or sampling.max_tokens <= room:
         return sampling
-    return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    return replace(sampling, max_tokens=room)
 
 
 @dataclass(frozen=True)

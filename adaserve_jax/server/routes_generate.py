@@ -252,7 +252,12 @@ async def begin(
         most = min(sampling.max_tokens, info.max_sequence_tokens)
         reservation = state.admit(account, count, most, targets.slo, targets.priority, targets.max_queue_s)
         if isinstance(body, ChatBody):
-            encoded = [await encode_chat(tokenizer, body.messages, tool_format(state), offered_tools(body), chat)]
+            tools = offered_tools(body)
+            encoded = [
+                await encode_chat(
+                    tokenizer, body.messages, tool_format(state), tools, chat, state.template_threads
+                )
+            ]  # fmt: skip
         else:
             encoded = await encode(tokenizer, prompts, info.vocab_size, body.add_special_tokens is not False)
         whole = sum(map(len, encoded))

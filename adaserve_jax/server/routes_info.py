@@ -97,7 +97,9 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
             raise invalid("either prompt or messages must be given, and not both", "prompt")
         if body.messages is not None:
             prompt = chat_prompt(body, state.settings)
-            ids = await encode_chat(state.tokenizer, body.messages, tool_format(state), body.tools or [], prompt)
+            ids = await encode_chat(
+                state.tokenizer, body.messages, tool_format(state), body.tools or [], prompt, state.template_threads
+            )  # fmt: skip
         else:
             special = body.add_special_tokens is not False
             (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size, special)

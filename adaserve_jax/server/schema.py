@@ -132,7 +132,7 @@ class GenerationBody(ConstraintFields):
         description="TPOT target as a multiple of the measured baseline latency (one token, alone, no speculation).",
     )
     slo_class: str | None = Field(None, description="A class of targets from the server's configuration.")
-    service_tier: str | None = Field(
+    service_tier: ValidText | None = Field(
         None,
         description="Used as slo_class when that is left out: auto and default, priority (interactive), flex (batch).",
     )

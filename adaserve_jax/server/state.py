@@ -8,13 +8,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from adaserve_jax.constraints.reasoning_formats import ReasoningMarks, marks_of
 from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats
 from adaserve_jax.errors import AdaServeError
-from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
+from adaserve_jax.models.chat_prompt import AT_ONCE, PLAIN_CHAT, ChatPrompt
 from adaserve_jax.server.admission import QueueAdmission, Reservation, Slots
 from adaserve_jax.server.auth import Account, Keyring
 from adaserve_jax.server.errors import ApiError, from_code
@@ -85,7 +86,8 @@ class ServerState:
     """State of one server for as long as its app lives. Used from the event loop only.
 
     in_flight: ids of the requests that the engine has. longest_token: most bytes that one token of the model stands
-    for. marks: those between which the model thinks; None: it has none.
+    for. marks: those between which the model thinks; None: it has none. template_threads: threads that render the chat
+    templates of clients, so that nothing else waits for them.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings):
@@ -98,6 +100,7 @@ class ServerState:
         self.slots = Slots(settings.max_inflight)
         self.keyring = Keyring(settings)
         self.admission = QueueAdmission(settings.max_queue_wait)
+        self.template_threads = ThreadPoolExecutor(AT_ONCE, "chat-template")
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.in_flight: set[str] = set()

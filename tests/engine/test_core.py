@@ -220,6 +220,15 @@ def test_a_request_that_did_not_begin_within_its_own_wait_ends_with_its_own_erro
     assert {chunk.finish_reason for chunk in ended.values()} == {"length"} and len(ended) == 5
 
 
+def test_the_choices_of_a_request_that_has_begun_wait_for_their_turn() -> None:
+    core = core_of("ar", num_pages=64)
+    for name, tokens in (("a", 44), ("b", 44), ("c", 44), ("three", 30)):
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, n=3 if name == "three" else 1)
+        core.add(GenerateRequest(name, [3], sampling, max_wait_s=0.2), core.clock())
+    ended = [chunk for _ in iter(lambda: core.has_work, False) for chunk in core.step() if chunk.finish_reason]
+    assert [chunk.finish_reason for chunk in ended] == ["length"] * 6
+
+
 def test_requests_that_ended_are_not_kept_until_their_longest_wait_is_over() -> None:
     core = core_of("ar", num_pages=64)
     for number in range(300):

@@ -46,3 +46,8 @@ def test_the_engine_says_so_and_refuses_what_cannot_be(llm: LLM) -> None:
     for policy in ("adaserve@suffix", "spec:4@suffix+model"):
         with pytest.raises(ConfigError, match="policy must draft by a model with synthetic_acceptance, got"):
             llm.set_policy(policy)
+
+
+def test_acceptance_without_a_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match="synthetic_acceptance needs a draft, whose tokens are accepted"):
+        LLM(**DEMO | {"draft": None, "synthetic_acceptance": "2.5"})

@@ -40,11 +40,13 @@ def known(max_wait_s: float = 10.0, token_s: float = 0.1) -> QueueAdmission:
 def test_the_queue_is_played_forward() -> None:
     admission, slots = known(), Slots(99)
     assert admission.wait_s(slots, 0.0, 50) == 0.0  # all slots are free
+    assert admission.wait_s(slots, 0.0, 50, count=3 * SLOTS) == 0.0  # nobody else makes them wait
     running = slots.reserve(Account(), SLOTS, 0.0, 20)
     for choice in range(SLOTS):
         running.received(choice, 2 * choice)  # which leaves 20, 18, 16 and 14 tokens
     assert admission.wait_s(slots, 0.0, 50) == pytest.approx(1.4)
     assert admission.wait_s(slots, 0.0, 50, count=3) == pytest.approx(1.8)
+    assert admission.wait_s(slots, 0.0, 50, count=5) == pytest.approx(1.4)  # the fifth would wait for the first
     slots.reserve(Account(), 1, 5.0, 30)
     assert admission.wait_s(slots, 6.0, 50) == pytest.approx(1.6)  # the one ahead takes the slot of the first
     assert admission.wait_s(slots, 4.0, 50) == pytest.approx(1.4)  # which this one does instead

@@ -197,6 +197,8 @@ def test_bad_chats(server, fields, code, param, text):
         (b'{"prompt": "\\ud800"}', "invalid_text", "prompt"),
         (b'{"prompt": ["x", "\\ud800"]}', "invalid_text", "prompt"),
         (b'{"prompt": "x", "stop": "\\udfff"}', "invalid_text", "stop"),
+        (b'{"prompt": "x", "slo_class": "chat", "service_tier": "\\ud800"}', "invalid_text", "service_tier"),
+        ('{"prompt": "x", "user": "\u2200"}'.encode("utf-16-le"), "invalid_json", None),
         (b'{"prompt": "x", "\\ud800": 1}', "invalid_json", None),
         (b'{"prompt": ' + b"[" * 20_000 + b"}", "invalid_json", None),
         (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", "invalid_json", None),
