@@ -36,6 +36,7 @@ from adaserve_jax.errors import (
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import SLO, SamplingParams, TokenLogprob
+from tests.server.scripted import ScriptedEngine
 from tests.slow import slow_after
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -311,6 +312,25 @@ def test_the_death_of_the_process_is_noticed():
     engine.abort("other")
     engine.close()
     assert not folder.exists()
+
+
+class DyingIdle(ScriptedEngine):
+    """Dies between requests, and has so much to save that it does not end by itself."""
+
+    def unload_adapter(self, name: str) -> None:
+        self.dead = True
+
+    def close(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_death_between_requests_is_noticed(monkeypatch):
+    monkeypatch.setattr(process, "DYING_LIMIT_S", 0.0)
+    config = EngineConfig(policy="process")
+    with ProcessEngine(config, factory="tests.engine.test_process:DyingIdle") as engine:
+        with pytest.raises(EngineDeadError, match="the engine died; its log says why"):
+            engine.unload_adapter("any")
+        assert not engine.is_alive()
 
 
 def test_a_frozen_process_is_ended(monkeypatch):
