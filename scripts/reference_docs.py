@@ -101,7 +101,7 @@ SECTION_ABOUT = {
     "server": "How the HTTP server behaves; also options of `adaserve serve`. [http.md](http.md) says more.",
     "classes": "A class of targets, one table for each. With any of them the built-in classes are gone; those "
     "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "
-    "name takes the place of the table",
+    "name takes the place of the table.",
     "keys": "An API key, one table for each; its secret is given by one of `key`, `key_env` and `key_sha256`. With any "
     "of them, or with `api_key`, whose keys are operators' and have no limits, the server asks for a "
     "key. What is over a limit is answered 429 `rate_limited`, with the seconds until there is room in "

@@ -186,7 +186,7 @@ class _Interrupts:
         self.count += 1
         if self.count > 1:
             raise KeyboardInterrupt
-        say("stopping when this round's texts are learned; Ctrl-C again: at once, without them")
+        say("stopping; a round that is being learned is finished first; Ctrl-C again: at once, without it")
 
 
 @contextmanager

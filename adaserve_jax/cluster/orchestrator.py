@@ -59,11 +59,16 @@ class Cluster(ABC):
             "token_file": str(self.folder.token_file), "tls_cert": self.plan.router.tls_cert, **more,
         })  # fmt: skip
 
+    @property
+    def logs(self) -> str:
+        """Where the logs of the processes are, in words."""
+        return str(self.folder.logs)
+
     def announce_start(self) -> None:
         """Print what is started, and where to look meanwhile."""
         print(
             f"adaserve cluster: starts {self.members}; a first start compiles, which takes minutes "
-            f"(logs: {self.folder.logs})",
+            f"(logs: {self.logs})",
             file=sys.stderr,
             flush=True,
         )

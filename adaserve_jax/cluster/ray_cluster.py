@@ -245,6 +245,10 @@ class RayCluster(Cluster):
         self._actors: dict[str, Any] = {}
         self._group: Any = None
 
+    @property
+    def logs(self) -> str:
+        return f"{log_folder()}, of each machine its own"
+
     def start(self) -> None:
         """Start all actors and block until every target serves. Raises AdaServeError; then `stop` is still needed."""
         began = time.monotonic()

@@ -146,7 +146,7 @@ class TargetExchange:
 
     The request is sent as soon as there is a connection. Await `head`, then iterate `parts`; call `close` in any case.
     If the server had closed an idle connection just before, the request is sent again on a new one. The bytes go
-    through the bench's HTTP client; docs/dependencies.md has the measurements against aiohttp.
+    through the bench's HTTP client; docs/dependencies.md says why not aiohttp.
     """
 
     def __init__(self, pool: ConnectionPool, message: bytes):

@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection whose bytes get their time stamp when they are read, before they are parsed.
 
-The bench's client and the cluster's router use it; docs/dependencies.md has the measurements against aiohttp. Runs on
+The bench's client and the cluster's router use it; docs/dependencies.md says why not aiohttp. Runs on
 one event loop. The parser is httptools, which uvicorn uses too; it is imported on first use, so that a bench without a
 URL does not need it.
 """
