@@ -22,7 +22,7 @@ TAU_LOW = 0.1
 """Share of the base pages that must be free: the paper's best."""
 T_PERSIST = 16
 """Steps that pages must be short before an expansion, with speculation off if the policy goes by that. The paper
-gives none; docs/architecture/scheduler.md has the comparison.
+gives none; docs/nightjar/tables.md has the comparison.
 """
 MIN_STAY = 64
 """Fewest steps that the draft stays where it is. A move there and back takes as long as some 5 to 10 steps, and the

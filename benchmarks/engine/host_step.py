@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.base import Feedback, Load
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -249,8 +249,8 @@ def main() -> None:
         )
     Console().print(table)
     if args.out:
-        machine = {"machine": platform.machine(), "processor": platform.processor(), "numpy": np.__version__}
-        args.out.write_text(json.dumps({**machine, "targets_ms": TARGET_MS, "rows": rows}, indent=2) + "\n")
+        about = {"commit": source_commit(), "machine": machine_name(), "numpy": np.__version__}
+        args.out.write_text(json.dumps({**about, "targets_ms": TARGET_MS, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
