@@ -28,3 +28,9 @@ def between(page: str, name: str, content: str, where: str) -> str:
     if not found_begin or not found_end:
         raise ValueError(f"{where} must hold {begin} and {end}, in this order")
     return f"{before}{begin}{content}{end}{after}"
+
+
+def short_commit(commit: str) -> str:
+    """Return the first 12 digits of a commit, and "-dirty" where files differed from it."""
+    digits, dirty, _ = commit.partition("-dirty")
+    return digits[:12] + dirty

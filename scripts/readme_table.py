@@ -15,7 +15,7 @@ from adaserve_jax.report.points import Measured, PointGroup, measured
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ResultRow
-from benchmarks.markdown import between, head, line
+from benchmarks.markdown import between, head, line, short_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"
@@ -58,7 +58,7 @@ def conditions(rows: list[ResultRow]) -> str:
         f"Target {sizes[0]}, draft {sizes[1]}, workload {row.workload}, {row.arrival_process} arrivals for "
         f"{row.duration_s:g} s per row, jax {row.jax_version} on {row.device}: {row.machine}. One token alone takes "
         f"{row.baseline_s * 1e3:.1f} ms. 95% intervals in parentheses, over {over}"
-        f" ({repeats} {'seed' if repeats == 1 else 'seeds'}). Commit {row.commit[:12]}."
+        f" ({repeats} {'seed' if repeats == 1 else 'seeds'}). Commit {short_commit(row.commit)}."
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.markdown import short_commit
+
 HEADER = (
     "| device | target, devices | attention of target, draft | fits; pages; requests of full context "
     "| programs that compile | copies of a pool | arguments that the ledger counts | most registers; spilled bytes "
@@ -37,7 +39,7 @@ def absent_table(result: dict[str, Any]) -> str:
             f"| {_range(shares)} | {_kernels(rows)} | {_launches(verify)} | {_memory(verify)} "
             f"| {f'{exchanged / MIB:,.0f} MiB' if exchanged else ''} |"
         )
-    commits = ", ".join(sorted({row["commit"][:12] for row in result["rows"]}))
+    commits = ", ".join(sorted({short_commit(row["commit"]) for row in result["rows"]}))
     about = (
         "Compiled with `python -m benchmarks.kernels.absent_devices --out absent-devices.json`: the largest program "
         f"of each kind, {result['layers']} layers, llama-1b as draft, bf16, no weights. Compiled for, not run on. jax "
@@ -63,7 +65,7 @@ def _deep(rows: list[dict[str, Any]]) -> str:
         f"{workspace / MIB:,.0f} MiB: {temporary['temporary_bytes'] / MIB:,.0f} of temporaries ({temporary['kind']}), "
         f"{results[returned] / MIB:,.0f} of results ({returned}), and {kept / MIB:,.0f} of tables of edits. That is "
         f"{workspace / first['reserve_bytes']:.0%} of the {first['reserve_bytes'] / MIB:,.0f} MiB that the ledger "
-        f"reserves for it. Commit {first['commit'][:12]}."
+        f"reserves for it. Commit {short_commit(first['commit'])}."
     )
 
 

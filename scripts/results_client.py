@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import line
+from benchmarks.markdown import line, short_commit
 
 HEADER = (
     "| client | server | requests | late, ms: p50 | p99 | max | error, ms: p50 | p99 | max | other processes |\n"
@@ -28,6 +28,6 @@ def client_table(result: dict[str, Any]) -> str:
         f"Poisson arrivals at {result['rate_rps']:g} requests/s for {result['seconds']:g} s, {result['tokens']} tokens "
         f"each; *other processes*: their share of the cores' time. Aims: late p50 at most {aims['late_p50']:g} ms, "
         f"error p99 at most {aims['error_p99']:g} ms. Python {result['python']}, httptools {result['httptools']}: "
-        f"{result['machine']}. Commit {result['commit'][:12]}."
+        f"{result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([HEADER, *rows]), about])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import short_commit, table
 
 PLANNED = ("full", "full_simulated", "most", "most_simulated", "most_batched", "most_batched_simulated")
 QUANTITIES = (("throughput_tps", "tokens/s", 1.0, 1), ("per_target_tps", "of a target", 1.0, 1),
@@ -83,7 +83,7 @@ def star_tables(path: Path) -> list[str]:
         f"b = {at['acceptance']:g}, d = {at['depth']}:",
         table(head, shown),
         f"{result['rounds']} rounds of each target, in the second table at least {result['drafts']} drafts of all. "
-        f"{result['machine']}. Commit {result['commit'][:12]}.",
+        f"{result['machine']}. Commit {short_commit(result['commit'])}.",
     ]
 
 
@@ -158,7 +158,7 @@ def _million(lines: Sequence[dict[str, Any]]) -> str:
 def _about(lines: Sequence[dict[str, Any]]) -> str:
     capacities = {(each["point"]["policy"], each["point"]["mix"]): each["capacity_rps"] for each in lines}
     said = ", ".join(f"`{policy}` on {mix} {rate:.2f}" for (policy, mix), rate in sorted(capacities.items()))
-    commits = ", ".join(sorted({each["commit"][:12] for each in lines}))
+    commits = ", ".join(sorted({short_commit(each["commit"]) for each in lines}))
     machines = ", ".join(sorted({each["machine"] for each in lines}))
     simulated = ", ".join(sorted({each["simulated"] for each in lines}))
     return (

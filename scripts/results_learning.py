@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import line
+from benchmarks.markdown import line, short_commit
 from benchmarks.osd.views import (
     EQUAL_STEPS,
     OFFLINE,
@@ -193,4 +193,4 @@ def _settings(result: dict[str, Any]) -> str:
 
 
 def _where(result: dict[str, Any]) -> str:
-    return f"{result['machine']}. Commit {result['commit'][:12]}."
+    return f"{result['machine']}. Commit {short_commit(result['commit'])}."

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engine.throughput_rows import interval_of
-from benchmarks.markdown import line
+from benchmarks.markdown import line, short_commit
 from benchmarks.nightjar.views import BUSY, LATENCY, THROUGHPUT
 
 SIMULATED = (
@@ -42,7 +42,7 @@ def nightjar_tables(result: dict[str, Any]) -> str:
     kinds: dict[str, Callable[[dict[str, Any]], list[str]]] = {
         "simulated": _simulated, "engine": _engine, "offload": _pressed
     }  # fmt: skip
-    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    commits = ", ".join(short_commit(commit) for commit in result["commit"].split(", "))
     return "\n\n".join([*kinds[result["kind"]](result), f"Commit {commits}."])
 
 

@@ -12,7 +12,7 @@ from adaserve_jax.report.document import Table
 from adaserve_jax.report.multi_slo import multi_slo_page, targets_text
 from adaserve_jax.results.submission import read_submission
 from benchmarks.engine.throughput_rows import paired_ratio
-from benchmarks.markdown import line, table
+from benchmarks.markdown import line, short_commit, table
 
 OURS = "adaserve_jax"
 FASTER = {"transformers": 1.8, "llama.cpp": 1.0, "vLLM": 1.3}
@@ -48,7 +48,7 @@ def peer_tables(result: dict[str, Any]) -> str:
         f"{result['new_tokens'][1]} new tokens; TPOT targets {tight:.1f} and {relaxed:.1f} ms in turns, TTFT target "
         f"{result['ttft_ms']:.0f} ms; capacity {result['capacity_rps']:.2f} requests/s; open loops of "
         f"{result['duration_s']:g} s and {result['drain_s']:g} s for the last; medians of {result['rounds']} rounds. "
-        f"{result['machine']}. Commit {result['commit'][:12]}."
+        f"{result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([
         f"Measured with `{result['command']}`:", "\n".join([SERVERS, *servers]), "\n".join([LOADS, *figures]), about,
@@ -172,7 +172,7 @@ def multi_slo_tables(folder: Path) -> list[str]:
     assert headline is not None
     (found,) = (item for item in headline.items if isinstance(item, Table))
     asked, system = submissions[0].definition, submissions[0].system
-    commits = dict.fromkeys(each.system.commit[:12] for each in submissions)
+    commits = dict.fromkeys(short_commit(each.system.commit) for each in submissions)
     about = (
         f"Targets: {targets_text(asked.classes)}; one token alone takes {asked.baseline_ms:.3g} ms. Workload "
         f"{asked.workload}, at least {asked.duration_s:g} s for each load. {system.machine}. "

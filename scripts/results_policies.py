@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from benchmarks.markdown import head, line
+from benchmarks.markdown import head, line, short_commit
 
 REAL = (
     "| requests per second | policy | TPOT and TTFT met, engine | simulated | simulated as served "
@@ -49,7 +49,7 @@ def validation_tables(result: dict[str, Any]) -> str:
             f"{_largest(result, 'simulated', 'Simulated on the profile')} {_largest(result, 'as_served', 'As served')}",
             _rounds(result["points"]),
             f"Error of predicted times in the profile's own mixed load (median and 90th percentile): {predicted}. "
-            f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
+            f"{result['device']}; jax {result['jax_version']}. Commit {short_commit(result['commit'])}.",
         ]
     )
 
@@ -81,7 +81,7 @@ def fluctuating_table(result: dict[str, Any]) -> str:
                 *(("-",) * 3 if policy == "adaserve" else (f"{sum(apart) / len(apart):+.2f}", f"{min(apart):+.2f}",
                                                            f"{max(apart):+.2f}")),
             ))  # fmt: skip
-    about = f"{result['simulated']}, {result['seeds']} traces of each rate. Commit {result['commit'][:12]}."
+    about = f"{result['simulated']}, {result['seeds']} traces of each rate. Commit {short_commit(result['commit'])}."
     return "\n\n".join([f"Simulated with `{result['command']}`:", "\n".join([FLUCTUATING, *rows]), about])
 
 
@@ -114,7 +114,9 @@ def calibration_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     texts = f"{result['prompts']} texts, {result['tokens_each']} tokens each"
     about = f"{result['target']} pair, {texts}; aim {result['aim']:g}:"
-    return "\n\n".join([about, "\n".join([STATED, *rows]), f"{result['machine']}. Commit {result['commit'][:12]}."])
+    return "\n\n".join(
+        [about, "\n".join([STATED, *rows]), f"{result['machine']}. Commit {short_commit(result['commit'])}."]
+    )
 
 
 def sweeps_table(result: dict[str, Any]) -> str:
@@ -133,7 +135,7 @@ def sweeps_table(result: dict[str, Any]) -> str:
         for point in result["points"]
         if (point["sweep"], point["targets"]) == ("rate", "tpot") and point["best_baseline_attainment"]
     ]
-    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    commits = ", ".join(short_commit(commit) for commit in result["commit"].split(", "))
     about = f"Commit {commits}."
     if ratios:
         about = (
@@ -159,11 +161,11 @@ def constants_table(result: dict[str, Any]) -> str:
                          _change(max(changes))))  # fmt: skip
     columns = head("constant", "value", "tried", "safe range", "most lost, points", "most gained, points")
     held = ", ".join(f"{point} {met:.1%}" for point, met in result["as_chosen"].items())
-    about = f"Attainment as chosen: {held}. Commit {result['commit'][:12]}"
+    about = f"Attainment as chosen: {held}. Commit {short_commit(result['commit'])}"
     since: dict[str, list[str]] = {}
     for each in result["constants"]:
         if (commit := each.get("commit", result["commit"])) != result["commit"]:
-            since.setdefault(commit[:12], []).append(f"`{each['name']}`")
+            since.setdefault(short_commit(commit), []).append(f"`{each['name']}`")
     about += "".join(f"; {', '.join(names)}: {commit}" for commit, names in since.items()) + "."
     return "\n\n".join(["\n".join([columns, *rows]), about])
 
@@ -179,8 +181,7 @@ def fair_tenants_table(result: dict[str, Any]) -> str:
         for each in result["rows"]
     ]  # fmt: skip
     columns = head("requests/s", "first tenant sends, times its share", "fair shares", "others met", "first tenant met")
-    commit, dirty, _ = result["commit"].partition("-dirty")
-    about = f"Simulated on {result['settings']['machine']}. Commit {commit[:12]}{dirty}."
+    about = f"Simulated on {result['settings']['machine']}. Commit {short_commit(result['commit'])}."
     return "\n\n".join(["\n".join([columns, *rows]), about])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
-from benchmarks.markdown import head, line
+from benchmarks.markdown import head, line, short_commit
 from benchmarks.papers.pages import COLUMNS, claim_cells
 
 STANDS = (
@@ -62,7 +62,7 @@ def _form(size: str, form: dict[str, Any]) -> Iterator[str]:
     where = [about[name] for name in ("device", "target", "machine") if name in about]
     where = [each for each in where if not each.endswith(", simulated")]  # a simulated row's machine is its device
     data = f"data: {run['data']}; " if run["data"] else ""
-    commit = f" Commit {about['commit'][:12]}." if "commit" in about else ""
+    commit = f" Commit {short_commit(about['commit'])}." if "commit" in about else ""
     yield f"{data}{'; '.join([*where, run['measured_at'][:10]])}.{commit}"
 
 

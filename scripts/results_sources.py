@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.results.bootstrap import Ratio, between, distributions
-from benchmarks.markdown import head, line
+from benchmarks.markdown import head, line, short_commit
 
 REPEATS = ("code edit", "quoting summary")
 """Tasks whose texts repeat."""
@@ -43,7 +43,7 @@ def sources_table(result: dict[str, Any]) -> str:
     about = (
         f"Measured with `{result['command']}`: times the decoding speed of `{reference}`, one request at a time, "
         f"each at the median of {len(result['rows'][0]['seconds'])} rounds. Target {result['target']}, draft "
-        f"{result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
+        f"{result['draft']}. {result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n".join([*lines, "", about, "", *_aims(speeds)])
 
@@ -105,7 +105,7 @@ def head_tables(result: dict[str, Any]) -> str:
         f"{len(_by_prompt(rows[0], 'seconds'))} prompts of each task, {max(row['seeds'] for row in rows)} seeds of "
         f"each above temperature 0, one request at a time, {len(rows[0]['seconds'])} rounds; 95 % intervals over "
         f"prompts in brackets. {sum(row['texts_differ'] for row in rows)} texts differ from those of `{reference}`. "
-        f"{result['machine']}. Commit {result['commit'][:12]}."
+        f"{result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n".join([*lines, "", "The head over the draft:", "", *pairs, "", _compared(tasks.values()), "", about])
 
@@ -147,6 +147,7 @@ def sources_load_table(result: dict[str, Any]) -> str:
     about = (
         f"Measured with `{result['command']}`: {result['rows'][0]['requests']} requests at each point behind the "
         f"warm-up, {result['max_requests']} at once at most, a one-token step of {1e3 * result['baseline_s']:.1f} ms. "
-        f"Target {result['target']}, draft {result['draft']}. {result['machine']}. Commit {result['commit'][:12]}."
+        f"Target {result['target']}, draft {result['draft']}. {result['machine']}. "
+        f"Commit {short_commit(result['commit'])}."
     )
     return "\n".join([*lines, "", about])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
+from benchmarks.markdown import short_commit, table
 from scripts.results_cluster import QUANTITIES
 
 MODES = {False: "one by one", True: "batched"}
@@ -28,7 +28,7 @@ def overhead_tables(folder: Path) -> list[str]:
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("overhead-*.json"))]
     rows = [
         (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" if name in each else "" for name in OVERHEADS),
-         f"{each['load_1m']:.1f}", each["machine"], each["commit"][:12])
+         f"{each['load_1m']:.1f}", each["machine"], short_commit(each["commit"]))
         for each in found
     ]  # fmt: skip
     head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "bare gRPC, p50", "a target's drafter, p50",
@@ -58,7 +58,8 @@ def heads_table(path: Path) -> list[str]:
     about = (
         f"Computed from the data sheet of {result['device']}, and simulated: {result['rows']} requests of a target, "
         f"depth {result['depth']}, acceptance {result['acceptance']}, contexts and prompts of {result['context']:,} "
-        f"tokens, a way there and back of {result['round_trip_s'] * 1e3:.1f} ms. Commit {result['commit'][:12]}."
+        f"tokens, a way there and back of {result['round_trip_s'] * 1e3:.1f} ms. "
+        f"Commit {short_commit(result['commit'])}."
     )
     return [table(head, rows), f"A target without its head saves: {saved}.", about]
 
@@ -156,5 +157,5 @@ def _about(result: dict[str, Any]) -> str:
         f"round), S(n) for n = 1 to {len(result['service_s'])}: {times} ms. Draft {result['draft']}, texts of "
         f"{result['target']} ({result['texts']} of {result['new_tokens']} tokens, temperature "
         f"{result['temperature']:g}), {result['rounds']} rounds of {result['seconds']:g} s each. "
-        f"{result['machine']}.{shared} Commit {result['commit'][:12]}."
+        f"{result['machine']}.{shared} Commit {short_commit(result['commit'])}."
     )

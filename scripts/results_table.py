@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks import markdown
 from benchmarks.adaserve.sweeps_tables import tables as sweep_tables
 from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, interval_of, paired_ratio, read_rows
-from benchmarks.markdown import head, line
+from benchmarks.markdown import head, line, short_commit
 from scripts.results_absent import absent_table
 from scripts.results_client import client_table
 from scripts.results_cluster import cluster_tables, star_tables
@@ -160,7 +160,7 @@ def conditions(rows: Sequence[ThroughputRow]) -> str:
         f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.min_new_tokens} to {row.max_new_tokens} new tokens, "
         f"{slo}; medians of {row.repeats} rounds, {interval_of(row.repeats)}. jax {row.jax_version} on "
         f"{row.device}, {row.threads} threads: {row.machine}. "
-        f"Commit {row.commit[:12]}.{shared}"
+        f"Commit {short_commit(row.commit)}.{shared}"
     )
 
 
@@ -210,7 +210,8 @@ def load_table(result: dict[str, Any]) -> str:
     about = (
         f"{result['checkpoint']}, weights {result['quantize']}; {len(times_of['converted'])} loads of each layout in "
         f"turns: medians of times, and the largest peak. Files were in the page cache. Without the import, the "
-        f"converted layout loads {ratio:.2f} times as fast. {result['machine']}. Commit {result['commit'][:12]}."
+        f"converted layout loads {ratio:.2f} times as fast. {result['machine']}. "
+        f"Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
 
@@ -281,8 +282,7 @@ def device_tables(result: dict[str, Any]) -> str:
         f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
     )
     where = f"{result['machine']}; {result['device']}; {ceilings['dtype']}: {rates}"
-    commit, dirty, _ = result["commit"].partition("-dirty")
-    parts.append(f"{where}; jax {result['jax_version']}. Commit {commit[:12]}{dirty}.")
+    parts.append(f"{where}; jax {result['jax_version']}. Commit {short_commit(result['commit'])}.")
     return "\n\n".join(parts)
 
 
@@ -322,7 +322,7 @@ def off_path_table(result: dict[str, Any]) -> str:
         f"Target {sizes[0]}, draft {sizes[1]}, {config['dtype']}; policy `{config['policy']}` in both engines, prompts "
         f"of {low} to {high} tokens, {plan['new_tokens']} new tokens each, at most {config['max_requests']} requests "
         f"at once; medians over pairs, 95 % bootstrap intervals in brackets. jax {result['jax_version']} on "
-        f"{result['device']}: {result['machine']}. Commit {result['commit'][:12]}.{shared}"
+        f"{result['device']}: {result['machine']}. Commit {short_commit(result['commit'])}.{shared}"
     )
     return "\n\n".join([f"Measured with `{shlex.join(words)}`:", "\n".join([OFF, *rows]), about])
 
@@ -334,7 +334,7 @@ def start_table(result: dict[str, Any]) -> str:
         aim = result["aims_s"][row["start"]]
         met = "met" if row["ready_s"] <= aim else "**missed**"
         rows.append(line(row["start"], f"{row['ready_s']:.1f}", f"{row['cpu_s']:.1f}", f"{aim:g}", met))
-    about = f"Measured with `{result['command']}`. {result['machine']}. Commit {result['commit'][:12]}."
+    about = f"Measured with `{result['command']}`. {result['machine']}. Commit {short_commit(result['commit'])}."
     return "\n\n".join(["\n".join(rows), about])
 
 
@@ -353,7 +353,8 @@ def vocabulary_table(result: dict[str, Any]) -> str:
         )  # fmt: skip
     about = (
         f"Policy `spec:4`, one candidate per level, deterministic mode; {result['texts']} texts of {result['tokens']} "
-        f"tokens. *Accepted* is the share of drafted tokens. {result['machine']}. Commit {result['commit'][:12]}."
+        f"tokens. *Accepted* is the share of drafted tokens. {result['machine']}. "
+        f"Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([VOCABULARIES, *rows]), about])
 
@@ -371,7 +372,7 @@ def rules_table(result: dict[str, Any]) -> str:
             rows.append(line(f"{temperature:g}", str(count), *each))
     about = (
         f"{result['texts']} files of {result['tokens']} positions, {result['draws']} draws of noise each; "
-        f"95 % intervals over files. {result['machine']}. Commit {result['commit'][:12]}."
+        f"95 % intervals over files. {result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join(rows), about])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.markdown import line
+from benchmarks.markdown import line, short_commit
 
 ON_TPU = (
     "| device | KV heads | keys per step | instructions of a step | per key | registers spilled | VMEM, MiB "
@@ -29,7 +29,7 @@ def tile_tables(result: dict[str, Any]) -> str:
             on_gpu.append(line(*shape, str(row["depth"]), str(row["registers"]), str(row["spilled_bytes"])))
     about = (
         "Compiled with `python -m benchmarks.kernels.tile_sizes --out tile-sizes.json`, not run. Copies are at the "
-        f"data sheet's bandwidth. jax {result['jax_version']}, commit {result['commit'][:12]}."
+        f"data sheet's bandwidth. jax {result['jax_version']}, commit {short_commit(result['commit'])}."
     )
     tables = ["\n".join([head, *rows]) for head, rows in ((ON_TPU, on_tpu), (ON_GPU, on_gpu)) if rows]
     return "\n\n".join([*tables, about])

@@ -113,7 +113,7 @@ def tables(result: dict[str, Any]) -> str:
             "\n".join([head, f"|{'---|' * (1 + len(points))}", *rows]),
             *([f"Settings of `{TUNED}`, by column: {'; '.join(settings)}."] if settings else []),
         ]
-    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    commits = ", ".join(markdown.short_commit(commit) for commit in result["commit"].split(", "))
     return "\n\n".join([*parts, f"Simulated at commit {commits}."])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.cli.terminal import notes
-from benchmarks.markdown import table
+from benchmarks.markdown import short_commit, table
 from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times_without
 from benchmarks.nightjar.points import CLASSES, CONTEXTUAL, MAIN, METHODS, POISSON, THRESHOLD_SHARE
 from benchmarks.nightjar.summary import offload_pairs, summary
@@ -35,7 +35,7 @@ def write_report(result: dict[str, Any], out: Path) -> None:
 
 def readme(result: dict[str, Any], tables: Tables) -> str:
     segment = result["segment"]
-    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    commits = ", ".join(short_commit(commit) for commit in result["commit"].split(", "))
     counts = Counter((each.setup, each.load, each.share, each.policy, pages_of(each.pool)) for each in tables.lines)
     least, most = min(counts.values()), max(counts.values())
     seeds = f"{most}" if least == most else f"{least} to {most}"
