@@ -67,8 +67,7 @@ class Cluster(ABC):
     def announce_start(self) -> None:
         """Print what is started, and where to look meanwhile."""
         print(
-            f"adaserve cluster: starts {self.members}; a first start compiles, which takes minutes "
-            f"(logs: {self.logs})",
+            f"adaserve cluster: starts {self.members}; a first start compiles, which takes minutes (logs: {self.logs})",
             file=sys.stderr,
             flush=True,
         )

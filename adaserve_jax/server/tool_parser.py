@@ -64,8 +64,10 @@ class ToolCallParser:
             for name, schema in calls.tools:
                 properties = json.loads(schema).get("properties", {})
                 self._plain[name] = {key for key, given in properties.items() if is_plain_text(given)}
+        self._names = tuple(name for name, _ in calls.tools)
         self._name = ""
         self._values = 0
+        self._passed = ""
         self._at = _At.TEXT
         self._unread = ""
         self._begun = False
@@ -85,7 +87,9 @@ class ToolCallParser:
             elif self._at is _At.ARGUMENTS:
                 deltas += self._read_arguments()
             elif self._at is _At.NAME:
-                deltas += self._read_name()
+                shown, begun = self._read_name()
+                content += shown
+                deltas += begun
             elif self._at in (_At.KEY, _At.TEXT_VALUE, _At.JSON_VALUE):
                 assert self._form.arguments is not None
                 arguments = "".join(self._read_one_by_one(self._form.arguments))
@@ -122,20 +126,30 @@ class ToolCallParser:
         if self._at is _At.OPENING and self._form.spaced and self._unread.startswith(" "):
             fixed = " " + fixed
         if self._unread.startswith(fixed):
+            self._passed = fixed if self._at is _At.JOINING else self._opened_by + fixed
             self._unread, self._at = self._unread[len(fixed) :], _At.NAME
         elif self._at is _At.OPENING and not fixed.startswith(self._unread):
             text, self._unread, self._at = self._opened_by + self._unread[0], self._unread[1:], _At.TEXT
             return text
         return ""
 
-    def _read_name(self) -> Iterator[ToolCallDelta]:
-        name, found, rest = self._unread.partition(self._form.between)
-        if found:
-            self._unread, self._at = rest, _At.ARGUMENTS if self._form.arguments is None else _At.KEY
-            self._calls += 1
-            self._name, self._values = name, 0
-            begun = "" if self._form.arguments is None else "{"
-            yield ToolCallDelta(self._calls - 1, new_call_id(self._form), name, begun)
+    def _read_name(self) -> tuple[str, list[ToolCallDelta]]:
+        """Begin a call once its name is there in full. Return text instead where no tool's name can come any more: the
+        model spelled a mark whose token alone begins a call, so that no grammar holds what follows."""
+        between, may_come = self._form.between, False
+        for name in self._names:
+            if self._unread.startswith(name + between):
+                self._unread = self._unread[len(name + between) :]
+                self._at = _At.ARGUMENTS if self._form.arguments is None else _At.KEY
+                self._calls += 1
+                self._name, self._values = name, 0
+                begun = "" if self._form.arguments is None else "{"
+                return "", [ToolCallDelta(self._calls - 1, new_call_id(self._form), name, begun)]
+            may_come = may_come or (name + between).startswith(self._unread)
+        if may_come:
+            return "", []
+        text, self._unread, self._at = self._passed + self._unread[0], self._unread[1:], _At.TEXT
+        return text, []
 
     def _read_arguments(self) -> Iterator[ToolCallDelta]:
         """Take the arguments, a JSON object, up to its last brace or the last whole character of what is there."""

@@ -14,7 +14,10 @@ from tests.server.chat_client import streamed
 from tests.server.conftest import Running, running
 
 SAID = {"type": "object", "properties": {"t": {"type": "string"}, "more": {"type": "object"}}}
-TOOLS = [{"type": "function", "function": {"name": "say", "parameters": SAID}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "say", "parameters": SAID}},
+    {"type": "function", "function": {"name": "now"}},
+]
 ARGUMENTS = ['{"t": "} \\" {\\\\", "more": {"é": []}}', "{}"]
 PARTS = {name: form.write([("say", ARGUMENTS[0]), ("now", ARGUMENTS[1])]) for name, form in FORMATS.items()}
 
@@ -63,6 +66,15 @@ def test_a_mark_that_no_call_follows_is_content(server: Running):
     if not FORMATS[server.state.settings.tool_call_parser].bare_opening:
         pytest.skip("any text behind this mark may be a name")
     assert ask(server, text) == (text, [], "stop")
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_content(server: Running):
+    """No grammar holds what follows a mark that the model spells where only its token begins a call."""
+    form = FORMATS[server.state.settings.tool_call_parser]
+    text = f"{form.mark}{form.bare_opening}sayings{form.between}"
+    assert ask(server, text) == (text, [], "stop")
+    content, calls, reason = ask(server, f"{text} then {PARTS[form.name]}")
+    assert (content, [name for name, _ in calls], reason) == (f"{text} then ", ["say", "now"], "tool_calls")
 
 
 def test_a_text_that_is_cut_keeps_the_arguments_so_far(server: Running):
