@@ -294,19 +294,26 @@ def test_a_template_that_has_no_turn_or_no_time_left_is_not_at_fault(
         TemplateProcesses().render(ChatPrompt(template="x"), MESSAGES, {})
 
 
-def test_long_inputs_do_not_wait_for_the_templates_of_others(served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_inputs_do_not_wait_for_the_templates_of_others(
+    tokenizer: Tokenizer, serve_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """More templates wait than the server has threads for long inputs."""
     python, begun, gate = (tmp_path / name for name in ("python", "begun", "gate"))
     python.write_text(f"#!/bin/sh\n: > {begun}\nwhile [ ! -e {gate} ]; do /bin/sleep 0.05; done\nprintf hello\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    with ThreadPoolExecutor(40) as clients:
-        post = partial(served.post, CHAT, messages=MESSAGES, max_tokens=1, chat_template="x")
+    engine = ScriptedEngine(EngineConfig(target="long"))
+    engine.vocab_size = 512
+    engine.start()
+    settings = ServerSettings(trust_request_chat_template=True)
+    with serve_engine(engine, tokenizer, settings) as server, ThreadPoolExecutor(40) as clients:
+        post = partial(server.post, CHAT, messages=MESSAGES, max_tokens=1, chat_template="x")
         waiting = [clients.submit(post) for _ in range(40)]
         wait_until(begun.exists)
-        assert served.post("/tokenize", prompt="a" * 20_000).status_code == 200
+        assert server.post("/tokenize", prompt="a" * 20_000).status_code == 200
         gate.touch()
         assert {each.result().status_code for each in waiting} <= {200, 429}
+    engine.close()
 
 
 def test_the_wait_and_the_process_have_one_deadline(monkeypatch: pytest.MonkeyPatch):
