@@ -114,18 +114,18 @@ class Batch:
     """Running sequences in order of admission, and the queue of those that wait for a slot."""
 
     def __init__(
-        self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, paces_early: bool = False,
+        self, limits: Limits, ordering: Ordering, *, gives_up: bool = False,
         prefix_cache: bool = False, holds_draft: bool = True, fair_tenants: bool = False,
     ):  # fmt: skip
         """Set up an empty batch.
 
-        gives_up, paces_early: as in `SlotTable`. prefix_cache: keep pages of sequences that ended for prompts that
+        gives_up: as in `SlotTable`. prefix_cache: keep pages of sequences that ended for prompts that
         begin alike. holds_draft: pages hold the draft's KV too. fair_tenants: keep the shares of the tenants of a class
         fair.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
-        self.table = SlotTable(limits, gives_up=gives_up, paces_early=paces_early)
+        self.table = SlotTable(limits, gives_up=gives_up)
         self.prefixes = Prefixes(self.pool, self.table, holds_draft=holds_draft) if prefix_cache else None
         self.shares = TenantShares() if fair_tenants else None
         self.queue = WaitingQueue(ordering, self.shares)

@@ -51,12 +51,19 @@ DUE_SHARE = 0.6
 """Share of the budget that keeping all sequences on pace may take when one more asks to start whose first token can
 still come in time for its TTFT target and deadline.
 """
-PATIENT_SHARE = 0.2
-"""The same, while others have a pace, when the one that asks has neither TTFT target nor deadline, or is late for them:
-waiting costs it nothing, and its prompt would make the steps long in which others must keep their pace.
+LATE_SHARE = 0.2
+"""The same, while others have a pace, when the one that asks is late: its prompt would earn nothing, and make the steps
+long in which others must keep their pace.
+"""
+PROMPT_STEPS = 2.5
+"""Steps within which the prompt of a sequence with neither TTFT target nor deadline must fit beside the others' pace,
+and those before it that are not computed yet: so it starts where its prompt disturbs nobody. Fewer keep more room for a
+burst, and let it wait longer.
 """
 MOST_PATIENT_S = 90.0
-"""Seconds after which a sequence with neither TTFT target nor deadline has waited enough, and asks like one in time."""
+"""Seconds after which a sequence with neither TTFT target nor deadline has waited enough, and asks like one in time,
+whatever its prompt.
+"""
 PACE_RATE = 0.1
 """Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
@@ -260,15 +267,25 @@ class Planner:
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
             asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            may_wait = is_late or (state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S)
-            share = PATIENT_SHARE if rates and may_wait else DUE_SHARE
-            if not self._controller.sustains(*asked, self._prefill_per_step, share, can_draft=can_draft):
+            share, prefill_tokens = DUE_SHARE, self._prefill_per_step
+            if rates and is_late:
+                share = LATE_SHARE
+            elif rates and state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S:
+                whole = (self._pending_prompts() + state.pending) / PROMPT_STEPS
+                prefill_tokens = max(prefill_tokens, min(whole, self._max_prefill))
+            if not self._controller.sustains(*asked, prefill_tokens, share, can_draft=can_draft):
                 return False
             by_flow.append((state.flow, rate))
             rates, others = more, beside
             return True
 
         return may_start
+
+    def _pending_prompts(self) -> int:
+        """Return the tokens of the running sequences' prompts that are not computed."""
+        table, slots = self._batch.table, self._batch.slots
+        pending = table.num_tokens[slots] - table.num_computed[slots]
+        return int(pending[pending > 1].sum())
 
     def _reserve(self, state: SequenceState, running: list[tuple[int, float]]) -> list[float]:
         """Return the rates, of running sequences by flow, for which a start leaves room: none where shares are not kept

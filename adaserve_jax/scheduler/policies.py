@@ -112,8 +112,7 @@ class Policy:
     probabilities. uses_draft: the draft is fed and searched at all, when one is loaded. needs_draft: the policy is
     refused without a draft. elastic: the draft's memory becomes KV pages while speculation is off and pages are short;
     otherwise the draft stays. weighs_pages: that happens when pages would bring more than the draft, instead of while
-    speculation is off. paces_early: requests that nothing but a TPOT target hurries are paced ahead of it, by
-    PATIENT_RESERVE. bounds_lengths: lengths of outputs are learned, for the horizon of need and the order "goodput".
+    speculation is off. bounds_lengths: lengths of outputs are learned, for the horizon of need and the order "goodput".
     sources: what its trees are made of, unless `EngineConfig.draft_sources` or the policy's name says otherwise.
     """
 
@@ -130,7 +129,6 @@ class Policy:
     needs_draft: bool = False
     elastic: bool = False
     weighs_pages: bool = False
-    paces_early: bool = False
     bounds_lengths: bool = False
     sources: DraftSources = "model"
 
@@ -195,7 +193,7 @@ POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "ours: depth, width, budget and prefill chunk chosen together by predicted cost, corrected by measured steps",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
-        weighs_pages=True, paces_early=True, sources="suffix+model",
+        weighs_pages=True, sources="suffix+model",
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
@@ -424,7 +422,7 @@ ABLATIONS: dict[str, Policy] = {
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
 """Policies from AdaServe's building blocks to `adaserve`, each with one part more. `adaserve` adds the
-corrections, admission by pace and pacing ahead of targets, the order by deadline, text to draft from and, where the
+corrections, admission by pace, the order by deadline, text to draft from and, where the
 draft's memory may become KV pages, elastic memory.
 """
 HALVES = ("half-model", "half-bandit", "adaserve")

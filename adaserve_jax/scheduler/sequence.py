@@ -244,14 +244,13 @@ class SlotTable:
     entries beyond a sequence's num_tokens are undefined. states[slot] is the sequence that holds the slot.
     """
 
-    def __init__(self, limits: Limits, *, gives_up: bool = False, paces_early: bool = False):
+    def __init__(self, limits: Limits, *, gives_up: bool = False):
         """Set up an empty table.
 
-        gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target. paces_early: pace a sequence
-        ahead of its TPOT target if neither a TTFT target nor a deadline bounds its start.
+        gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target.
         """
         size = limits.max_requests
-        self._gives_up, self._paces_early = gives_up, paces_early
+        self._gives_up = gives_up
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)
         self.counts = np.zeros((NUM_COUNTS, size), np.int64)
         (
@@ -384,8 +383,7 @@ class SlotTable:
         """Set the TPOT target of a sequence's slot to the one in force."""
         slot, target_s = state.slot, np.inf if state.tpot_slo_s is None else state.tpot_slo_s
         self.tpot_slo_s[slot] = target_s
-        is_patient = self._paces_early and state.patience_s is None
-        self.paced_tpot_s[slot] = paced_tpot_s(target_s, state.least_tpot_s, is_patient=is_patient)
+        self.paced_tpot_s[slot] = paced_tpot_s(target_s)
         if state.first_token_s is not None:
             self._give_up_late(np.array([state.slot]), state.first_token_s)
 

@@ -25,12 +25,8 @@ hardly advance beside it.
 """
 RESERVE = 0.01
 """Share of a TPOT target that pacing keeps in reserve. Steps vary, and a sequence paced exactly at its target ends as
-often just above it as below. It holds for sequences with a TTFT target or a deadline: in simulation this much raises
-their attainment and goodput, and more raises neither.
-"""
-PATIENT_RESERVE = 0.05
-"""Share of the time that a TPOT target leaves beyond what one sequence would take alone, which pacing keeps in reserve
-where nothing says when the first token must come. A reserve takes time from prompts, and these may wait.
+often just above it as below. In simulation this much raises attainment and goodput, and more raises neither, since it
+takes time from prompts.
 """
 TOLERANCE = 0.1
 """Share by which a target must be below the estimate before it counts as infeasible. The tables hold averages over
@@ -78,14 +74,8 @@ def is_demanding(tpot_slo_s: float, least_tpot_s: float) -> bool:
     return least_tpot_s > DEMANDING_SHARE * tpot_slo_s
 
 
-def paced_tpot_s(tpot_slo_s: float, least_tpot_s: float, *, is_patient: bool) -> float:
-    """Return a TPOT target less the reserve that pacing keeps; inf without a target (inf).
-
-    least_tpot_s: of one sequence alone. is_patient: no TTFT target and no deadline bound its start, and the policy
-    paces such a sequence early.
-    """
-    if is_patient:
-        return (1 - PATIENT_RESERVE) * tpot_slo_s + PATIENT_RESERVE * min(least_tpot_s, tpot_slo_s)
+def paced_tpot_s(tpot_slo_s: float) -> float:
+    """Return a TPOT target less the reserve that pacing keeps; inf without a target (inf)."""
     return (1 - RESERVE) * tpot_slo_s
 
 

@@ -185,11 +185,12 @@ def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None
 
 @pytest.mark.parametrize("targets", [{"ttft_slo_s": 1.0}, {"e2e_slo_s": 2.0}])
 def test_a_request_that_may_wait_keeps_none_from_starting_whose_wait_is_bounded(targets: dict[str, float]) -> None:
-    """The head of the queue has no TTFT target and a pace too fast to join the one that runs; the other came later."""
+    """The head of the queue has no TTFT target and a prompt too long beside the pace of the one that runs; the other
+    came later."""
     run = Run.of(limits_of(), policy="adaserve")
     run.scheduler.add(request_of("runs", tokens=40, tpot_slo_s=0.013))
     run.step()
-    run.scheduler.add(request_of("waits", arrival_s=0.0, priority=-1, tpot_slo_s=0.013))
+    run.scheduler.add(request_of("waits", prompt=150, arrival_s=0.0, priority=-1, tpot_slo_s=0.013))
     run.scheduler.add(request_of("due", arrival_s=run.clock.now(), tpot_slo_s=0.1, **targets))
     while run.scheduler.has_work:
         run.step()
@@ -254,9 +255,9 @@ def test_a_preempted_request_is_not_among_those_that_never_ran() -> None:
 
 def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the share of those that can still meet their target it would start sooner."""
-    patient, due, started_s = planner.PATIENT_SHARE, planner.DUE_SHARE, {}
-    for share in (patient, due):
-        monkeypatch.setattr(planner, "PATIENT_SHARE", share)
+    late, due, started_s = planner.LATE_SHARE, planner.DUE_SHARE, {}
+    for share in (late, due):
+        monkeypatch.setattr(planner, "LATE_SHARE", share)
         run = Run.of(limits_of(), policy="adaserve")
         for index in range(3):
             run.scheduler.add(request_of(f"runs{index}", tokens=40, tpot_slo_s=0.02, ttft_slo_s=1.0))
@@ -266,7 +267,7 @@ def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypat
             run.step()
         assert run.last["late"].metrics.slo_feasible
         started_s[share] = run.last["late"].metrics.first_scheduled_s
-    assert started_s[due] < started_s[patient]
+    assert started_s[due] < started_s[late]
 
 
 def test_a_request_without_a_ttft_target_waits_for_the_others_pace_no_longer_than_stated(
@@ -281,7 +282,7 @@ def test_a_request_without_a_ttft_target_waits_for_the_others_pace_no_longer_tha
             run.scheduler.add(request_of(f"runs{index}", tokens=60, tpot_slo_s=0.02, ttft_slo_s=1.0))
         run.step()
         arrival_s = run.clock.now()
-        run.scheduler.add(request_of("waits", arrival_s=arrival_s, tpot_slo_s=0.02))
+        run.scheduler.add(request_of("waits", prompt=150, arrival_s=arrival_s, tpot_slo_s=0.02))
         while run.scheduler.has_work:
             run.step()
         started_s[bound_s] = run.last["waits"].metrics.first_scheduled_s - arrival_s
