@@ -270,6 +270,25 @@ def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypat
     assert started_s[due] < started_s[late]
 
 
+def test_requests_without_a_ttft_target_start_where_their_prompts_fit_beside_the_others_pace() -> None:
+    """A short prompt fits at once, a longer one when those before it are computed, a long one when others have ended."""
+
+    def waited(prompt: int) -> float:
+        run = Run.of(limits_of(), policy="adaserve")
+        for index in range(3):
+            run.scheduler.add(request_of(f"runs{index}", tokens=60, tpot_slo_s=0.02, ttft_slo_s=1.0))
+        run.step()
+        arrival_s = run.clock.now()
+        run.scheduler.add(request_of("waits", prompt=prompt, arrival_s=arrival_s, tpot_slo_s=0.2))
+        while run.scheduler.has_work:
+            run.step()
+        return run.last["waits"].metrics.first_scheduled_s - arrival_s
+
+    assert waited(20) == 0.0
+    assert 0.0 < waited(28) < 0.05
+    assert waited(150) > 0.2
+
+
 def test_a_request_without_a_ttft_target_waits_for_the_others_pace_no_longer_than_stated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
