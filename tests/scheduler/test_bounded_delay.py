@@ -271,7 +271,7 @@ def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypat
 
 
 def test_requests_without_a_ttft_target_start_where_their_prompts_fit_beside_the_others_pace() -> None:
-    """A short prompt fits at once, a longer one when those before it are computed, a long one when others have ended."""
+    """A short prompt fits at once, a longer one when those before it are computed, a long one when others ended."""
 
     def waited(prompt: int) -> float:
         run = Run.of(limits_of(), policy="adaserve")
