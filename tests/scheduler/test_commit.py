@@ -97,7 +97,7 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
     scheduler, executor, clock = run.scheduler, run.executor, run.clock
     rng = np.random.default_rng(7)
     stop_check = (lambda name, ids: 1 if any(token % 41 == 3 for token in ids) else None) if stops else None
-    load = random_load(11, 24, 80.0)
+    load = random_load(11, 24, 120.0)
     states, plain, times, ended = {}, {}, TokenTimes(), set()
     for request in load:
         scheduler.add(request)

@@ -299,7 +299,7 @@ def test_long_inputs_do_not_wait_for_the_templates_of_others(
 ):
     """More templates wait than the server has threads for long inputs."""
     python, begun, gate = (tmp_path / name for name in ("python", "begun", "gate"))
-    python.write_text(f"#!/bin/sh\n: > {begun}\nwhile [ ! -e {gate} ]; do /bin/sleep 0.05; done\nprintf hello\n")
+    python.write_text(f"#!/bin/sh\n: > {begun}\nwhile [ ! -e {gate} ]; do /bin/sleep 0.05; done\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     engine = ScriptedEngine(EngineConfig(target="long"))
@@ -312,7 +312,7 @@ def test_long_inputs_do_not_wait_for_the_templates_of_others(
         wait_until(begun.exists)
         assert server.post("/tokenize", prompt="a" * 20_000).status_code == 200
         gate.touch()
-        assert {each.result().status_code for each in waiting} <= {200, 429}
+        assert 200 not in {each.result().status_code for each in waiting}
     engine.close()
 
 
