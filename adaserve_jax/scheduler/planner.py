@@ -48,12 +48,10 @@ PROMPT_SHARE = 0.9
 PROMPTS_AHEAD = 64
 """Waiting prompts that are looked at. More are hardly computed within their targets."""
 DUE_SHARE = 0.6
-"""Share of the budget that keeping all sequences on pace may take when one more asks to start whose first token can
-still come in time for its TTFT target and deadline.
-"""
+"""Share of the budget that keeping all sequences on pace may take when one more asks to start that is not late."""
 LATE_SHARE = 0.2
-"""The same, while others have a pace, when the one that asks is late: its prompt would earn nothing, and make the steps
-long in which others must keep their pace.
+"""The same, while others have a pace, when the one that asks is late for its TTFT target or deadline: its prompt would
+earn nothing, and make the steps long in which others must keep their pace.
 """
 PROMPT_STEPS = 2.5
 """Steps within which the prompt of a sequence with neither TTFT target nor deadline must fit beside the others' pace,
