@@ -84,6 +84,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     fault: Fault
 
 
+DIED = "the engine died; its log says why"
+"""Reason of a death that no request was told of."""
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """`submit` raised in the engine process; no chunk of this request follows."""
 

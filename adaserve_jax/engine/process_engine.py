@@ -295,7 +295,9 @@ class ProcessEngine:
         if code != EngineDeadError.code or self._error is not None:
             return False
         if self._reported_death is None:
-            self._reported_death = time.monotonic(), error or "the engine died"
+            self._reported_death = time.monotonic(), error or ipc.DIED
+        elif self._reported_death[1] == ipc.DIED and error:  # what requests were told says more
+            self._reported_death = self._reported_death[0], error
         return True
 
     def _end(self, why: str) -> None:

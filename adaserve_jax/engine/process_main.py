@@ -203,7 +203,7 @@ def main(folder: str) -> int:
         outbox.engine = engine
         serve(requests, engine, outbox, stop)
         if not stop.is_set():  # without an open request nothing else would say so, while closing may take long
-            outbox.post(ipc.Refused("", ipc.to_fault(EngineDeadError("the engine died; its log says why"))))
+            outbox.post(ipc.Refused("", ipc.to_fault(EngineDeadError(ipc.DIED))))
         engine.close()
     if not stop.is_set():
         return 1
