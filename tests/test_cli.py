@@ -177,6 +177,7 @@ def test_wrong_values_are_one_line(capsys, arguments: list[str], message: str):
             "Missing option '--out'; see 'adaserve simulate",
         ),
         (["generate"], "Missing argument 'prompt'"),
+        (["bench", "--policies", "ar", "--policies", "spec:4"], "--policies was given 2 times; give it once, with"),
         (["serve", "--lora", "a=b", "--lora", "c=d"], "--lora was given 2 times; give it once, with commas between"),
         (["fly"], "No such command 'fly'; see 'adaserve --help'"),
     ],

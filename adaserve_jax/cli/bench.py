@@ -35,6 +35,7 @@ from adaserve_jax.bench.plan import POISSON, BenchPlan, Point, default_rates
 from adaserve_jax.bench.resume import FolderUse, check_folder, read_settings
 from adaserve_jax.bench.runner import INTERRUPTED, RunObserver, run_bench
 from adaserve_jax.cli.options import (
+    LIST_METAVAR,
     ByClassOption,
     FormatOption,
     LengthsOption,
@@ -200,20 +201,28 @@ def bench(
         typer.Option(
             help="policies to compare, separated by commas, files (FILE.py) among them; ladder, orders or halves: all "
             "ablations of that name; with --url: what the server's policy is called",
+            metavar=LIST_METAVAR,
         ),
     ] = POLICIES,
     rates: Annotated[
         str,
         typer.Option(
-            help="requests per second, separated by commas; trace: the workload's times; auto: two that fit the engine"
+            help="requests per second, separated by commas; trace: the workload's times; auto: two that fit the engine",
+            metavar=LIST_METAVAR,
         ),
     ] = AUTO,
     urgent_shares: Annotated[
-        str, typer.Option(help="shares of the most urgent class to compare, separated by commas; without, as it is")
+        str,
+        typer.Option(
+            help="shares of the most urgent class to compare, separated by commas; without, as it is",
+            metavar=LIST_METAVAR,
+        ),
     ] = "",
     slo_scales: Annotated[
         str,
-        typer.Option(help="relative targets to compare, in baseline latencies; without, as they are"),
+        typer.Option(
+            help="relative targets to compare, in baseline latencies; without, as they are", metavar=LIST_METAVAR
+        ),
     ] = "",
     arrivals: Annotated[
         list[str] | None,

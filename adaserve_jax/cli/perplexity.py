@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from adaserve_jax.cli.options import comma_list, read_text
+from adaserve_jax.cli.options import LIST_METAVAR, comma_list, read_text
 from adaserve_jax.cli.terminal import check_writable, number_table, progress_bar, table_console, write_json
 from adaserve_jax.config import WEIGHT_KINDS
 from adaserve_jax.errors import ConfigError
@@ -31,7 +31,10 @@ def perplexity(
         typer.Option(help="UTF-8 file to predict, may be given again; without one, Python's own held-out source files"),
     ] = None,
     quantize: Annotated[
-        str, typer.Option(help=f"kinds of weights to compare with the first: {', '.join(WEIGHT_KINDS)}")
+        str,
+        typer.Option(
+            help=f"kinds of weights to compare with the first: {', '.join(WEIGHT_KINDS)}", metavar=LIST_METAVAR
+        ),
     ] = "none,int8,int4",
     window: Annotated[int, typer.Option(help="tokens that are predicted from one start")] = 512,
     max_tokens: Annotated[int, typer.Option(help="most tokens to score, taken evenly from all the text")] = 16384,

@@ -12,6 +12,7 @@ import typer
 from adaserve_jax.bench.resume import check_folder
 from adaserve_jax.bench.simulate import Varied, simulate_all
 from adaserve_jax.cli.options import (
+    LIST_METAVAR,
     ByClassOption,
     FormatOption,
     LengthsOption,
@@ -49,7 +50,8 @@ def simulate(
         str,
         typer.Option(
             help="policies to compare, separated by commas, files (FILE.py) among them; ladder, orders or halves: all "
-            "ablations of that name"
+            "ablations of that name",
+            metavar=LIST_METAVAR,
         ),
     ],
     out: Annotated[Path, typer.Option(help="folder for rows, requests and samples")],
@@ -69,7 +71,9 @@ def simulate(
     machine: Annotated[
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
-    replicas: Annotated[str, typer.Option(help="numbers of replicas to compare, separated by commas")] = "1",
+    replicas: Annotated[
+        str, typer.Option(help="numbers of replicas to compare, separated by commas", metavar=LIST_METAVAR)
+    ] = "1",
     router: Annotated[
         str,
         typer.Option(
@@ -78,7 +82,11 @@ def simulate(
         ),
     ] = "slo-aware",
     rates: Annotated[
-        str, typer.Option(help="mean requests per second, separated by commas, to compare; trace: as the trace has it")
+        str,
+        typer.Option(
+            help="mean requests per second, separated by commas, to compare; trace: as the trace has it",
+            metavar=LIST_METAVAR,
+        ),
     ] = "trace",
     mix: Annotated[
         list[str] | None,
@@ -86,7 +94,10 @@ def simulate(
     ] = None,
     slo_scale: Annotated[
         str,
-        typer.Option(help="TPOT targets, in baseline latencies, of the relative class, to compare; trace: as it is"),
+        typer.Option(
+            help="TPOT targets, in baseline latencies, of the relative class, to compare; trace: as it is",
+            metavar=LIST_METAVAR,
+        ),
     ] = "trace",
     requests: Annotated[int, typer.Option(help="requests of each trace, repeated as needed; 0: as it has")] = 0,
     acceptance: Annotated[
