@@ -114,14 +114,14 @@ class Batch:
     """Running sequences in order of admission, and the queue of those that wait for a slot."""
 
     def __init__(
-        self, limits: Limits, ordering: Ordering, *, gives_up: bool = False,
-        prefix_cache: bool = False, holds_draft: bool = True, fair_tenants: bool = False,
+        self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False,
+        holds_draft: bool = True, fair_tenants: bool = False,
     ):  # fmt: skip
         """Set up an empty batch.
 
-        gives_up: as in `SlotTable`. prefix_cache: keep pages of sequences that ended for prompts that
-        begin alike. holds_draft: pages hold the draft's KV too. fair_tenants: keep the shares of the tenants of a class
-        fair.
+        gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target. prefix_cache: keep pages of
+        sequences that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too. fair_tenants:
+        keep the shares of the tenants of a class fair.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)

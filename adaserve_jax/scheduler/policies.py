@@ -421,9 +421,9 @@ ABLATIONS: dict[str, Policy] = {
     ),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
-"""Policies from AdaServe's building blocks to `adaserve`, each with one part more. `adaserve` adds the
-corrections, admission by pace, the order by deadline, text to draft from and, where the
-draft's memory may become KV pages, elastic memory.
+"""Policies from AdaServe's building blocks to `adaserve`, each with one part more. `adaserve` adds the corrections,
+admission by pace, the order by deadline, text to draft from and, where the draft's memory may become KV pages, elastic
+memory.
 """
 HALVES = ("half-model", "half-bandit", "adaserve")
 """Deciding by the tables alone, by measured results alone, or by both."""

@@ -108,8 +108,8 @@ class Scheduler:
         self._feasibility = Feasibility(limits, costs, self.controller, solo, max_prefill=max_prefill)
         remote = config.drafter is not None
         self.batch = Batch(
-            limits, self._policy.ordering, gives_up=self._policy.gives_up,
-            prefix_cache=config.prefix_cache, holds_draft=not remote, fair_tenants=config.fair_tenants,
+            limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
+            holds_draft=not remote, fair_tenants=config.fair_tenants,
         )  # fmt: skip
         """Running sequences, their slots and pages, and the queue. While a step is in flight, the scheduler alone
         changes it."""

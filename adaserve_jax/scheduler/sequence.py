@@ -245,10 +245,7 @@ class SlotTable:
     """
 
     def __init__(self, limits: Limits, *, gives_up: bool = False):
-        """Set up an empty table.
-
-        gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target.
-        """
+        """Set up an empty table. gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target."""
         size = limits.max_requests
         self._gives_up = gives_up
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)

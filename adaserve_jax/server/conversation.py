@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.constraints.tool_formats import ToolFormat
-from adaserve_jax.models.chat_prompt import PLAIN_CHAT, ChatPrompt
+from adaserve_jax.models.chat_prompt import ChatPrompt
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.parse import run_sized
 from adaserve_jax.server.schema import ChatBody, Message, TokenizeBody, Tool
@@ -63,13 +63,13 @@ def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> Chat
 
 
 async def encode_chat(
-    tokenizer: TextCodec, messages: list[Message], form: ToolFormat, tools: Sequence[Tool] = (),
-    prompt: ChatPrompt = PLAIN_CHAT, template_threads: Executor | None = None,
+    tokenizer: TextCodec, messages: list[Message], form: ToolFormat, tools: Sequence[Tool], prompt: ChatPrompt,
+    template_threads: Executor,
 ) -> list[int]:  # fmt: skip
     """Return the token ids of a conversation.
 
     form: how calls are written where the chat template knows no tools. template_threads: threads that wait for a
-    client's template, so that other long inputs need not; None: those of `asyncio.to_thread`.
+    client's template, so that other long inputs need not.
 
     Raises RequestError and ApiError.
     """
