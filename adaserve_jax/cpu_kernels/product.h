@@ -1,7 +1,8 @@
 // weight @ x for the few columns of a decode or verify step: y[o, t] = sum over i of w[o, i] x[i, t].
 //
-// Such a product should cost what reading the weight costs. A tile keeps the sums of kRows outputs and all columns in
-// registers while it streams those rows of the weight once, and asks for the next rows meanwhile. A column's sums are
+// Such a product should cost what reading the weight costs. A tile keeps the sums of kRows outputs and up to two
+// vectors of columns in registers while it streams those rows of the weight, and asks for the next rows meanwhile; more
+// columns go over the same rows again, from the cache. A column's sums are
 // taken in the same order whatever the number of columns from two on.
 //
 // A grouped product has a weight for each group of columns (the tokens of one expert), and reads the weights of groups

@@ -578,7 +578,9 @@ def _nope_layers(values: ConfigValues, family: Family, windows: tuple[int | None
     """Return the layers without rotary embedding: those without a window in some families, in others those with a 0 in
     no_rope_layers, or every so-many-th."""
     if family.nope_in_full:
-        return tuple(layer for layer, window in enumerate(windows) if window is None)
+        if values.get("sliding_window") is None:
+            return ()
+        return tuple(layer for layer in range(layers) if not windows or windows[layer] is None)
     if "no_rope_layers" not in family.knows:
         return ()
     given = values.get("no_rope_layers")

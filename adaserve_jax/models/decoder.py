@@ -225,9 +225,10 @@ class Layer(nnx.Module):
         found = self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1), adapters)
         x = self._added(x, _behind(self.attn_post_norm, found))
         if self.experts is not None:
-            return self._added(x, self.experts(_behind(self.mlp_norm, x), used))
-        inner = gated(self.gate_up(_behind(self.mlp_norm, x), adapters), self.config)
-        found = self.partition.to_stream(self.down, inner, adapters)
+            found = self.experts(_behind(self.mlp_norm, x), used)
+        else:
+            inner = gated(self.gate_up(_behind(self.mlp_norm, x), adapters), self.config)
+            found = self.partition.to_stream(self.down, inner, adapters)
         return self._added(x, _behind(self.mlp_post_norm, found))
 
     def _added(self, x: jax.Array, found: jax.Array) -> jax.Array:

@@ -364,7 +364,10 @@ FAMILIES = {
         _LLAMA_DEFAULTS
         | {
             "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-            "rope_theta": 1e6, "sliding_window": None,
+            "rope_theta": 1e6, "sliding_window": None, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
         },
         frozenset({"sliding_window"}),
         query_growth=True,

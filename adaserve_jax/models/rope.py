@@ -23,10 +23,11 @@ DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 SCALING_KEYS = frozenset({
     "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "short_factor",
+    "attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "short_factor",
     "long_factor",
 })  # fmt: skip
-"""Rotary settings that any family may have beside its base and the share of a head that is rotated."""
+"""Rotary settings that any family may have beside its base and the share of a head that is rotated. attn_factor, of
+DeepSeek's distillation onto Qwen3, is read by neither transformers nor vLLM."""
 _KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor"}
 _ALPHA = "alpha"
 _GROWTH_KEYS = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -156,12 +157,10 @@ def read_rope(
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise top.unsupported(name, "one for all layers is")
     rope = ConfigValues(given, top.path, name)
-    for key in given:
-        if key not in _KEYS and not (growing and key in _GROWTH_KEYS) and not (alpha_dim and key == _ALPHA):
-            raise rope.unsupported(key)
-    for settings in (rope, top):
-        if settings.get("partial_rotary_factor") not in (None, 1.0) and not partial:
-            raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
+    _refuse_unknown(rope, (*(_GROWTH_KEYS if growing else ()), *((_ALPHA,) if alpha_dim else ())))
+    if not partial:
+        _refuse_partial(rope)
+        _refuse_partial(top)
     theta = rope.positive("rope_theta") if "rope_theta" in given else top.positive("rope_theta", DEFAULT_THETA)
     if of_phi and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su", "yarn"):
         return theta, _longrope(rope, top)
@@ -171,6 +170,18 @@ def read_rope(
     if isinstance(scaling, YarnScaling) and theta <= 1:
         raise top.wrong("rope_theta", theta, "above 1 with yarn, whose ramp divides by its logarithm")
     return theta, scaling
+
+
+def _refuse_unknown(rope: ConfigValues, more: tuple[str, ...] = ()) -> None:
+    """Raise UnsupportedModelError for a rotary setting that is neither common nor one of `more`."""
+    for key in rope.values:
+        if key not in _KEYS and key not in more:
+            raise rope.unsupported(key)
+
+
+def _refuse_partial(settings: ConfigValues) -> None:
+    if settings.get("partial_rotary_factor") not in (None, 1.0):
+        raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
 
 
 def _rope_of(top: ConfigValues) -> tuple[str, Any]:
@@ -184,7 +195,7 @@ def read_query_growth(top: ConfigValues) -> tuple[float, int] | None:
     (`layers.query_scale`); None if they do not. Raises CheckpointError."""
     name, given = _rope_of(top)
     rope = ConfigValues(given if isinstance(given, dict) else {}, top.path, name)
-    beta = rope.optional("llama_4_scaling_beta")
+    beta = rope.optional("llama_4_scaling_beta") if rope.get("llama_4_scaling_beta") != 0 else None
     return None if beta is None else (beta, rope.integer("original_max_position_embeddings"))
 
 
@@ -226,8 +237,11 @@ def read_window_rope(top: ConfigValues, default: float) -> float:
     if not _is_by_layer(given):
         return top.positive("rope_local_base_freq", default)
     rope = ConfigValues(given["sliding_attention"], top.path, "rope_parameters.sliding_attention")
-    if rope.get("rope_type", "default") != "default":
-        raise rope.unsupported("rope_type", "only 'default' is in layers with a window")
+    _refuse_unknown(rope)
+    _refuse_partial(rope)
+    for name in ("rope_type", "type"):
+        if rope.get(name) not in (None, "default"):
+            raise rope.unsupported(name, "only 'default' is in layers with a window")
     return rope.positive("rope_theta", default)
 
 

@@ -24,6 +24,9 @@ class _Whole:
     left_out: dict[str, Any] = field(default_factory=dict)
 
 
+_QWEN2_VL = {
+    "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1e6,
+}  # fmt: skip
 _QWEN2, _QWEN3 = ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 _WHOLE = {
     "Gemma3ForConditionalGeneration": _Whole(
@@ -35,9 +38,11 @@ _WHOLE = {
             "mistral": ("MistralForCausalLM", "mistral"), "ministral3": ("Ministral3ForCausalLM", "ministral3"),
         },
     ),
-    "Qwen2VLForConditionalGeneration": _Whole("qwen2_vl", {"qwen2_vl_text": _QWEN2}),
-    "Qwen2_5_VLForConditionalGeneration": _Whole("qwen2_5_vl", {"qwen2_5_vl_text": _QWEN2}),
-    "Qwen3VLForConditionalGeneration": _Whole("qwen3_vl", {"qwen3_vl_text": _QWEN3}),
+    "Qwen2VLForConditionalGeneration": _Whole("qwen2_vl", {"qwen2_vl_text": _QWEN2}, _QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": _Whole("qwen2_5_vl", {"qwen2_5_vl_text": _QWEN2}, _QWEN2_VL),
+    "Qwen3VLForConditionalGeneration": _Whole(
+        "qwen3_vl", {"qwen3_vl_text": _QWEN3}, {"max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
 }  # fmt: skip
 WITH_IMAGES = tuple(_WHOLE)
 """Architectures of images and text whose text model is served."""

@@ -255,21 +255,31 @@ def _template_of_processor(folder: Path) -> str | None:
 def _loader(folder: Path) -> Callable[..., Any]:
     """Return the function of transformers that loads a folder's tokenizer, imported late: it takes a second and more.
 
-    A tokenizer.json of the general class is loaded by that class. AutoTokenizer would do the same after importing the
-    configurations of models, and with them PyTorch where it is installed, which takes most of a start.
+    A tokenizer.json of the general class is loaded by that class, by the rules in the file. AutoTokenizer would first
+    import the configurations of models, and with them PyTorch where it is installed, which takes most of a start.
     """
-    try:
-        named = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
+    named = _setting(folder / "tokenizer_config.json", "tokenizer_class")
+    # The tokenizer.json that Mistral published with Small 3.1 and its relatives cuts digits by threes. transformers
+    # has the right rule, and puts it in the place of that one alone, if it is asked to.
+    options = {}
+    if _setting(folder / "config.json", "model_type") in ("mistral", "mistral3"):
+        options["fix_mistral_regex"] = True
     if named == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained
+        return partial(PreTrainedTokenizerFast.from_pretrained, **options)
     from transformers import AutoTokenizer
 
     # Where mistral-common is installed, tekken.json would be loaded by a class that does not list its added tokens.
-    return partial(AutoTokenizer.from_pretrained, mistral_format=False)
+    return partial(AutoTokenizer.from_pretrained, mistral_format=False, **options)
+
+
+def _setting(path: Path, name: str) -> Any:
+    """Return a value of a JSON file; None where there is none, or no such file."""
+    try:
+        return json.loads(path.read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _spelling_of(tokenizer: Any) -> Callable[[str], bytes] | None:

@@ -54,7 +54,8 @@ def _fp8(values: ConfigValues) -> WeightFormat:
 
 def _gptq(values: ConfigValues) -> WeightFormat:
     _one_of(values, "pack_dtype", None, "int32")
-    version = _one_of(values, "checkpoint_format", None, "gptq", "gptq_v2")
+    named = "format" if values.get("checkpoint_format") is None else "checkpoint_format"
+    version = _one_of(values, named, None, "gptq", "gptq_v2")
     if values.get("dynamic"):
         raise values.unsupported("dynamic", "every module must have the same bits and groups")
     bits, size = _one_of(values, "bits", 2, 4, 8), _group_size(values)

@@ -135,7 +135,7 @@ class WeightFormat:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return True if a pattern names a module: as its whole name, one of its parents, or the end of its name.
+    """Return True if a pattern names a module: as a run of whole parts of its name.
 
     A pattern that begins with "re:" is a regular expression for the beginning of the name, as in compressed-tensors;
     one with "*" stands for the whole name, as in ModelOpt's files.
