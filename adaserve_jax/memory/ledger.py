@@ -14,6 +14,7 @@ from pathlib import Path
 
 from adaserve_jax.config import LEAST_CONTEXT, Quantize
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import Limits
 
 MIB = 1 << 20
 CGROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -44,7 +45,7 @@ class Sizes:
     better ones first. further_drafts: weights of all drafts but the first, whose pages they share. training: memory of
     online learning, whether drafts are resident or away; 0 without it. vocabulary_maps: tables from the target's
     vocabulary to the drafts', which stay while drafts are away; 0 if vocabularies are the same. adapters: room for LoRA
-    adapters of the target.
+    adapters of the target. texts: host memory of texts that are drafted from, and of their indexes.
     """
 
     target_weights: int
@@ -57,21 +58,22 @@ class Sizes:
     training: int = 0
     vocabulary_maps: int = 0
     adapters: int = 0
+    texts: int = 0
 
     @property
     def page(self) -> int:
         """Bytes of a page in both models."""
         return self.target_page + self.draft_page
 
-    def pages_within(self, limit: MemoryLimit) -> int:
-        """Return the number of pages that fit beside weights, the drafts' copies on the host where these count,
-        training, and reserve.
+    def pages_within(self, limit: MemoryLimit, *, extends: bool) -> int:
+        """Return the number of pages that fit beside weights, what the host holds where that counts, training, and
+        reserve.
 
-        0 if those do not fit themselves.
+        0 if those do not fit themselves. extends: pages may take the drafts' place, which needs a copy of them.
         """
-        copy = self.drafts_weights if limit.covers_host else 0
+        on_host = self.texts + (self.drafts_weights if extends else 0)
         beside = self.adapters + self.vocabulary_maps + self.training + self.reserve
-        taken = self.target_weights + self.drafts_weights + copy + beside
+        taken = self.target_weights + self.drafts_weights + beside + (on_host if limit.covers_host else 0)
         return max(0, limit.bytes - taken) // self.page
 
     def extension_pages(self, num_pages: int) -> int:
@@ -125,7 +127,6 @@ class Ledger:
 
     workspace: None before the programs are compiled. num_pages: of the base pool; the draft's own KV has as many.
     extension_pages: in the place of the draft, never beside it; 0: the draft stays, and needs no copy on the host.
-    texts: host memory of texts that are drafted from, and of their indexes.
     """
 
     sizes: Sizes
@@ -133,7 +134,6 @@ class Ledger:
     num_pages: int
     extension_pages: int = 0
     workspace: Workspace | None = None
-    texts: int = 0
 
     def parts(self, *, expanded: bool = False) -> tuple[LedgerPart, ...]:
         """Return every part, with the draft resident or with pages in its place; without a draft it has no parts."""
@@ -154,7 +154,7 @@ class Ledger:
             *(() if not sizes.draft_weights else away if expanded else resident),
             *((LedgerPart("draft vocabulary maps", sizes.vocabulary_maps),) if sizes.vocabulary_maps else ()),
             *((LedgerPart("draft training", sizes.training),) if sizes.training else ()),
-            *((LedgerPart("texts to draft from", 0, self.texts),) if self.texts else ()),
+            *((LedgerPart("texts to draft from", 0, sizes.texts),) if sizes.texts else ()),
             *(() if self.workspace is None else (LedgerPart("workspace", self.workspace.bytes),)),
         )
 
@@ -183,28 +183,19 @@ class Ledger:
         return self.known <= self.limit.bytes
 
 
-@dataclass(frozen=True)
-class EngineSize:
-    """Limits of an engine that a suggested change may lower."""
-
-    page_size: int
-    max_context: int
-    max_requests: int
-
-
-def check_fits(ledger: Ledger, size: EngineSize) -> None:
-    """Raise ConfigError unless the ledger fits its limit."""
+def check_fits(ledger: Ledger, limits: Limits) -> None:
+    """Raise ConfigError unless the ledger fits its limit. limits: of the engine, which a change may lower."""
     if not ledger.fits:
-        raise ConfigError(refusal(ledger, size))
+        raise ConfigError(refusal(ledger, limits))
 
 
-def refusal(ledger: Ledger, size: EngineSize) -> str:
+def refusal(ledger: Ledger, limits: Limits) -> str:
     """Return the message for a ledger that does not fit: each part, the limit, and changes that would make it fit.
 
     Each change that is named was tried on the ledger and is enough by itself.
     """
     parts = ", ".join(_say(part.name, ledger.counted(part), ledger) for part in ledger.parts())
-    found = list(_changes(ledger, size))
+    found = list(_changes(ledger, limits))
     advice = (
         f"to make it fit, change one of: {'; '.join(found)}"
         if found
@@ -227,17 +218,15 @@ def _say(name: str, size: int, ledger: Ledger) -> str:
     return f"{name} {mib(size)}{'' if pages is None else f' ({pages})'}"
 
 
-def _changes(ledger: Ledger, size: EngineSize) -> Iterator[str]:
+def _changes(ledger: Ledger, limits: Limits) -> Iterator[str]:
     """Yield single changes that are enough; if there are none, changes that are enough together."""
     smaller = list(_smaller_models(ledger))
-    alone = [_fewer_pages(ledger, size), _shorter_steps(ledger, size)]
+    alone = [_fewer_pages(ledger, limits), _shorter_steps(ledger, limits)]
     enough = _first_kinds((words, words) for words, changed in smaller if changed.needed <= changed.limit.bytes)
     alone += [words for words in enough if not any(other != words and other in words for other in enough)]
-    if ledger.texts and replace(ledger, texts=0).needed <= ledger.limit.bytes:
-        alone.append("draft_sources " + ("model" if ledger.sizes.draft_weights else "none"))
     found = [change for change in alone if change is not None]
     if not found:
-        pairs = [(words, _fewer_pages(changed, size)) for words, changed in smaller]
+        pairs = [(words, _fewer_pages(changed, limits)) for words, changed in smaller]
         found = _first_kinds((words, f"{words} and {change}") for words, change in pairs if change is not None)
     yield from found
     least = -(-ledger.needed // MIB)
@@ -257,6 +246,8 @@ def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
     sizes = ledger.sizes
     if sizes.training:
         yield "learning none", _with(ledger, sizes.without("training"))
+    if sizes.texts:
+        yield "draft_sources model", _with(ledger, sizes.without("texts"))
     if sizes.adapters:
         yield "lora none and max_loras 0", _with(ledger, sizes.without("adapters"))
     if sizes.further_drafts:
@@ -278,31 +269,32 @@ def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
     workspace = ledger.workspace
     if workspace is not None:
         workspace = Workspace(workspace.bytes + max(0, sizes.reserve - ledger.sizes.reserve))
-    extension = ledger.extension_pages if sizes.draft_weights else 0
+    extends = ledger.extension_pages > 0 and sizes.draft_weights > 0
+    extension = sizes.extension_pages(ledger.num_pages) if extends else 0
     return replace(ledger, sizes=sizes, extension_pages=extension, workspace=workspace)
 
 
-def _fewer_pages(ledger: Ledger, size: EngineSize) -> str | None:
+def _fewer_pages(ledger: Ledger, limits: Limits) -> str | None:
     """Suggest as many pages as fit, with a context that they hold."""
     beside = replace(ledger, num_pages=0, extension_pages=0).needed  # weights and workspace
     if ledger.extension_pages and ledger.limit.covers_host:
         beside += ledger.sizes.drafts_weights
     pages = min(max(0, ledger.limit.bytes - beside) // ledger.sizes.page, ledger.num_pages)
-    held = pages * size.page_size
-    if held < min(LEAST_CONTEXT, size.max_context):
+    held = pages * limits.page_size
+    if held < min(LEAST_CONTEXT, limits.max_context):
         return None
-    if held >= size.max_context:
+    if held >= limits.max_context:
         return f"num_pages at most {pages}"
     return f"num_pages at most {pages} and max_context at most {held}"
 
 
-def _shorter_steps(ledger: Ledger, size: EngineSize) -> str | None:
+def _shorter_steps(ledger: Ledger, limits: Limits) -> str | None:
     """Suggest a maximum step length, if the programs of the longest steps are what does not fit."""
     if ledger.workspace is None:
         return None
     for tokens, left_bytes in sorted(ledger.workspace.by_tokens.items(), reverse=True)[1:]:
         if replace(ledger, workspace=Workspace(left_bytes)).needed <= ledger.limit.bytes:
-            fewer = "" if tokens >= size.max_requests else f" and max_requests at most {tokens}"
+            fewer = "" if tokens >= limits.max_requests else f" and max_requests at most {tokens}"
             return f"max_batch_tokens at most {tokens}{fewer}"
     return None
 

@@ -23,8 +23,8 @@ DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 SCALING_KEYS = frozenset({
     "rope_type", "type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned", "short_factor",
-    "long_factor",
+    "attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned",
+    "short_factor", "long_factor",
 })  # fmt: skip
 """Rotary settings that any family may have beside its base and the share of a head that is rotated. attn_factor, of
 DeepSeek's distillation onto Qwen3, is read by neither transformers nor vLLM."""

@@ -43,8 +43,7 @@ _SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2,
 class CompiledProgram:
     """What the compiler says of one program.
 
-    kind: verify, commit, catch-up, search, resample, capture, extension, move, empty pools; "..., two slabs" where the
-    pools are extended. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
+    kind: of `kind_of`. shape: the rest of its key. error: the compiler's own words, and then nothing else counts.
     *_bytes: on one device; alias: results in the place of an argument. ledger_bytes: arguments by the engine's own
     arithmetic; None where it has none. pool_copies: instructions that copy, convert or transpose a whole pool.
     collectives: bytes of results by operation.
@@ -144,7 +143,10 @@ def _largest(declared: Iterable[Declared]) -> list[Declared]:
 
 
 def kind_of(key: tuple[Any, ...]) -> str:
-    """Return the kind of a program in words, from its key."""
+    """Return the kind of a program in words, from its key: verify, commit, catch-up, "commit of the draft", "search,
+    width W", resample, capture, adapter, move, "empty extension", "empty pools of the draft"; with ", two slabs" where
+    the pools are extended.
+    """
     role, *rest = key
     slabs = ", two slabs" if rest[-1:] == ["extended"] else ""
     first = rest[0] if isinstance(rest[0], str) else ""

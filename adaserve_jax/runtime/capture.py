@@ -73,7 +73,7 @@ class LogitCapture:
     """Holds the logits of the last step until the next one, and runs `score_rows` on them."""
 
     def __init__(self, target: DeviceModel, learn: LearnConfig, draft_vocab_size: int):
-        """draft_vocab_size: rows of the drafts, which cannot learn tokens beyond."""
+        """Set up for a target. draft_vocab_size: rows of the drafts, which cannot learn tokens beyond."""
         self._target = target
         self._vocab_size = target.config.vocab_size
         self._tokens = min(self._vocab_size, draft_vocab_size)

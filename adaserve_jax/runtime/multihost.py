@@ -83,7 +83,7 @@ def follow(config: EngineConfig, progress: Progress | None = None) -> int:
         join(config)
         pair = find_pair(config)
         resolved = resolve(leader.config(), pair.target, pair.draft)
-        resolved = replace(resolved, sizes=resolved.sizes.without_draft())  # process 0 holds it
+        resolved = replace(resolved, sizes=resolved.sizes.without_draft().without("texts"))  # process 0's
         resolved.check_memory()
         target = load_target(pair, resolved, progress)
         target.compiled = compile_all(declare_target(target, resolved.limits), progress)
@@ -112,16 +112,14 @@ class Followers:
         """
         self._connections: dict[int, socket.socket] = {}
         try:
-            address = _address(config)
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            with socket.create_server(address, family=family, backlog=config.num_processes) as listener:
+            with _listener(config) as listener:
                 until = time.monotonic() + JOIN_LIMIT_S
                 while len(self._connections) < config.num_processes - 1:
                     listener.settimeout(max(until - time.monotonic(), 1e-3))
                     connection = listener.accept()[0]
                     try:
                         self._admit(connection, config)
-                    except (EngineDeadError, ValueError, TypeError, KeyError) as error:
+                    except (EngineDeadError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                         _log.warning("closed a connection that is no process of this engine: %r", error)
                         connection.close()
         except OSError as error:
@@ -153,7 +151,7 @@ class Followers:
     def send_step(self, step: PackedStep) -> None:
         """Send a step to every process. Raises EngineDeadError: a process is gone."""
         bucket = step.bucket
-        head = (bucket.tokens, bucket.rows, bucket.sampled, step.num_tokens, step.num_rows)
+        head = (bucket.tokens, bucket.rows, bucket.sampled)
         self._send_all(np.concatenate([np.asarray(head, np.int32), step.packed]).tobytes())
 
     def _send_all(self, message: bytes) -> None:
@@ -188,8 +186,14 @@ class Leader:
         self._connection.settimeout(None)
 
     def config(self) -> EngineConfig:
-        """Wait for process 0's configuration without "auto", and return it with this process's own options."""
-        return EngineConfig(**json.loads(_receive(self._connection)) | self._own)
+        """Wait for process 0's configuration without "auto", and return it with this process's own options.
+
+        Raises EngineDeadError: process 0 stopped before it had one.
+        """
+        message = _receive(self._connection)
+        if message == _END:
+            raise EngineDeadError("process 0 stopped before it served; its own message says why")
+        return EngineConfig(**json.loads(message) | self._own)
 
     def next_step(self) -> PackedStep | None:
         """Wait for the next step; None once process 0 has stopped. Raises EngineDeadError: it is gone."""
@@ -197,8 +201,8 @@ class Leader:
         if message == _END:
             return None
         values = np.frombuffer(message, np.int32)
-        tokens, rows, sampled, num_tokens, num_rows = (int(value) for value in values[:5])
-        return PackedStep(Bucket(tokens, rows, sampled), values[5:], num_tokens, num_rows)
+        tokens, rows, sampled = (int(value) for value in values[:3])
+        return PackedStep(Bucket(tokens, rows, sampled), values[3:])
 
     def close(self) -> None:
         self._connection.close()
@@ -208,6 +212,18 @@ def _address(config: EngineConfig) -> tuple[str, int]:
     """Return the coordinator's host (IPv6 in brackets) and the port after its port."""
     host, _, port = str(config.coordinator).rpartition(":")
     return host.strip("[]"), int(port) + 1
+
+
+def _listener(config: EngineConfig) -> socket.socket:
+    """Listen for the other processes. Raises ConfigError: this host has no such address, or the port is in use."""
+    host, port = _address(config)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=config.num_processes)
+    except OSError as error:
+        raise ConfigError(
+            f"process 0 cannot listen at {host}:{port}, the port after the coordinator's: {error}"
+        ) from error
 
 
 def _shared(config: EngineConfig) -> dict[str, Any]:

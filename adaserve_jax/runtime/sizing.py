@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from adaserve_jax.config import WEIGHT_KINDS, EngineConfig, Quantize
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import (
     MIB,
-    EngineSize,
     Ledger,
     MemoryLimit,
     Sizes,
@@ -76,18 +76,12 @@ class Resolved:
 
     def ledger(self, workspace: Workspace | None = None) -> Ledger:
         """Return the planned bytes of every part. workspace: of the compiled programs; None before that is known."""
-        limits, texts = self.limits, 0
-        if limits.suffix_depth:
-            from adaserve_jax.suffix.source import source_bytes
-
-            longest = limits.max_context + limits.max_tree_depth + 1
-            texts = source_bytes(limits.max_requests, longest, self.config.suffix_kept_tokens)
-        return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace, texts)
+        limits = self.limits
+        return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace)
 
     def check_memory(self, workspace: Workspace | None = None) -> None:
         """Raise ConfigError, with what to change, unless the ledger fits the memory limit."""
-        limits = self.limits
-        check_fits(self.ledger(workspace), EngineSize(limits.page_size, limits.max_context, limits.max_requests))
+        check_fits(self.ledger(workspace), self.limits)
 
 
 def resolve(
@@ -138,19 +132,23 @@ def resolve(
     verify_rows = _ends(rows) if attention == "cpu" and not config.row_edges else rows
     verify = BucketSet(edges, verify_rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config, absent)
-    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes)
-    config, sizes = _choose_weights(config, target, memory, sizes)
-    pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
+    speculates = draft is not None or config.drafter is not None
+    max_depth = deepest if speculates else 0
+    suffix_depth = min(config.suffix_depth, max_tree) if config.may_draft_from_text else 0
+    texts = _bytes_of_texts(config, max(max_depth, suffix_depth)) if suffix_depth else 0
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes, map_bytes, texts)
+    extends = config.elastic == "on" or (config.elastic == "auto" and elastic)
+    pages_of = partial(Sizes.pages_within, limit=memory, extends=extends)
+    config, sizes = _choose_weights(config, target, sizes, pages_of)
+    pages = config.num_pages or _auto_pages(config, sizes, pages_of(sizes), on_cpu)
     config = replace(
         config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages,
         attention=attention.partition("_")[0],  # "mosaic" of both platforms
     )  # fmt: skip
-    speculates = draft is not None or config.drafter is not None
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=deepest if speculates else 0,
-        max_width=config.max_width if speculates else 0,
-        suffix_depth=min(config.suffix_depth, max_tree) if config.may_draft_from_text else 0, draft_is_head=is_head,
+        page_size=config.page_size, num_pages=pages, max_depth=max_depth,
+        max_width=config.max_width if speculates else 0, suffix_depth=suffix_depth, draft_is_head=is_head,
     )  # fmt: skip
     limits = replace(limits, extension_pages=_extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)
@@ -310,19 +308,22 @@ def _placement(config: EngineConfig, target: ModelConfig, absent: AbsentDevice |
 
 
 def _choose_weights(
-    config: EngineConfig, target: ModelConfig, memory: MemoryLimit, sizes: Sizes
+    config: EngineConfig, target: ModelConfig, sizes: Sizes, pages_of: Callable[[Sizes], int]
 ) -> tuple[EngineConfig, Sizes]:
     """Replace "auto" in `quantize`, with the sizes that follow. Full precision is never rounded without being asked.
 
-    A checkpoint that is quantised already is held in `dtype`, which computes what it says. Where that does not leave
-    the pages of one request, it is held in the first of `sizes.quantized`.
+    A checkpoint that is quantised already is held in `dtype`, which computes what it says. Where that does not fit, it
+    is held in the first of `sizes.quantized` that does, or in the last. pages_of: pages that sizes leave; they must be
+    those asked for, or those of one request.
     """
     if config.quantize != "auto":
         return config, sizes
-    if target.weight_format is not None and sizes.pages_within(memory) < (config.num_pages or _least_pages(config)):
-        kind = next(iter(sizes.quantized))
-        return replace(config, quantize=kind), sizes.quantized[kind]
-    return replace(config, quantize="none"), sizes
+    kinds: list[tuple[Quantize, Sizes]] = [("none", sizes)]
+    if target.weight_format is not None:
+        kinds += sizes.quantized.items()
+    least = config.num_pages or _least_pages(config)
+    kind, chosen = next((each for each in kinds if pages_of(each[1]) >= least), kinds[-1])
+    return replace(config, quantize=kind), chosen
 
 
 def _describe_weights(config: EngineConfig, target: ModelConfig) -> str:
@@ -338,14 +339,20 @@ def _least_pages(config: EngineConfig) -> int:
     return -(-config.max_context // config.page_size)
 
 
-def _auto_pages(config: EngineConfig, sizes: Sizes, memory: MemoryLimit, on_cpu: bool) -> int:
-    """Return pages for every request at full length, within the memory that weights and reserve leave.
+def _bytes_of_texts(config: EngineConfig, max_tree_depth: int) -> int:
+    """Return the host memory of the texts that are drafted from."""
+    from adaserve_jax.suffix.source import source_bytes
+
+    return source_bytes(config.max_requests, config.max_context + max_tree_depth + 1, config.suffix_kept_tokens)
+
+
+def _auto_pages(config: EngineConfig, sizes: Sizes, most: int, on_cpu: bool) -> int:
+    """Return pages for every request at full length, `most` at most, which fit beside weights and reserve.
 
     On a CPU, which has other work, at most CPU_KV_BYTES. At least what one request needs: if that does not fit, the
     memory check refuses it.
     """
     least = _least_pages(config)
-    most = sizes.pages_within(memory)
     if on_cpu:
         most = min(most, CPU_KV_BYTES // sizes.page)
     return max(least, min(config.max_requests * least, most))
@@ -398,14 +405,14 @@ def memory_limit(config: EngineConfig, absent: AbsentDevice | None = None) -> Me
 
 def sizes_of(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement,
-    verify: BucketSet, limit: MemoryLimit, training: int = 0, map_bytes: int = 0,
+    verify: BucketSet, limit: MemoryLimit, training: int = 0, map_bytes: int = 0, texts: int = 0,
 ) -> Sizes:  # fmt: skip
     """Return the bytes of each part on the first device. config: without "auto", except num_pages.
 
     The draft lies whole on that device, beside its shard of the target. The devices of a CPU have one memory, which
     holds all shards of this process. Weights and pages are exact, to the byte that the arrays will have; the reserve
     for the workspace is an estimate, for sizing pages before anything is compiled. training: bytes of learning.
-    map_bytes: of the maps of vocabularies.
+    map_bytes: of the maps of vocabularies. texts: of those that are drafted from.
     """
     partition, platform = placement.partition, placement.devices[0].platform
     on_cpu = platform == "cpu"
@@ -438,6 +445,7 @@ def sizes_of(
             further_drafts=len(config.drafts) * own,
             training=training,
             vocabulary_maps=map_bytes,
+            texts=texts,
             draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype, platform),
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )

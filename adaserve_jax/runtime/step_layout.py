@@ -112,12 +112,10 @@ def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: Ro
 
 @dataclass(frozen=True, eq=False)
 class PackedStep:
-    """A filled step array. num_tokens, num_rows: tokens and rows that are not padding."""
+    """A filled step array."""
 
     bucket: Bucket
     packed: np.ndarray
-    num_tokens: int
-    num_rows: int
 
 
 def _new_step(bucket: Bucket, max_pages: int, *, adapted: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -170,13 +168,13 @@ def pack_verify(
         wanted = np.concatenate([wanted, plan.scored.at + nodes])
     views["sampled"][:] = bucket.tokens  # entries past the array are dropped
     views["sampled"][: len(wanted)] = wanted
-    return PackedStep(bucket, packed, total, plan.num_rows)
+    return PackedStep(bucket, packed)
 
 
 def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan, *, is_head: bool = False) -> PackedStep:
     """Pack the tokens that the draft's KV lacks. The last one of each speculating row is where its search starts.
 
-    is_head: an EAGLE-3 head keeps a token's KV at the position of the feature that comes with it, which is the one
+    is_head: a head keeps a token's KV at the position of the feature that comes with it, which is the one
     before. So the first token of a text has none.
     """
     assert plan.draft is not None
@@ -199,4 +197,4 @@ def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan, *, is_head: boo
     fill_rows(views, plan.page_table, plan.sampling)
     last = np.cumsum(counts) - 1
     views["sampled"][: plan.num_rows] = np.maximum(last, 0)
-    return PackedStep(bucket, packed, total, plan.num_rows)
+    return PackedStep(bucket, packed)

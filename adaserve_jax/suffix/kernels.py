@@ -20,7 +20,8 @@ CONTEXTS = (2, 4, 8)
 MOST_MATCHED = 32
 """Tokens up to which the length of a match is counted."""
 MOST_OCCURRENCES = 16
-"""Occurrences that vote for what follows: first those found by the longest hashed context, of these the newest."""
+"""Occurrences in one store that vote for what follows: first those found by the longest hashed context, of these the
+newest."""
 MOST_VISITED = 24
 """Links of one hash chain that are followed."""
 ENOUGH = 8
@@ -28,7 +29,7 @@ ENOUGH = 8
 MOST_NODES = 192
 """Nodes of a row's tree before the best ones of each level are kept."""
 MATCH_BINS = (3, 4, 6, 9, 13, 21, 33)
-"""Lower ends of the bins of match lengths; the first bin holds 2."""
+"""Lower ends of the bins of the match's length plus the nodes above; the first bin holds 2."""
 NOISE_BINS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.5)
 """Lower ends of the bins of perturbed log-odds."""
 DEPTH_CLASSES, KINDS, BINS = 3, 10, 8

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import (
     MIB,
-    EngineSize,
     Ledger,
     MemoryLimit,
     Sizes,
@@ -20,8 +19,12 @@ from adaserve_jax.memory.ledger import (
     check_fits,
     refusal,
 )
+from adaserve_jax.types import Limits
 
-SIZE = EngineSize(page_size=16, max_context=128, max_requests=8)
+SIZE = Limits(
+    max_requests=8, token_edges=(256,), max_tree_tokens=64, max_context=128, page_size=16, num_pages=100, max_depth=0,
+    max_width=0,
+)  # fmt: skip
 SIZES = Sizes(
     target_weights=400 * MIB, target_page=2 * MIB, draft_weights=50 * MIB, draft_page=MIB, reserve=30 * MIB,
     quantized={
@@ -64,11 +67,16 @@ def test_without_a_draft_there_is_no_part_of_it() -> None:
 
 
 def test_pages_that_fit() -> None:
-    """Of 780 MiB, 400 + 50 are weights and 30 are reserved; a page takes 3. Where the copy counts, 50 less."""
-    limit = MemoryLimit(780 * MIB, "", 780 * MIB)
-    assert SIZES.pages_within(limit) == 100
-    assert SIZES.pages_within(replace(limit, covers_host=True)) == 250 // 3
-    assert SIZES.pages_within(replace(limit, bytes=300 * MIB)) == 0
+    """Of 780 MiB, 400 + 50 are weights and 30 are reserved; a page takes 3. What the host holds counts where the memory
+    is its own: a copy of 50 where pages may take the draft's place, and texts of 20.
+    """
+    limit, with_texts = MemoryLimit(780 * MIB, "", 780 * MIB), replace(SIZES, texts=20 * MIB)
+    on_host = replace(limit, covers_host=True)
+    assert SIZES.pages_within(limit, extends=True) == with_texts.pages_within(limit, extends=True) == 100
+    assert SIZES.pages_within(on_host, extends=False) == 100
+    assert SIZES.pages_within(on_host, extends=True) == 250 // 3
+    assert with_texts.pages_within(on_host, extends=False) == 280 // 3
+    assert SIZES.pages_within(replace(limit, bytes=300 * MIB), extends=False) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,14 @@ def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
     assert "; learning none; drafts none; memory_limit_mib" in advice[845]
     assert "; learning none; memory_limit_mib" in advice[815] and "drafts none;" not in advice[815]
     assert f"; {no_draft}; memory_limit_mib" in advice[635]
+
+
+def test_pages_in_the_drafts_place_are_fewer_with_fewer_drafts() -> None:
+    """Drafts of 50 and 150, and 100 pages of 2 + 1: both layouts take 900, or 750 with one draft."""
+    sizes = replace(of(760).sizes, further_drafts=150 * MIB, reserve=0, quantized={})
+    ledger = Ledger(sizes, of(760).limit, num_pages=100, extension_pages=sizes.extension_pages(100))
+    assert ledger.known == 900 * MIB
+    assert "; drafts none; " in refusal(ledger, SIZE)
 
 
 sizes = st.integers(1, 300)
@@ -168,8 +184,8 @@ def test_every_change_that_is_named_is_enough(
 
 def test_a_refusal_offers_to_do_without_texts_where_that_is_enough() -> None:
     sizes, limit = Sizes(target_weights=20 * MIB, target_page=MIB), MemoryLimit(32 * MIB, "asked for", 64 * MIB, True)
-    ledger = Ledger(sizes, limit, num_pages=8, texts=10 * MIB)
+    ledger = Ledger(replace(sizes, texts=10 * MIB), limit, num_pages=8)
     assert not ledger.fits and ledger.taken() == 38 * MIB
-    said = refusal(ledger, EngineSize(page_size=64, max_context=64, max_requests=1))
-    assert "texts to draft from 10.0 MiB" in said and "draft_sources none" in said
+    said = refusal(ledger, replace(SIZE, page_size=64, max_context=64, max_requests=1))
+    assert "texts to draft from 10.0 MiB" in said and "draft_sources model" in said
     assert Ledger(sizes, limit, num_pages=8).fits

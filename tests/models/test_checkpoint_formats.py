@@ -285,6 +285,14 @@ def test_the_last_group_of_gptq_may_be_smaller(tmp_path: Path) -> None:
     np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-6)
 
 
+def test_the_version_of_gptq_may_stand_under_format_alone(tmp_path: Path) -> None:
+    """transformers writes that name; zeros of version 2 are not one too small."""
+    parts, expected = gptq_parts(np.random.default_rng(0))
+    named = {name: value for name, value in GPTQ.items() if name != "checkpoint_format"} | {"format": "gptq_v2"}
+    folder = rewritten(tmp_path, DOWN, named, parts)
+    np.testing.assert_allclose(load(folder)["layers.1.down"], expected, rtol=1e-6)
+
+
 def test_an_index_of_groups_is_checked_as_it_is_read(tmp_path: Path) -> None:
     parts, _ = gptq_parts(np.random.default_rng(0))
     index = np.arange(48, dtype=np.int32) // 32

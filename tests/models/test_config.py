@@ -282,6 +282,24 @@ PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
                                              "llama_4_scaling_beta": 0.1}},
         {"query_growth": (0.1, 16)},
     ),
+    (
+        "Ministral3ForCausalLM",  # Devstral 2
+        {"rope_parameters": {
+            "type": "yarn", "rope_theta": 1e6, "factor": 64.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0,
+        }},
+        {"query_growth": None, "rope_scaling": YarnScaling(64.0, 4096, 0.1 * math.log(64) + 1, beta_fast=4.0)},
+    ),
+    (
+        "Ministral3ForCausalLM", {},
+        {"query_growth": (0.1, 16384), "rope_scaling": YarnScaling(16.0, 16384, 1.0)},
+    ),
+    (
+        "Qwen3ForCausalLM",  # DeepSeek-R1-0528-Qwen3-8B
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+                          "attn_factor": 0.8782488562869419}},
+        {"rope_scaling": YarnScaling(4.0, 32768, 0.1 * math.log(4) + 1)},
+    ),
     ("Olmo2ForCausalLM", {}, {"joint_qk_norm": True, "rope_theta": 10000.0, "tie_embeddings": False}),
     (
         "Olmo3ForCausalLM", {"rope_theta": 5e5, "layer_types": ["sliding_attention", "full_attention"],
@@ -294,6 +312,7 @@ PUBLISHED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"windows": (4096, None), "nope_layers": (1,), "qk_norm": True, "joint_qk_norm": False},
     ),
     ("Exaone4ForCausalLM", {"sliding_window": None, "sliding_window_pattern": 0}, {"windows": (), "nope_layers": ()}),
+    ("Exaone4ForCausalLM", {"layer_types": ["full_attention"] * 2}, {"windows": (), "nope_layers": (0, 1)}),
     (
         "MiniMaxM2ForCausalLM",
         {"rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True,
@@ -383,6 +402,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
         "rope_parameters.sliding_attention.rope_type = 'linear' is not supported; only 'default' is",
+    ),
+    (
+        GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"type": "linear", "factor": 8}}},
+        "rope_parameters.sliding_attention.type = 'linear' is not supported; only 'default' is",
+    ),
+    (
+        GEMMA3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"mrope_section": [1]}}},
+        r"rope_parameters.sliding_attention.mrope_section = \[1\] is not supported",
     ),
     ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, "rope_scaling.alpha = 9.0 is not supported"),
     ({"architectures": ["HunYuanDenseV1ForCausalLM"], "use_cla": True}, "use_cla = True is not supported"),

@@ -80,6 +80,22 @@ def test_the_text_model_is_that_of_a_checkpoint_of_its_own(pair: tuple[Path, Pat
     assert_same_model(whole, plain)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "theta"), [("Qwen2VLForConditionalGeneration", 1e6), ("Qwen3VLForConditionalGeneration", 5e5)]
+)
+def test_what_is_left_out_is_as_transformers_assumes_it_for_the_whole(
+    tmp_path: Path, architecture: str, theta: float
+) -> None:
+    left_out = dict.fromkeys(("rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"))
+    text = {name: value for name, value in CONFIG.items() if name not in {*left_out, "architectures", "model_type"}}
+    heads = {"num_attention_heads": 32, "hidden_size": 256, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": text | heads}))
+    config = ModelConfig.from_folder(tmp_path)
+    assert config.rope_theta == theta
+    of_qwen2 = architecture.startswith("Qwen2")
+    assert (config.num_kv_heads, config.rms_norm_eps) == ((8, 1e-5) if of_qwen2 else (32, 1e-6))
+
+
 def test_what_is_written_from_it_is_a_text_model_alone(pair: tuple[Path, Path], tmp_path: Path) -> None:
     plain, whole = pair
     config = ModelConfig.from_folder(whole)

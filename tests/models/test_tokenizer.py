@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Regex
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import Unigram
+from tokenizers.models import BPE, Unigram
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -111,6 +114,27 @@ def test_mistrals_own_library_does_not_take_over(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("transformers.AutoTokenizer", Auto)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+@pytest.mark.parametrize(
+    ("config", "digits"),
+    [
+        ({"model_type": "mistral3", "transformers_version": "4.50.0"}, 3),
+        ({"model_type": "mistral3", "transformers_version": "5.0.0"}, 1),  # written with the right rule
+        ({"model_type": "qwen2", "transformers_version": "4.50.0"}, 1),
+        ({}, 1),
+    ],
+)
+def test_mistrals_digits_are_tokens_of_their_own(tmp_path: Path, config: dict[str, str], digits: int) -> None:
+    """Mistral Small 3.1 and its relatives were published with a rule that cuts digits by threes."""
+    words = {token: token_id for token_id, token in enumerate("123")} | {"12": 3, "123": 4}
+    fillers = {f"filler {number}": len(words) + number for number in range(100_001)}
+    backend = Backend(BPE(vocab=words | fillers, merges=[("1", "2"), ("12", "3")]))
+    by_threes = Split(Regex(r"\p{N}{1,3}"), behavior="isolated")
+    backend.pre_tokenizer = PreTokenizers([by_threes, ByteLevel(add_prefix_space=False, use_regex=False)])
+    write_tokenizer(tmp_path, backend)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(Tokenizer.from_folder(tmp_path).encode("123")) == digits
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:

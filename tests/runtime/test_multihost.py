@@ -44,7 +44,7 @@ def config_of(port: int, **options: object) -> EngineConfig:
 
 
 def step_of(tokens: int) -> PackedStep:
-    return PackedStep(Bucket(tokens, 1, tokens), np.arange(3 * tokens, dtype=np.int32), tokens, 1)
+    return PackedStep(Bucket(tokens, 1, tokens), np.arange(3 * tokens, dtype=np.int32))
 
 
 def in_thread(results: list[object], function, *arguments: object) -> Thread:
@@ -89,6 +89,14 @@ def test_steps_arrive_in_order_and_the_end_is_told(host: str) -> None:
     leader.close()
 
 
+def test_a_leader_that_stops_before_it_serves_says_where_to_look() -> None:
+    followers, leader = connected(config_of(free_port()))
+    followers.close()
+    with pytest.raises(EngineDeadError, match="process 0 stopped before it served; its own message says why"):
+        leader.config()
+    leader.close()
+
+
 def test_a_process_that_is_gone_is_named() -> None:
     config = config_of(free_port())
     followers, leader = connected(config)
@@ -121,7 +129,16 @@ def test_other_options_are_refused_in_both_processes() -> None:
     assert str(error) == "process 1 was started with other options: max_depth is 2 there and 3 in process 0"
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x04\0\0\0null", b"\x02\0\0\0{]"])
+OTHER_HELLO = b'{"process_id": 1, "config": []}'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"GET / HTTP/1.1\r\n\r\n", b"\x04\0\0\0null", b"\x02\0\0\0{]",
+        len(OTHER_HELLO).to_bytes(4, "little") + OTHER_HELLO,
+    ],
+)  # fmt: skip
 def test_a_connection_that_is_no_process_is_closed(sent: bytes) -> None:
     config = config_of(free_port())
     made: list[object] = []
@@ -143,6 +160,14 @@ def test_processes_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch)
         hosts.Followers(config_of(free_port()))
     with pytest.raises(ConfigError, match=r"process 0 does not listen at 127\.0\.0\.1:\d+"):
         hosts.Leader(config_of(free_port(), process_id=1))
+
+
+def test_an_address_that_is_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = rf"process 0 cannot listen at 127\.0\.0\.1:{port}, the port after the coordinator's: "
+        with pytest.raises(ConfigError, match=told):
+            hosts.Followers(config_of(port - 1))
 
 
 def test_a_process_whose_devices_are_in_use_cannot_join() -> None:

@@ -89,7 +89,10 @@ def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fi
     """A checkpoint in full precision never is, and what was asked for is what is held. One in 4 bits is held in int4,
     if that holds all of its layers as they are."""
     stored = replace(TARGET, weight_format=WeightFormat("fp8 of a test", ()))
-    options = {"draft": None, "max_requests": 1, "max_context": 64, "token_edges": (16,), "row_edges": (1,)}
+    options = {
+        "draft": None, "draft_sources": "model", "max_requests": 1, "max_context": 64, "token_edges": (16,),
+        "row_edges": (1,),
+    }  # fmt: skip
     scarce, ample = (EngineConfig(memory_limit_mib=mib, **options) for mib in (16, 256))
     assert resolve(scarce, TARGET, None).config.quantize == "none"
     held = resolve(scarce, stored, None)
@@ -98,6 +101,9 @@ def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fi
     assert held.weight_format == "fp8 of a test, held as int8 with a scale per row; activations and KV are f32"
     held.check_memory()
     assert resolve(ample, stored, None).config.quantize == "none"
+    less_and_less = (EngineConfig(memory_limit_mib=mib, **options) for mib in range(64, 4, -1))
+    kinds = [resolve(each, stored, None).config.quantize for each in less_and_less]
+    assert list(dict.fromkeys(kinds)) == ["none", "int8", "int4"]
     packed = InputsFirst(4, 128, along_inputs=True, order=tuple(range(8)))
     in_4_bits = replace(
         TARGET, weight_format=WeightFormat("4 bits", (Rule(packed),), kept=("lm_head", "re:.*mlp.gate$"))
@@ -114,6 +120,17 @@ def test_a_quantised_checkpoint_is_held_in_int8_where_full_precision_does_not_fi
     assert {resolve(scarce, replace(TARGET, weight_format=each), None).config.quantize for each in rounded} == {"int8"}
     assert resolve(replace(scarce, quantize="none"), stored, None).config.quantize == "none"
     assert resolve(replace(ample, quantize="int8"), stored, None).config.quantize == "int8"
+
+
+def test_texts_to_draft_from_are_left_room_for() -> None:
+    """On a CPU they lie in the memory that pages take too."""
+    options = {"draft": None, "max_requests": 1, "max_context": 2048, "memory_limit_mib": 1024}
+    kept, without = (
+        resolve(EngineConfig(suffix_kept_tokens=1 << 24, draft_sources=sources, **options), TARGET, None)
+        for sources in ("suffix+model", "model")
+    )
+    kept.check_memory()
+    assert kept.ledger().sizes.texts > 512 * MIB and not without.ledger().sizes.texts
 
 
 SHORT = EngineConfig(max_requests=4, max_context=1024, num_pages=60)
@@ -480,11 +497,13 @@ def test_auto_sizing_with_plenty_of_memory_is_bounded_by_need_and_share() -> Non
     assert (many.sizes.page, many.limits.num_pages) == (page, min(128 * 16, CPU_KV_BYTES // page))
 
 
-def test_auto_sizing_takes_what_weights_and_reserve_leave() -> None:
+@pytest.mark.parametrize("elastic", [False, True])
+def test_auto_sizing_takes_what_weights_and_reserve_leave(elastic: bool) -> None:
+    """On a CPU the draft's copy, if pages may take its place, and the texts to draft from lie in the same memory."""
     config = EngineConfig(memory_limit_mib=192)
-    resolved = resolve(config, TARGET, DRAFT)
+    resolved = resolve(config, TARGET, DRAFT, elastic=elastic)
     sizes, pages = resolved.sizes, resolved.limits.num_pages
-    beside = sizes.target_weights + 2 * sizes.draft_weights + sizes.reserve  # the draft's copy lies in the same memory
+    beside = sizes.target_weights + (1 + elastic) * sizes.draft_weights + sizes.texts + sizes.reserve
     assert beside + pages * sizes.page <= 192 * MIB < beside + (pages + 1) * sizes.page
     assert pages < resolve(EngineConfig(), TARGET, DRAFT).limits.num_pages
     resolved.check_memory()
