@@ -10,9 +10,11 @@ machine. A round measures each load with one server after another, the first one
   first closed loop of 16.
 
 Prompts are sent as token ids, and a request generates exactly as many tokens as it asks for, so that tokenizers and
-ends of texts play no part. Requests have two classes of TPOT targets in turns, multiples of the time per token of the
-fastest server without a draft, alone; all servers are held to the same milliseconds. This package is told the targets;
-peers have no field for them. Each peer runs with a draft and without one.
+ends of texts play no part. No request profits from an earlier one: prefix caches are off, and a salt of each request's
+own keeps this package from drafting from the texts of others. Requests have two classes of TPOT targets in turns,
+multiples of the time per token of the fastest server without a draft, alone; all servers are held to the same
+milliseconds. This package is told the targets; peers have no field for them. Each peer runs with a draft and without
+one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import sys
@@ -64,7 +67,7 @@ ANSWER_LIMIT_S = 600.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server to start. body: further fields of each request. told: whether it is told the targets."""
+    """A server to start. body: further fields of each request. told: whether it is told the targets, and a salt."""
 
     name: str
     command: tuple[str, ...]
@@ -147,6 +150,8 @@ async def ask(
         "prompt": asked.prompt, "stream": True, **USAGE_LADDER[0], "max_tokens": asked.new_tokens,
         "temperature": temperature, "top_p": 1.0, "seed": asked.seed, "ignore_eos": True, **server.body,
     }  # fmt: skip
+    if server.told:
+        body["cache_salt"] = secrets.token_hex(8)
     if server.told and targets_ms:
         body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
     heard = Heard(asked, time.monotonic())
