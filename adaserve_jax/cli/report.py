@@ -25,6 +25,7 @@ from adaserve_jax.report.document import INTERVALS, Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
 from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary, report_of
 from adaserve_jax.results.schema import CAUSE_COLUMNS
+from adaserve_jax.results.whole_file import SHARED, write_whole
 
 SUFFIXES = (".html", ".md")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -279,7 +280,7 @@ def _grid(table: Table, *, folded: bool, most: int | None = None) -> Grid:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text, mode=SHARED)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another -o") from error
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote
 
-from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, ONE_BY_ONE, OPTIONS_KEY, lark
+from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, ONE_BY_ONE, OPTIONS_KEY, SAID, lark
 from adaserve_jax.errors import RequestError
 from adaserve_jax.sampling import (
     MAX_SCHEMA_CHARS,
     GrammarKind,
     GrammarSource,
     ToolCalls,
+    is_finite,
     is_number,
     is_unicode,
 )
@@ -50,6 +55,10 @@ _NAMED_SCHEMAS = {"properties", "patternProperties", *DEFINITIONS}
 """Keywords that hold schemas by name."""
 _VALUES = {"const", "enum", "default", "examples"}
 """Keywords that hold values, not schemas."""
+_JOINING = {"anyOf", "const", "enum", "oneOf", "$ref"}
+"""Keywords that hold together with what stands beside them. `allOf` does by itself."""
+_NOT_JOINED = SAID | DEFINITIONS | {"$schema", "$id", "$comment"}
+"""Keywords that may stand beside those and add nothing to them, but for types."""
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LEAST, _MOST = -(2**63), 2**63 - 1
 """Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
@@ -63,8 +72,11 @@ _CONTROLS_BY_NAME = re.compile(r"\\p(?:C|\{(?i:C|Cc|Other|Control|Cntrl)\})|\\P(
 """Unicode classes of all control characters without quote and backslash."""
 _IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 """llguidance's `is_lark_syntax` in linear time: it looks through all empty lines from each of them."""
-_TERMINAL = re.compile(r"^[^\S\n]*_?[A-Z][A-Z0-9_-]*\s*[\[:]", re.MULTILINE)
-"""Name of a terminal, and what begins its attributes or its definition."""
+_TERMINAL = re.compile(r"[A-Z][A-Z0-9_-]*\s*(:?)")
+"""Name of a terminal, and what begins its definition. That need not stand at the beginning of a line. A name matches
+without it too: one that failed would be tried at each letter."""
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U00(0[0-9a-fA-F]{5}|10[0-9a-fA-F]{4})|.)", re.DOTALL)
+"""An escape of a GBNF grammar, with the code of a character if it has one."""
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/?|<[^<>\s]+>|%json\s*')
 """A string, comment, regex or special token as llguidance reads them, or the beginning of a schema. A string or regex
 without an end, which llguidance refuses, matches too: one that failed would be tried at each quote or slash."""
@@ -174,9 +186,14 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
         )
     if not is_unicode(json.dumps(schema, ensure_ascii=False)):
         refuse("its texts must be valid Unicode, got half of a surrogate pair", kind, tool)
-    for part in _schemas(schema):
+    parts = list(_schemas(schema))
+    for part in parts:
         if OPTIONS_KEY in part:
             refuse(f"{OPTIONS_KEY!r} is no keyword of JSON Schema; leave it out", kind, tool)
+        if isinstance(reference := part.get("$ref"), str) and _leads_into_a_value(reference):
+            refuse(f"$ref must lead to a schema and not into a value, got {reference!r:.80}", kind, tool)
+        if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
+            refuse("prefixItems would be dropped beside additionalItems or a list of items; use items", kind, tool)
         for number in _rounded(part):
             shown = str(number)[:40]
             refuse(f"{shown} cannot be enforced exactly; take a number nearer to 0, or a string", kind, tool)
@@ -189,6 +206,8 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
             )
         if isinstance(part.get("pattern"), str):
             part["pattern"] = _without_nul(part["pattern"])
+    if _steps_overflow(parts):
+        refuse("values of multipleOf that may hold together are too large; take smaller or fewer ones", kind, tool)
     return {**schema, OPTIONS_KEY: OPTIONS}
 
 
@@ -204,6 +223,32 @@ def _schemas(part: Any) -> Iterator[dict[str, Any]]:
         yield from _schemas(one)
 
 
+def _leads_into_a_value(reference: str) -> bool:
+    """Return whether a reference leads by a keyword of values, in which `_schemas` finds no schemas."""
+    is_name = False
+    for key in unquote(reference.partition("#")[2]).split("/")[1:]:
+        if key in _VALUES and not is_name:
+            return True
+        is_name = key in _NAMED_SCHEMAS and not is_name
+    return False
+
+
+def _steps_overflow(parts: list[dict[str, Any]]) -> bool:
+    """Return whether several `multipleOf` may hold for one number and exceed 32 bits.
+
+    llguidance then multiplies two, in steps of the smallest decimal, and lets any number through where that overflows.
+    """
+    found = [part["multipleOf"] for part in parts if is_finite(part.get("multipleOf"))]
+    steps = [Fraction(str(abs(step))) for step in found if step]
+    if not steps or (len(steps) == 1 and not any("$ref" in part for part in parts)):  # by $ref, one may meet itself
+        return False
+    if not any("allOf" in part or (_JOINING & part.keys() and len(part.keys() - _NOT_JOINED) > 1) for part in parts):
+        return False
+    denominator = math.lcm(*(step.denominator for step in steps))
+    scale = next(scale for scale in (10**digits for digits in itertools.count()) if scale % denominator == 0)
+    return math.lcm(*(int(step * scale) for step in steps)) ** 2 >= 2**32
+
+
 def _rounded(part: dict[str, Any]) -> Iterator[float]:
     """Yield the numbers of a schema's own keywords for which llguidance, which holds floats, would let others through.
 
@@ -215,8 +260,11 @@ def _rounded(part: dict[str, Any]) -> Iterator[float]:
             # Of type integer, it takes the nearest of 64 bits; at -2**63 it recurses until the process dies.
             yield from (one for one in values if is_number(one) and not (abs(one) < -_LEAST and float(one) == one))
     for name in _BOUNDS & part.keys():
-        if is_number(part[name]) and _is_loosened(name, part[name], part.get("type") != "number"):
-            yield part[name]
+        bound = part[name]
+        if bound is True:  # as in draft 4: the bound beside it is exclusive
+            bound = part.get(name.replace("exclusiveM", "m"), True)
+        if is_number(bound) and _is_loosened(name, bound, part.get("type") != "number"):
+            yield bound
 
 
 def _is_loosened(name: str, bound: float, of_integers: bool) -> bool:
@@ -319,15 +367,26 @@ def _as_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     is_lark = _IS_LARK.search(text) is not None
-    rules = len(_TERMINAL.findall(text)) if is_lark else text.count("::=")
+    rules = sum(map(bool, _TERMINAL.findall(_LARK_TOKEN.sub(" ", text)))) if is_lark else text.count("::=")
     if rules > MAX_RULES:
         refuse(f"at most {MAX_RULES} {'terminals' if is_lark else 'rules'}, got {rules}", "grammar")
     try:
-        return text if is_lark else gbnf_to_lark(text)
+        return text if is_lark else gbnf_to_lark(_GBNF_ESCAPE.sub(_as_character, text))
     except RecursionError:
         refuse("it is nested too deeply", "grammar")
     except Exception as error:  # the library raises plain Exception too
         refuse(f"it is neither Lark, which has a rule `start: ...`, nor EBNF: {error}", "grammar")
+
+
+def _as_character(escape: re.Match[str]) -> str:
+    """Return the character of a code of four or eight digits, whose zeros `gbnf_to_lark` drops.
+
+    ASCII becomes a code of two, which never ends a literal or a class. Any other escape stays.
+    """
+    code = escape[1] or escape[2]
+    if code is None or not is_unicode(character := chr(int(code, 16))):
+        return escape[0]
+    return f"\\x{ord(character):02x}" if character.isascii() else character
 
 
 def _with_json_options(lark: str) -> str:

@@ -50,12 +50,16 @@ def is_plain_text(schema: Any) -> bool:
     return schema.get("type") == "string" and all(type(length) is int and length >= 0 for length in lengths)
 
 
-_SAID = {"type", "title", "description", "default", "examples"}
-_OF_PLAIN_TEXT = _SAID | {"enum", "minLength", "maxLength"}
+SAID = {"type", "title", "description", "default", "examples"}
+"""The type, and keywords that restrict nothing."""
+_OF_PLAIN_TEXT = SAID | {"enum", "minLength", "maxLength"}
+_ANY = "~/[a&&b]/"
+"""Any text, in llguidance's syntax: what is not nothing. That its negation leaves nothing is known at once; that of
+`/(.|\\n)*/` would be searched for that."""
 DEFINITIONS = {"$defs", "definitions"}
 OPTIONS_KEY = "x-guidance"
 """Key of a schema's options, by which llguidance enforces it."""
-ONE_BY_ONE = _SAID | DEFINITIONS | {"$schema", "properties", "required", "additionalProperties", OPTIONS_KEY}
+ONE_BY_ONE = SAID | DEFINITIONS | {"$schema", "properties", "required", "additionalProperties", OPTIONS_KEY}
 """Keywords that the schema of arguments may have which are written one by one."""
 
 
@@ -198,9 +202,9 @@ def _one_by_one(texts: ArgumentTexts, fixed: _FixedTexts, schema: dict[str, Any]
             value, rules = _plain_text(texts.after, fixed, given, name)
             lines += rules
         else:
-            held = given
-            if isinstance(given, dict):  # references lead from the root, so the definitions are the root's alone
-                held = {key: value for key, value in given.items() if key not in DEFINITIONS} | shared
+            held = {} if given is True else given
+            if isinstance(held, dict):  # references lead from the root, so the definitions are the root's alone
+                held = {key: value for key, value in held.items() if key not in DEFINITIONS} | shared
             value = f"%json {json.dumps(held)} {fixed.term(texts.after)}"
         lines.append(f"argument_{name}: {begin} {value}")
         parts.append(f"argument_{name}" + ("" if key in required else "?"))
@@ -208,15 +212,16 @@ def _one_by_one(texts: ArgumentTexts, fixed: _FixedTexts, schema: dict[str, Any]
 
 
 def _plain_text(after: str, fixed: _FixedTexts, schema: dict[str, Any], name: str) -> tuple[str, list[str]]:
-    """Return the rule of a string up to the text behind it, and the rules that it needs."""
+    """Return the rule of a string up to where the text behind it first stands, and the rules that it needs."""
     end = fixed.term(after)
     if "enum" in schema:
         return f"({' | '.join(map(_literal, schema['enum']))}) {end}", []
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    line = f"TEXT_{name}: /(.|\\n){{{least},{most}}}/"
-    if end.startswith("<["):  # a token, which no text has
-        return f"TEXT_{name} {end}", [line]
-    return f"text_{name}", [line, f"text_{name}[lazy]: TEXT_{name} {end}"]
+    text, mark = f"/(.|\\n){{{least},{most}}}/", _literal(after)
+    if end.startswith("<["):  # a token, which other tokens may spell
+        return f"TEXT_{name} {end}", [f"TEXT_{name}: {text} & ~({_ANY} {mark} {_ANY})"]
+    early = f" & ~(/(.|\\n){{0,{least - 1}}}/ {mark} {_ANY})" if least else ""
+    return f"text_{name}", [f"TEXT_{name}: ({text} {mark}){early}", f"text_{name}[lazy]: TEXT_{name}"]
 
 
 def free_text(special_ids: Iterable[int]) -> str:

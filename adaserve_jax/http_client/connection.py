@@ -119,8 +119,10 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (self._library.HttpParserError, self._library.HttpParserUpgrade):
-            self._lose("malformed_http")
-            return
+            if not self._complete:
+                self._lose("malformed_http")
+                return
+            self._reusable = False  # what follows the response is no HTTP
         if self._complete:
             self._end()
         elif not self._in_body and self._head_bytes > MAX_HEAD_BYTES:

@@ -12,7 +12,7 @@ from adaserve_jax.settings import Settings, setting, settings
 
 Endpoint = Literal["auto", "completions", "chat"]
 OWN_FIELDS = ("model", "prompt", "messages", "stream", "max_tokens")
-"""Fields of a request's body that the client sets and that `extra_body` may not."""
+"""Fields of a request's body that `extra_body` may not set; it overrides any other, such as temperature."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PORTS = {"http": 80, "https": 443}
 
@@ -44,7 +44,7 @@ class UrlSettings(Settings):
         gt=0, unit="seconds",
     )  # fmt: skip
     extra_body: Mapping[str, Any] = setting(
-        {}, "fields that are merged into the body of every request", expected="an object"
+        {}, "fields that are merged into the body of every request, over those of the bench", expected="an object"
     )
     spare_connections: int = setting(
         8, "idle connections held ready; 0: every request opens its own and closes it", ge=0, le=1024
@@ -61,7 +61,7 @@ class UrlSettings(Settings):
                 raise ConfigError(f"a header must be a name and one line of visible ASCII, got {name!r} with its value")
         taken = sorted(set(self.extra_body) & set(OWN_FIELDS))
         if taken:
-            raise ConfigError(f"extra_body must leave out what the workload decides, got {taken[0]!r}")
+            raise ConfigError(f"extra_body must leave out {', '.join(OWN_FIELDS)}, got {taken[0]!r}")
 
     @property
     def tls(self) -> bool:

@@ -17,6 +17,7 @@ from adaserve_jax.report.points import Measured, MeasuredPoint, find_point
 from adaserve_jax.report.view import View, point_facts
 from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.results.samples import Sample
+from adaserve_jax.results.whole_file import SHARED, write_whole
 
 REQUESTS, ENGINE = 1, 2
 """Process ids of the requests, each of which is a thread, and of the engine."""
@@ -40,7 +41,7 @@ def write_trace(point: MeasuredPoint, path: Path) -> None:
         )
     text = json.dumps(trace(point), separators=(",", ":"), allow_nan=False).encode()
     try:
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        write_whole(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text, mode=SHARED)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
 

@@ -63,7 +63,8 @@ def code_and_machine(package_version: str) -> dict[str, Any]:
 
 def count_parameters(folder: Path, begins: str | tuple[str, ...] = "") -> int | None:
     """Return the number of parameters of a checkpoint, from the headers of its safetensors or of the arrays that
-    `adaserve convert` wrote; None if there are none to read. begins: how the names of the tensors to count begin."""
+    `adaserve convert` wrote; None if there are none to read. begins: how the names of the tensors of safetensors to
+    count begin; arrays are all counted."""
     files = sorted(folder.glob("*.safetensors"))
     arrays = sorted(folder.glob("weights/*/zarr.json"))
     try:

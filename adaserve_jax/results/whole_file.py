@@ -17,7 +17,8 @@ SHARED = 0o666
 
 @contextmanager
 def whole_file(path: Path, *, mode: int) -> Generator[BinaryIO, None, None]:
-    """Yield a file that replaces `path` when the block ends, and is on the disk by then.
+    """Yield a file that replaces `path` when the block ends. Its bytes are on the disk by then; where the power fails
+    soon after, `path` may be the old file still.
 
     If the block raises, the old file stays, and nothing is left beside it. mode: PRIVATE or SHARED.
 

@@ -137,7 +137,7 @@ class _Words:
         self._drawn: list[str] = []
 
     def begin_bare(self) -> None:
-        """Return words of which the first has no white space before it."""
+        """Take away the white space before the first word."""
         self._drawn = [next(self._stream).lstrip()]
 
     def text(self, first: int, last: int) -> str:

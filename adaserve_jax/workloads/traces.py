@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import arrivals as intensity
 from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S
@@ -106,7 +107,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
     data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
     try:
-        path.write_bytes(data)
+        write_whole(path, data, mode=SHARED)
     except OSError as error:
         raise ConfigError(f"cannot write trace {path}: {error.strerror}; choose another folder") from error
 

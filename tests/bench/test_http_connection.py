@@ -75,9 +75,10 @@ def test_bytes_that_nobody_asked_for_close_it(case: Case) -> None:
     assert case.transport.did == ["write", "abort"] and not case.connection.is_open
 
 
-def test_more_than_was_asked_for_is_not_heard_and_ends_its_use(case: Case) -> None:
+@pytest.mark.parametrize("more", [BODY.replace(b"hi", b"no"), b"no HTTP", b"\r\n\0"])
+def test_more_than_was_asked_for_is_not_heard_and_ends_its_use(case: Case, more: bytes) -> None:
     heard = case.ask()
-    case.connection.data_received(BODY + BODY.replace(b"hi", b"no"))
+    case.connection.data_received(BODY + more)
     assert heard.all == [200, b"hi", "end"]
     assert case.told == [] and case.transport.did == ["write", "abort"]
 

@@ -185,7 +185,10 @@ def test_without_its_package_the_command_that_installs_it_is_named(monkeypatch):
         ({"headers": (("a b", "c"),)}, "a header must be a name and one line"),
         ({"headers": (("a", "b\r\nc: d"),)}, "a header must be"),
         ({"api_key": "se\ncret"}, "got 'authorization' with its value"),
-        ({"extra_body": {"stream": False}}, "extra_body must leave out what the workload decides, got 'stream'"),
+        (
+            {"extra_body": {"stream": False}},
+            "extra_body must leave out model, prompt, messages, stream, max_tokens, got 'stream'",
+        ),
     ],
 )
 def test_settings_are_checked(settings, message):

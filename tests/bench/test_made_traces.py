@@ -135,7 +135,10 @@ def test_a_reshaping_does_all_of_it() -> None:
 @pytest.mark.parametrize("name", ["saved.jsonl", "saved.jsonl.gz"])
 def test_a_saved_trace_is_read_as_it_was(tmp_path: Path, name: str) -> None:
     made = fluctuating_trace(seed=3, ttft_slo_s=4.0)
-    save_trace(made, tmp_path / name)
+    (tmp_path / name).write_text("old")
+    with (tmp_path / name).open() as old:
+        save_trace(made, tmp_path / name)
+        assert old.read() == "old"  # the file is replaced, never half written
     read = load_trace(tmp_path / name, ttft_slo_s=4.0)
     first_s = made.requests[0].due_s
     assert [r.due_s for r in read.requests] == pytest.approx([r.due_s - first_s for r in made.requests], abs=1e-8)

@@ -146,7 +146,7 @@ def test_batches_of_chats_and_completions(tmp_path: Path) -> None:
     workload = load_workload(tmp_path / "w.txt")
     (item,) = workload.items
     assert (item.messages[0].content, item.max_tokens, item.temperature, item.seed, item.slo_class) == (
-        "ab", 5, 0.0, 3, "x",
+        "a\nb", 5, 0.0, 3, "x",
     )  # fmt: skip
     assert workload.notes == ("left out: 1 'top_p' in the bodies of requests",)
 

@@ -124,7 +124,10 @@ def test_a_folder_becomes_a_page_and_markdown(folder, small, tmp_path):
     page = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
     assert "<title>Ours &amp; theirs</title>" in page and "<script" not in page
     assert page.count("<figure") == page.count("<details>") >= 4
-    run(folder, "-o", tmp_path / "report.md")
+    (tmp_path / "report.md").write_text("old")
+    with (tmp_path / "report.md").open() as old:
+        run(folder, "-o", tmp_path / "report.md")
+        assert old.read() == "old"  # the file is replaced, never half written
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text.startswith("# Report of ") and "## Headline" in text
     for policy in ("ar", "adaserve"):

@@ -35,6 +35,14 @@ LANGUAGES: dict[str, tuple[GrammarKind, GrammarSource, list[str]]] = {
     "ebnf": ("grammar", 'root ::= "if " cond " then " ("a" | "b")  # a comment\ncond ::= [p-q] "=" [0-1]{2}', [
         f"if {p}={a}{b} then {c}" for p in "pq" for a in "01" for b in "01" for c in "ab"
     ]),
+    "ebnf with codes": ("grammar", r"""root ::= "\u0041bc" | "\u00e9" | "\U0001F600" | "\u0022\u005c" | "\\u0041" | two
+        # \u000a ::=
+        two ::= [\u0030-\u0032\u005d\u00E8\u002f]{2}""", [
+        "Abc", "é", "😀", '"\\', "\\u0041", *(one + two for one in "012]è/" for two in "012]è/")
+    ]),
+    "lark of many words": ("grammar", "start: " + " | ".join(f'"W{i}:"' for i in range(MAX_RULES + 1)), [
+        f"W{i}:" for i in range(MAX_RULES + 1)
+    ]),
 }  # fmt: skip
 LANGUAGES |= {name: ("json_schema", json.dumps(schema), all_texts(schema)) for name, schema in FINITE.items()}
 """Kind, source, and every text that fits."""
@@ -92,6 +100,11 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
     ("grammar", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(999)), f"at most {MAX_RULES} rules"),
     ("grammar", "start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(999)), f"at most {MAX_RULES} terminals"),
     ("grammar", "start: T-0\n" + "\n".join(f"T-{i}: T-{i + 1}" for i in range(999)), f"at most {MAX_RULES} terminals"),
+    ("grammar", "start: T0\n" + "\n".join(f"%llguidance {{}} T{i}: T{i + 1}" for i in range(999)),
+     f"at most {MAX_RULES} terminals, got 999"),
+    ("grammar", "start: T0 -> a1T0: T1\n" + "\n".join(f"%import common.WS T{i}: T{i + 1}" for i in range(1, 999)),
+     f"at most {MAX_RULES} terminals, got 999"),
+    ("grammar", 'root ::= "\\ud83d"', "unexpected end of hex escape"),
     ("grammar", "start: start", "no text at all fits it"),
 ]  # fmt: skip
 

@@ -112,6 +112,12 @@ TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
         ('{"const": "\\ud800"}', "its texts must be valid Unicode, got half of a surrogate pair"),
         ('{"const": "\ud800"}', "its texts must be valid Unicode"),
         ('{"properties": {"\\udfff": {}}}', "its texts must be valid Unicode"),
+        (
+            '{"prefixItems": [{"type": "integer"}], "additionalItems": false}',
+            "prefixItems would be dropped beside additionalItems or a list of items; use items",
+        ),
+        ('{"items": [{"type": "null"}], "prefixItems": [{"type": "integer"}]}', "prefixItems would be dropped beside"),
+        ('{"a/properties": {"const": {"const": 5}}, "$ref": "#/a%2Fproperties/const"}', "does not exist"),
     ],
 )
 def test_schemas_that_cannot_be_enforced_are_refused(grammars: Grammars, schema: str, says: str):
@@ -121,7 +127,86 @@ def test_schemas_that_cannot_be_enforced_are_refused(grammars: Grammars, schema:
     assert len(str(caught.value)) < 700
 
 
+def check_refused_everywhere(grammars: Grammars, schema: dict[str, Any], says: str) -> None:
+    """Check that a schema is refused as a response's, in a grammar, and as that of an argument."""
+    text = json.dumps(schema)
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    tool = json.dumps({"type": "object", "properties": {"a": schema}} | definitions)
+    routes: list[tuple[GrammarKind, GrammarSource]] = [
+        ("json_schema", text), ("grammar", f"start: %json {text}"), ("tool_calls", ToolCalls("glm45", (("f", tool),))),
+    ]  # fmt: skip
+    for kind, source in routes:
+        with pytest.raises(RequestError, match=re.escape(says)):
+            grammars.prepare(source, kind).result()
+
+
+DEADLY = {"const": -(2**63)}
+"""A value on which the process dies where it is taken for a schema."""
+LOOSE = {"type": "string", "pattern": r"^[\x00-\x1f]$"}
+"""A value that lets quotes through where it is taken for a schema."""
+
+
+@pytest.mark.parametrize(
+    ("reference", "more"),
+    [
+        ("#/default", {"default": DEADLY}),
+        ("#/examples/0", {"examples": [DEADLY]}),
+        ("#/const/a", {"const": {"a": LOOSE}}),
+        ("#/%65num/0", {"enum": [LOOSE]}),
+        ("#/$defs/x/default", {"$defs": {"x": {"default": DEADLY}}}),
+        ("#/properties/default/const", {"properties": {"default": {"const": LOOSE}}}),
+        ("json-schema:///#/default", {"default": DEADLY}),
+    ],
+)
+def test_a_reference_into_a_value_is_refused_wherever_a_schema_stands(
+    grammars: Grammars, reference: str, more: dict[str, Any]
+):
+    says = f"$ref must lead to a schema and not into a value, got '{reference}'"
+    check_refused_everywhere(grammars, {"items": {"$ref": reference}, **more}, says)
+
+
+def test_a_reference_leads_to_definitions_of_any_name(grammars: Grammars, tokenizer: Tokenizer):
+    named = {"const": {"const": 3}, "default": {"properties": {"enum": {"const": 4}}}}
+    schema = {"anyOf": [{"$ref": "#/$defs/const"}, {"$ref": "#/$defs/default/properties/enum"}], "$defs": named}
+    assert [fits(Writer(grammars, schema), tokenizer, text) for text in "345"] == [True, True, False]
+
+
 # ---- numbers ----
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "integer", "multipleOf": 65537}, {"multipleOf": 65537}]},
+        {"type": "integer", "multipleOf": 65537, "anyOf": [{"multipleOf": 65539}, {"maximum": 5}]},
+        {"allOf": [{"$ref": "#/$defs/m"}, {"$ref": "#/$defs/m"}], "$defs": {"m": {"multipleOf": 65537}}},
+        {"allOf": [{"type": "number", "multipleOf": 1e-6}, {"multipleOf": 70000}]},
+    ],
+)
+def test_steps_that_would_overflow_together_are_refused_wherever_a_schema_stands(
+    grammars: Grammars, schema: dict[str, Any]
+):
+    says = "values of multipleOf that may hold together are too large; take smaller or fewer ones"
+    check_refused_everywhere(grammars, schema, says)
+
+
+LARGE = {"type": "integer", "multipleOf": 100_000}
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]}, 12, 6),
+        ({"allOf": [{"type": "number", "multipleOf": 0.5}, {"multipleOf": 0.2}]}, 3, 0.5),
+        ({"prefixItems": [LARGE, {"enum": [None]}, LARGE]}, [300_000, None, 200_000], [150_000]),
+        ({"prefixItems": [{"$ref": "#/$defs/m"}] * 2, "$defs": {"m": LARGE}}, [300_000, 200_000], [1, 1]),
+    ],
+)
+def test_steps_that_are_held_are_held(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], inside: Any, outside: Any
+):
+    assert fits(Writer(grammars, schema), tokenizer, json.dumps(inside))
+    assert not fits(Writer(grammars, schema), tokenizer, json.dumps(outside))
 
 
 INEXACT: list[tuple[dict[str, Any], int | float]] = [
@@ -137,6 +222,8 @@ INEXACT: list[tuple[dict[str, Any], int | float]] = [
     ({"maximum": 10**400}, 10**400),
     ({"type": "integer", "exclusiveMinimum": 2**53}, 2**53),
     ({"type": "integer", "exclusiveMaximum": 2**60}, 2**60),
+    ({"type": "integer", "maximum": 2**53 + 4, "exclusiveMaximum": True}, 2**53 + 4),
+    ({"type": "integer", "minimum": -(2**53) - 4, "exclusiveMinimum": True}, -(2**53) - 4),
     # The process died of these.
     ({"const": -(2**63)}, -(2**63)),
     ({"type": "integer", "enum": [-1e19]}, -1e19),
@@ -148,15 +235,8 @@ INEXACT: list[tuple[dict[str, Any], int | float]] = [
 def test_numbers_that_would_be_rounded_are_refused_wherever_a_schema_stands(
     grammars: Grammars, schema: dict[str, Any], number: float
 ):
-    text = json.dumps(schema)
     says = f"{str(number)[:40]} cannot be enforced exactly; take a number nearer to 0, or a string"
-    tool = ToolCalls("glm45", (("f", json.dumps({"type": "object", "properties": {"a": schema}})),))
-    routes: list[tuple[GrammarKind, GrammarSource]] = [
-        ("json_schema", text), ("grammar", f"start: %json {text}"), ("tool_calls", tool),
-    ]  # fmt: skip
-    for kind, source in routes:
-        with pytest.raises(RequestError, match=re.escape(says)):
-            grammars.prepare(source, kind).result()
+    check_refused_everywhere(grammars, schema, says)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +245,7 @@ def test_numbers_that_would_be_rounded_are_refused_wherever_a_schema_stands(
         ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
         ({"type": "integer", "maximum": 10**18}, 10**18, 10**18 + 1),
         ({"type": "integer", "exclusiveMaximum": 2**53}, 2**53 - 1, 2**53),
+        ({"type": "integer", "maximum": 10, "exclusiveMaximum": True}, 9, 10),
         ({"type": "integer", "minimum": 5, "maximum": 10**20}, 5, 10**20 + 1),
         ({"enum": [2**53 + 2, -(2**62)]}, 2**53 + 2, 2**53),
         ({"type": "integer", "default": 2**53 + 1, "examples": [{"const": 2**53 + 1}]}, 7, "x"),

@@ -348,6 +348,36 @@ def test_references_of_an_argument_lead_to_the_definitions_of_the_root(vocabular
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("least", [0, 1, 3])
+@pytest.mark.parametrize(
+    "value", ["", "x", "ab", "abc", "{after}", "a{after}", "abc{after}d", "{begun}", "abc{begun}d"]
+)
+def test_a_text_has_its_length_and_ends_where_the_text_behind_it_first_stands(
+    vocabulary: Vocabulary, form: str, least: int, value: str
+):
+    """In any tokens: its characters are written one by one, so that they may spell a mark that has a token."""
+    texts = FORMATS[form].arguments
+    assert texts is not None
+    value = value.format(after=texts.after, begun=texts.after[:-1])
+    schema = {"type": "object", "properties": {"text": {"type": "string", "minLength": least}}, "required": ["text"]}
+    before, behind = FORMATS[form].write([("f", '{"text": "?"}')]).split("?")
+    ids = [token for text in (before, *value, behind) for token in vocabulary.tokenizer.encode(text)]
+    is_whole = (value + texts.after).find(texts.after) == len(value) >= least
+    assert written_in(vocabulary, form, ids, schema) == is_whole
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("anything", [{}, True])
+def test_an_argument_of_any_kind_is_json_with_few_spaces(vocabulary: Vocabulary, form: str, anything: Any):
+    schema = {"type": "object", "properties": {"k": anything}, "required": ["k"]}
+    before, behind = FORMATS[form].write([("f", '{"k": "?"}')]).split("?")
+    found = [
+        written_as(vocabulary, form, f"{before}{value}{behind}", schema) for value in ("[1, 2]", "[1,\n2]", "[ 1]")
+    ]
+    assert found == [True, False, False]
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
 @pytest.mark.parametrize("keyword", [
     {"minLength": '0}/\nX: "b"\nY: /c{1'}, {"maxLength": True}, {"minLength": -1}, {"enum": None}, {"enum": "abc"},
 ])  # fmt: skip
@@ -377,8 +407,13 @@ def test_a_string_with_another_keyword_stands_there_as_json(vocabulary: Vocabula
 
 def written_as(vocabulary: Vocabulary, form: str, text: str, schema: dict[str, Any] = HARD) -> bool:
     """Whether a call of `f`, whose arguments are of this schema, may be this text."""
+    return written_in(vocabulary, form, vocabulary.tokenizer.encode(text), schema)
+
+
+def written_in(vocabulary: Vocabulary, form: str, ids: list[int], schema: dict[str, Any]) -> bool:
+    """Whether a call of `f`, whose arguments are of this schema, may be these tokens."""
     writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),), required=True))
-    for token in vocabulary.tokenizer.encode(text):
+    for token in ids:
         if token not in writer.allowed():
             return False
         vocabulary.grammars.advance(writer.name, [token])

@@ -87,7 +87,10 @@ def test_file_of_a_named_point_and_of_the_default_one(tmp_path: Path):
     held = folder(point([request(0)]), point([request(0)], policy="adaserve", samples=samples_over(2)))
     default, named = traced_point(measured([held]), None), traced_point(measured([held]), "ar@1/s")
     assert (default.name, named.name) == ("adaserve@1/s", "ar@1/s")
-    write_trace(default, tmp_path / "t.json")
+    (tmp_path / "t.json").write_text("old")
+    with (tmp_path / "t.json").open() as old:
+        write_trace(default, tmp_path / "t.json")
+        assert old.read() == "old"  # the file is replaced, never half written
     write_trace(named, tmp_path / "t.json.gz")
     check_format(json.loads((tmp_path / "t.json").read_text()))
     check_format(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())))

@@ -115,14 +115,14 @@ class Fields:
 
 
 def _turn(turn: object) -> Message | None:
-    """Return a message, whose parts are joined; None if they are not all texts."""
+    """Return a message, whose parts are joined by line breaks, as servers do; None if they are not all texts."""
     if not isinstance(turn, dict) or turn.keys() != {"role", "content"}:
         return None
     role, content = turn["role"], turn["content"]
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         strings = [text for text in texts if isinstance(text, str)]
-        content = "".join(strings) if strings and len(strings) == len(content) else None
+        content = "\n".join(strings) if strings and len(strings) == len(content) else None
     if not (isinstance(role, str) and isinstance(content, str) and _is_unicode(role + content)):
         return None
     return Message(role, content)
