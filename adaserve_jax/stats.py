@@ -198,7 +198,8 @@ class LearningStats(Statistics):
         "draft_accepted_tokens", "Draft tokens accepted, by the draft that made them.", "draft", default=dict[str, int]
     )
     held_out_acceptance: dict[str, float] = gauge(
-        "learning_held_out_acceptance", "Mean over held-out positions of sum min(p, q), of the version in force.",
+        "learning_held_out_acceptance", "Sum min(p, q) of the version in force on held-out records: mean over clients, "
+        "weighted by their shares of the records.",
         "draft", default=dict[str, float],
     )  # fmt: skip
     loss: dict[str, float] = gauge("learning_loss", "Loss of the latest update.", "draft", default=dict[str, float])

@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 class Snapshot:
     """Trainer's state on the host, which any thread may write while training goes on.
 
-    draft: checksum of the weights that training began with. rank: learn_lora_rank. target: fingerprint of the target
-    that was learned from; "": unknown, matches any.
+    draft: checksum of the weights that training began with. rank: of low-rank updates, or 0. target: fingerprint of the
+    target that was learned from; "": unknown, matches any.
     """
 
     draft: int
@@ -70,7 +70,7 @@ class Snapshot:
                     step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about))
                 )
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{folder}: cannot write a checkpoint ({error}); check learn_folder") from error
+            raise CheckpointError(f"{folder}: cannot write a checkpoint ({error}); check that folder") from error
 
 
 def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
@@ -90,14 +90,15 @@ def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str,
                 about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
                 _check_about(folder, about, like)
                 arrays = _arrays(folder / str(step) / "state", list(like.arrays))
+                content, meta = about["content"], about["meta"]
             except CheckpointError:
                 raise
             except Exception as error:  # orbax raises errors of any kind for a broken file
                 _log.warning("%s: checkpoint %s cannot be read and is left out: %s", folder, step, error)
                 continue
-            if checksum(arrays) == about["content"]:
+            if checksum(arrays) == content:
                 _check_arrays(folder, arrays, like)
-                return arrays, about["meta"]
+                return arrays, meta
             _log.warning("%s: checkpoint %s was changed since it was written and is left out", folder, step)
     if steps:
         raise CheckpointError(f"{folder}: none of its {len(steps)} checkpoints can be read; move it away to begin anew")
@@ -154,18 +155,18 @@ def _check_about(folder: Path, about: dict[str, Any], like: Snapshot) -> None:
     if about["draft"] != like.draft:
         raise CheckpointError(
             f"{folder}: what is in it was learned from other draft weights than those given; give the draft that it "
-            "began with, or take another learn_folder"
+            "began with, in the same type (dtype), or take another folder"
         )
     target = about.get("target", "")
     if target and like.target and target != like.target:
         raise CheckpointError(
             f"{folder}: what is in it was learned from another target (fingerprint {short(target)}) than the one given "
-            f"({short(like.target)}); give the target that it was learned from, or take another learn_folder"
+            f"({short(like.target)}); give the target that it was learned from, or take another folder"
         )
     if about["rank"] != like.rank:
         raise CheckpointError(
-            f"{folder}: it was written with learn_lora_rank {about['rank']}, which is now {like.rank}; set it back, "
-            "or take another learn_folder"
+            f"{folder}: it was learned with low-rank updates of rank {about['rank']} (0: none), and the rank given is "
+            f"{like.rank}; give that rank, or take another folder"
         )
 
 
@@ -175,10 +176,10 @@ def _check_arrays(folder: Path, arrays: dict[str, np.ndarray], like: Snapshot) -
         if found.shape != array.shape:
             raise CheckpointError(
                 f"{folder}: array {name} is of shape {list(found.shape)}, expected {list(array.shape)}; take another "
-                "learn_folder"
+                "folder"
             )
         if not np.isfinite(found).all():
-            raise CheckpointError(f"{folder}: array {name} holds values that are not finite; take another learn_folder")
+            raise CheckpointError(f"{folder}: array {name} holds values that are not finite; take another folder")
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class RecordFormat:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in ("head", *_TYPES)}
             head = json.loads(arrays.pop("head").tobytes())
-        except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, TypeError, KeyError, EOFError, RecursionError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"{path}: cannot read the kept records ({error}); delete it to go on without"
             ) from error

@@ -46,6 +46,8 @@ STEP_DECAY = 0.8
 """Factor of each step's loss on that of the one before: deeper nodes are drafted less often."""
 FROZEN = ("embed", HEAD_ROW)
 """Weights of an EAGLE-3 head that are not trained, whether its embedding is its target's or its own."""
+FIRST_POSITION = 1
+"""Least position that a head learns from: at the first token of a text there is no feature before it."""
 MEDUSA_HEADS = 4
 """Heads of a new set of Medusa heads, as the published ones have."""
 
@@ -89,14 +91,14 @@ def head_steps(
     if config.medusa is not None:
         for head in range(config.medusa.num_heads):
             before_root = jnp.roll(features, head, axis=1)[:, batch.at]
-            yield medusa_logits(params, config, head, before_root), batch.position - head >= 1
+            yield medusa_logits(params, config, head, before_root), batch.position - head >= FIRST_POSITION
         return
     kept: list[tuple[jax.Array, jax.Array]] = []
     before = reduce_features(params, config, features)
     for step in range(HEAD_STEPS):
         attend = _attend(config, batch, step, kept)
         out = decode_head(params, config, batch.tokens, batch.position, before, attend)
-        yield logits(params, config, out[:, batch.at]), batch.position - step >= 1
+        yield logits(params, config, out[:, batch.at]), batch.position - step >= FIRST_POSITION
         before = _after(out)
 
 

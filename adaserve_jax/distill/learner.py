@@ -15,6 +15,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from adaserve_jax.distill.checkpoint import RecordFormat, TopicsFile
 from adaserve_jax.distill.footprint import choose_length
-from adaserve_jax.distill.heads import HeadTarget
+from adaserve_jax.distill.heads import FIRST_POSITION, HeadTarget
 from adaserve_jax.distill.pieces import PieceScheduler, measure_pieces
 from adaserve_jax.distill.records import Record, TextRecorder, Watcher
 from adaserve_jax.distill.routing import DraftRouter
@@ -64,7 +65,6 @@ class Learner:
         a router whose learned topics are saved in learn_folder too.
         """
         self._executor = executor
-        self._config = config
         self._calibrator = calibrator
         self._clock = clock
         self._seed = seed
@@ -73,8 +73,10 @@ class Learner:
         assert executor.local_drafter is not None, "a LearnConfig comes with a draft"
         models = executor.target, executor.local_drafter.model
         self._teaches_head = executor.local_drafter.model.config.is_head
-        self._top_k = min(config.learn_top_k, *(model.config.vocab_size for model in models))
-        self._recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
+        top_k = min(config.learn_top_k, *(model.config.vocab_size for model in models))
+        self._config = config = replace(config, learn_top_k=top_k)
+        first = FIRST_POSITION if self._teaches_head else 0
+        self._recorder = TextRecorder(top_k, held_out_share=config.learn_held_out, seed=seed, first=first)
         only_wrong = config.learn_positions == "wrong"
         self._watcher = Watcher(self._recorder, executor.capture, only_wrong=only_wrong)
         self._drafts: list[DraftUpdates] = []
@@ -111,7 +113,7 @@ class Learner:
         self._pieces = PieceScheduler(self._drafts, config, self._measure_pieces())
         if config.learn_folder is not None:
             vocab_size = self._executor.target.config.vocab_size
-            texts = RecordFormat(self._top_k, vocab_size, target, config.learn_temperature)
+            texts = RecordFormat(config.learn_top_k, vocab_size, target, config.learn_temperature)
             self._keeper = CheckpointSaver(
                 Path(config.learn_folder), self._drafts, self._clock, topics=self._topics,
                 records=texts if config.learn_keep_records else None,

@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.distill.generate import Drawing, Generator
-from adaserve_jax.distill.heads import HeadTarget
+from adaserve_jax.distill.heads import FIRST_POSITION, HeadTarget
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import LOG_ZERO, PADDING, PackedBatch, Record, pack
@@ -243,8 +243,8 @@ class Distillation:
         """Run all rounds that are left; return False if stopped before the end.
 
         folder: the state is saved here now and then, and when the run is stopped. on_epoch: called with the evaluation
-        before training and after each epoch. Raises ConfigError if training diverged, CheckpointError if the state
-        cannot be written.
+        before training and after each epoch. Raises ConfigError if training diverged, or no held-out text says anything
+        of a head; CheckpointError if the state cannot be written.
         """
         saved_s = time.monotonic()
         try:
@@ -305,6 +305,11 @@ class Distillation:
                 tell = self._tell("writing held-out texts", len(self._held_out), first)
                 texts += self._writer.by_target(chosen, tell)
         records = self._records(self._held_out, texts, prompt_rows=False)
+        if not records:
+            raise ConfigError(
+                "expected a held-out text of at least 3 tokens, its prompt included, since a head learns nothing from "
+                "a first token, got none; give longer prompts, or raise max_tokens"
+            )
         return pack(records, self._trainer.programs.num_tokens, self._rng(_HELD_OUT))
 
     def _round(self, number: int) -> None:
@@ -321,7 +326,8 @@ class Distillation:
                 texts = self._writer.by_both(chosen, epoch, self._trainer.weights(), tell)
         records = self._records(chosen, texts, prompt_rows=self._config.prompt_rows)
         with self._spent("training"):
-            self._learn(records, number)
+            if records:
+                self._learn(records, number)
         self.done.rounds = number + 1
         self._progress("training", self.done.rounds, self.num_rounds)
 
@@ -349,7 +355,13 @@ class Distillation:
             done.epoch_tokens += rows
 
     def _records(self, indices: Sequence[int], texts: Sequence[np.ndarray], *, prompt_rows: bool) -> list[Record]:
-        firsts = [0 if prompt_rows else len(self._writer.prompts[index]) - 1 for index in indices]
+        """Return records of these prompts' texts, without those that a head learns nothing from."""
+        least = FIRST_POSITION if self._trainer.programs.config.is_head else 0
+        firsts = [max(least, 0 if prompt_rows else len(self._writer.prompts[index]) - 1) for index in indices]
+        kept = [at for at, text in enumerate(texts) if len(text) > firsts[at] + 1]
+        if not kept:
+            return []
+        texts, firsts = [texts[at] for at in kept], [firsts[at] for at in kept]
         with self._spent("scoring"):
             return self._scorer.records(self._writer.target, texts, firsts, lambda _: self._stop_if_wanted())
 
@@ -494,14 +506,13 @@ def open_distillation(
     target = load_params(models.target_folder, models.target, dtype, _named(progress, "loading target"))
     draft = load_draft(models, config, dtype, progress)
     source = HeadTarget(models.target, target) if is_head else None
-    programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype, target=source)
+    vocab_size = min(models.target.vocab_size, models.draft.vocab_size)
+    learn = replace(config.learn, learn_top_k=min(config.top_k, vocab_size))
+    programs = TrainPrograms(models.draft, learn, _length(prompts.kept, config), dtype, target=source)
     programs.compile(progress)
     generator = Generator(models.target, None if is_head else models.draft, rows=config.rows, dtype=dtype)
     writer = TextWriter(generator, config, models.eos_ids, prompts.kept, target)
-    scorer = Scorer(
-        models.target, top_k=programs.top_k, vocab_size=min(models.target.vocab_size, models.draft.vocab_size),
-        temperature=config.loss_temperature,
-    )  # fmt: skip
+    scorer = Scorer(models.target, top_k=programs.top_k, vocab_size=vocab_size, temperature=config.loss_temperature)
     held_out, trained = split(len(prompts.kept), config.held_out, config.seed)
     settings = {
         **asdict(config), "target": str(models.target_folder.resolve()), "draft": models.begins_with,

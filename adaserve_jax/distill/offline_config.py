@@ -51,7 +51,10 @@ class OfflineConfig(Settings):
         "most this many prompts old", ge=1,
     )  # fmt: skip
     rows: int = setting(32, "texts that are written side by side; fewer take less memory", ge=1)
-    seed: int = setting(0, "decides what is held out, every draw and every order: same command, same draft", ge=0)
+    seed: int = setting(
+        0, "decides what is held out, every draw and every order: same command, same draft",
+        expected="an integer >= 0 of less than 64 bits", ge=0, lt=2**63,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         changed = self.changed()

@@ -105,11 +105,15 @@ class _OpenText:
 class TextRecorder:
     """Collects rows of the watched texts in a pool that all share, and makes records of them.
 
-    Rows beyond `max_rows` are dropped. `held_out_share` and `seed`: see `is_held_out`. `kept`, `not_finite` and
-    `no_room` count rows since the start; rows that were freed later count as kept.
+    Rows beyond `max_rows` are dropped. `held_out_share` and `seed`: see `is_held_out`. first: least position of a row
+    that the draft can learn from. `kept`, `not_finite` and `no_room` count rows since the start; rows that were freed
+    later count as kept.
     """
 
-    def __init__(self, top_k: int, *, held_out_share: float, seed: int = 0, max_rows: int = MAX_ROWS):
+    def __init__(
+        self, top_k: int, *, held_out_share: float, seed: int = 0, first: int = 0, max_rows: int = MAX_ROWS
+    ) -> None:
+        self._first = first
         self._share = held_out_share
         self._seed = seed
         self._texts: dict[str, _OpenText] = {}
@@ -193,8 +197,8 @@ class TextRecorder:
     def end(self, choice_id: str, output: abc.Sequence[int] | np.ndarray = (), *, keep: bool = True) -> Record | None:
         """End a text, all of whose rows were added, and return its record. output: tokens after the prompt.
 
-        Rows that predict a token beyond its end are dropped, and those before its last MAX_RECORD_ROWS. Return None if
-        it is not to be kept, is not watched, or has no rows.
+        Rows before `first`, those that predict a token beyond its end, and those before its last MAX_RECORD_ROWS are
+        dropped. Return None if it is not to be kept, is not watched, or has no rows.
         """
         text = self._texts.pop(choice_id, None)
         if text is None:
@@ -202,7 +206,7 @@ class TextRecorder:
         slots = np.flatnonzero(self._owner == text.handle)
         self._give_back(slots)
         tokens = np.concatenate([text.prompt_ids, np.asarray(output, np.int32)]).astype(np.int32, copy=False)
-        slots = slots[self._position[slots] + 1 < len(tokens)]
+        slots = slots[(self._position[slots] >= self._first) & (self._position[slots] + 1 < len(tokens))]
         position, first = np.unique(self._position[slots], return_index=True)
         if not keep or not len(position):
             return None

@@ -9,7 +9,6 @@ acceptance fell.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,14 +84,17 @@ def judge(
 ) -> UpdateVerdict:
     """Decide whether new weights may serve. new, old: scores of each group's batches by the new and the old weights.
 
-    They may not if acceptance is not finite, or fell by more than the tolerance over all groups together or for the
-    median group (the lower one of two). So no single tenant decides, however much it gains.
+    They may not if acceptance is not finite, or fell by more than the tolerance in the mean over groups or for the
+    median group (the lower one of two). So no single tenant decides, however much it gains. Groups without a row that
+    counts are left out; if none is left, new weights may not serve.
     """
-    acceptance, before = (np.array([_mean(sums) for sums in parts]) for parts in (new, old))
-    share = np.asarray(weights) / np.sum(weights)
+    counted = [index for index, sums in enumerate(new) if sum(each.weight for each in sums)]
+    acceptance, before = (np.array([_mean(parts[index]) for index in counted]) for parts in (new, old))
+    share = np.array([weights[index] for index in counted])
+    share = share / share.sum()
     change = acceptance - before
     means = float(share @ acceptance), float(share @ before)
-    if not np.isfinite(change).all():
+    if not counted or not np.isfinite(change).all():
         return UpdateVerdict(False, *means)
     order = np.argsort(change, kind="stable")
     middle = order[int(np.searchsorted(np.cumsum(share[order]), 0.5 - 1e-9))]
@@ -100,8 +102,7 @@ def judge(
 
 
 def _mean(sums: Sequence[Scores]) -> float:
-    rows = sum(each.weight for each in sums)
-    return sum(each.overlap_sum for each in sums) / rows if rows else math.nan
+    return sum(each.overlap_sum for each in sums) / sum(each.weight for each in sums)
 
 
 class Ring:
@@ -403,6 +404,7 @@ class DraftUpdates:
         return {"version": self.good_version, "made": self._made}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Serve the weights that the trainer has loaded. Raises KeyError, TypeError if `state` is malformed."""
+        """Serve the weights that the trainer has loaded. Raises KeyError, TypeError, ValueError if `state` is
+        malformed."""
         self.version, self._made = int(state["version"]), int(state["made"])
         self._serve(self.trainer.weights())

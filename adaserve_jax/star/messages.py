@@ -5,8 +5,9 @@ speculating request and asks for one tree per session and round. A frame is a li
 what one of its steps asks. Source: StarSD, appendix E; docs/architecture/star.md lists the departures.
 
 A session is named by its target (`Hello.target_id`) and a number chosen by the target, so no round trip is needed for a
-name. `epoch` counts how often the target has sent the session's whole text anew; a message of another epoch is dropped.
-`round` counts the Draft messages of a session, across epochs.
+name. `epoch` counts how often the target has sent the session's whole text anew; a message of an earlier epoch is
+dropped, and a Draft of a later one is answered with Resync. `round` counts the Draft messages of a session, across
+epochs.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Welcome:
 
     max_context: most tokens of a session, including its tree. max_sessions: most sessions of this target at once.
     lease_s: a session is freed after so many seconds without a message. level_s: seconds of one search level by
-    (rows, width); catchup_s: seconds of feeding so many tokens; both measured by the service on an idle device.
+    (rows, width); catchup_s: seconds of feeding so many tokens; both measured by the service on an idle device, at most
+    60 s each.
     """
 
     draft_version: str

@@ -45,7 +45,7 @@ METHOD = f"/{SERVICE}/Serve"
 """The service's only method: a stream of frames in both directions."""
 LARGEST = 2**31 - 1
 MAX_STEP_S = 60.0
-"""Longest time of a target's step; admission computes with it."""
+"""Longest time of a step of either side; admission and the target's plans compute with it."""
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -301,9 +301,16 @@ def _tokens(values: Any, caps: Caps) -> tuple[str, object] | None:
     return None
 
 
-def _times(values: Any, caps: Caps) -> tuple[str, object] | None:
-    faults = (_seconds(each.seconds, caps) for each in values)
-    return _up_to("messages")(len(values), caps) or next((fault for fault in faults if fault is not None), None)
+def _times(*sizes: str) -> Check:
+    """Return a check of measured times. sizes: names of what each was measured for."""
+    checks = dict.fromkeys(sizes, _within(1)) | {"seconds": _within(0, MAX_STEP_S)}
+
+    def check(values: Any, caps: Caps) -> tuple[str, object] | None:
+        named = ((name, checks[name](getattr(each, name), caps)) for each in values for name in checks)
+        faults = ((f"of {name} {fault[0]}", fault[1]) for name, fault in named if fault is not None)
+        return _up_to("messages")(len(values), caps) or next(faults, None)
+
+    return check
 
 
 _SESSION = _within(1)
@@ -328,7 +335,7 @@ _CHECKS: dict[type, dict[str, Check]] = {
     Welcome: {
         "draft_version": _text, "max_depth": _up_to("depth"), "max_width": _up_to("width"),
         "lease_s": lambda value, _: None if 0 < value < math.inf else ("a finite number of seconds > 0", value),
-        "level_times": _times, "catchup_times": _times,
+        "level_times": _times("rows", "width"), "catchup_times": _times("tokens"),
     },
     Refused: {
         "code": lambda value, _: None if value in REFUSALS else (f"one of {', '.join(REFUSALS)}", repr(value[:32])),

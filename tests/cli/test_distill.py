@@ -122,7 +122,7 @@ def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFix
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     assert not np.array_equal(found["layers.0.qkv"], _load("draft")["layers.0.qkv"])
     assert run_program("distill", *options, "--out", "other") == 2
-    assert "learn_lora_rank 2, which is now 0" in capsys.readouterr().err
+    assert "low-rank updates of rank 2 (0: none), and the rank given is 0" in capsys.readouterr().err
     assert run_program("distill", *options, "--draft-name", "zh", "--out", "other") == 2
     assert "expected checkpoints of draft 'zh', found drafts default" in capsys.readouterr().err
     Path("learned/zh").mkdir()

@@ -56,6 +56,15 @@ def test_no_number_is_not_good(broken: float):
     assert not verdict([0.5, 0.5], [0.5, 0.5], [0.9, broken]).good
 
 
+def test_a_client_without_a_row_that_counts_is_not_asked():
+    """As of a head, to which the row of a first token says nothing."""
+    nothing = [scores(0, 0)]
+    better = judge([0.6, 0.4], [nothing, [scores(6)]], [nothing, [scores(5)]], 0.01)
+    assert better.good and (better.acceptance, better.before) == (0.6, 0.5)
+    assert not judge([0.6, 0.4], [nothing, [scores(5)]], [nothing, [scores(6)]], 0.01).good
+    assert not judge([1.0], [nothing], [nothing], 0.01).good, "nobody was asked"
+
+
 def record_of(tenant: str, rows: int = 4) -> Record:
     length = rows + 1
     ids = np.zeros((rows, 2), np.int32)

@@ -24,7 +24,7 @@ from adaserve_jax.distill.heads import (
     write_new_eagle3,
     write_new_medusa,
 )
-from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, write_draft
+from adaserve_jax.distill.offline import Distillation, Models, Prompts, open_distillation, split, write_draft
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms, head_sums
 from adaserve_jax.distill.records import PackedBatch
@@ -328,6 +328,28 @@ def test_a_head_is_trained_from_prompts_as_a_draft_is(pair: Pair, tmp_path: Path
     written = ModelConfig.from_folder(tmp_path / "out", may_be_head=True)
     assert written == pair.config
     assert_same(load_params(tmp_path / "out", written), whole.weights())
+
+
+@pytest.mark.slow
+def test_texts_of_which_a_head_learns_nothing_are_left_out(pair: Pair, tmp_path: Path) -> None:
+    """They end with their second token: a prompt of one, and one more."""
+    config = OfflineConfig(max_tokens=1, epochs=1, round_prompts=1, rows=4, top_k=16)
+    models = Models.find(pair.target, pair.head)
+
+    def opened(asked: list[list[int]]) -> Distillation:
+        prompts = Prompts.of(asked, config, models.max_context)
+        return open_distillation(
+            models, prompts, config, jnp.float32, progress=lambda *_: None, wants_stop=lambda: False
+        )  # fmt: skip
+
+    short, long = [[number] for number in range(4, 12)], [[number, 5, 6] for number in range(4, 12)]
+    held_out, trained = split(len(short), config.held_out, config.seed)
+    run = opened([(long if index in (*held_out, trained[0]) else short)[index] for index in range(len(short))])
+    assert run.run(tmp_path / "state")
+    assert (run.done.steps, run.done.tokens, run.done.rounds) == (1, 1, len(trained))
+    assert all(np.isfinite(weight).all() for weight in run.weights().values())
+    with pytest.raises(ConfigError, match="expected a held-out text of at least 3 tokens, its prompt included"):
+        opened(short).run(tmp_path / "state")
 
 
 def test_what_is_not_for_heads_is_refused(pair: Pair, tmp_path: Path) -> None:

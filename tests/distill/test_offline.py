@@ -141,6 +141,19 @@ def test_what_is_trained_on_is_not_measured_on(models: Models, prompts: list[lis
     assert sum(len(prompts[index]) for index in trained) <= run.done.tokens <= texts_at_most
 
 
+@pytest.mark.slow
+def test_a_draft_with_more_rows_than_its_target_learns_all_that_its_target_says(
+    models: Models, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    draft = write_checkpoint(tmp_path / "draft", seed=2, num_hidden_layers=1, vocab_size=models.target.vocab_size + 8)
+    wide = Models.find(models.target_folder, draft)
+    assert wide.draft.vocab_size == models.target.vocab_size + 8
+    run = _open(wide, prompts, replace(CONFIG, top_k=1000))
+    assert run.run(tmp_path / "state")
+    first, *_, last = run.done.evaluations
+    assert last.acceptance > first.acceptance
+
+
 def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prompts: list[list[int]]) -> None:
     specs = param_specs(replace(models.target, num_layers=2))
     params, fresh = (
@@ -199,6 +212,7 @@ def test_the_rate_rises_and_falls() -> None:
         ({"rate": 0.0}, "rate must be a finite number above 0, got 0.0"),
         ({"held_out": 1.0}, "held_out must be a number between 0 and 1, got 1.0"),
         ({"epochs": 0}, "epochs must be an integer >= 1, got 0"),
+        ({"seed": 2**63}, "seed must be an integer >= 0 of less than 64 bits, got 9223372036854775808"),
         ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
         ({"warmup": 2.0}, "warmup must be a number from 0 to 1, got 2.0"),
         ({"mix": 0.3, "sampling": "student"}, "mix must be 0.5 unless sampling is mixed, got 0.3"),

@@ -98,6 +98,12 @@ def test_a_file_that_is_none_is_told(path: Path):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="delete it to go on without"):
             FORMAT.load(path)
+    FORMAT.save(path, [make_record()])
+    with np.load(path) as file:
+        arrays = dict(file) | {"head": np.frombuffer(b"[" * 100_000, np.uint8)}
+    np.savez(path, **arrays)
+    with pytest.raises(CheckpointError, match="cannot read the kept records"):
+        FORMAT.load(path)
     np.savez(path, head=np.array([{}], object))
     with pytest.raises(CheckpointError, match="cannot read"):
         FORMAT.load(path)

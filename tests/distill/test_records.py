@@ -80,6 +80,17 @@ def test_a_row_whose_token_was_cut_off_is_dropped():
     assert record is not None and record.position.tolist() == [1, 2]
 
 
+def test_a_row_before_the_first_that_says_something_is_dropped():
+    notes = recorder(first=1)
+    begin(notes, "a/0", 1)
+    begin(notes, "b/0", 1)
+    add(notes, ("a/0", 0, 1), ("a/0", 1, 2), ("b/0", 0, 1))
+    record = notes.end("a/0", [5, 6])
+    assert record is not None and record.position.tolist() == [1]
+    assert notes.end("b/0", [5]) is None
+    notes.check_integrity()
+
+
 def test_rows_come_in_the_order_of_the_text():
     notes = recorder()
     begin(notes, "a/0", 1)

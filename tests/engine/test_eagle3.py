@@ -16,6 +16,7 @@ from tests.engines import DEMO, EXACT, seeded_texts
 from tests.models.adapters import write_adapter
 from tests.models.checkpoints import write_eagle3
 from tests.program import run_program
+from tests.waiting import wait_until
 
 PROMPTS = ["def add(a, b):\n", "x = [1, 2, 3]\n" * 4, "x = [1, 2, 3]\n" * 4 + "y", "Sara buys 4 pens for $2 each.", "a"]
 TOKENS = 20
@@ -87,6 +88,10 @@ def test_a_head_learns_while_it_serves(head: Path, tmp_path: Path) -> None:
         assert sum(a != b for a, b in zip(seeded_texts(llm, PROMPTS, 0.0, TOKENS), before, strict=True)) <= 1
         llm.generate(PROMPTS[0], SamplingParams(max_tokens=TOKENS), adapter="code")
         assert llm.stats().learning.left_out["adapter"] == 1
+        kept, left_out = (llm.stats().learning.records, llm.stats().learning.left_out.get("no_positions", 0))
+        llm.generate([[5]], SamplingParams(max_tokens=1))  # the first token of a text teaches a head nothing
+        wait_until(lambda: llm.stats().learning.left_out.get("no_positions", 0) == left_out + 1)
+        assert llm.stats().learning.records == kept
     options = ["--from-checkpoint", str(learned), "--draft", str(head), "--target", "demo", "--out"]
     assert run_program("distill", *options, str(tmp_path / "out")) == 0
     written = ModelConfig.from_folder(tmp_path / "out", may_be_head=True)

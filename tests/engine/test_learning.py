@@ -428,6 +428,21 @@ def test_records_hold_what_the_target_thought(loaded: Loaded, tmp_path: Path) ->
     assert {5, 6} <= begins <= set(range(5, 11))
 
 
+@pytest.mark.slow
+def test_a_draft_with_more_rows_than_its_target_learns_all_that_its_target_says(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1, vocab_size=VOCAB + 8)
+    learning = LearnConfig(**LEARN | {"learn_top_k": 10 * VOCAB, "learn_delay_ms": 1000.0})
+    sampling, rng = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True), np.random.default_rng(6)
+    with LLM(target=str(target), draft=str(draft), learning=learning, policy="spec:2", **TINY) as llm:
+        for _ in range(MOST_ROUNDS):
+            llm.generate(rng.integers(3, 300, (4, 6)).tolist(), sampling)
+            stats = llm.stats().learning
+            if stats.updates["default"] + stats.refused["default"]:
+                break
+        assert stats.updates["default"] + stats.refused["default"] and not stats.left_out
+
+
 def test_only_where_the_draft_was_wrong(loaded: Loaded, tmp_path: Path) -> None:
     serving = Serving(loaded, learn_positions="wrong", **kept_in(tmp_path))
     texts = {f"r{number}/0": text for number, text in enumerate(serving.serve(), 1)}

@@ -30,7 +30,8 @@ Address = tuple[str, int]
 class Faults:
     """What becomes of messages, each a share of them: lost; doubled; late: overtaken by the frame after it. Of frames:
     delayed for `spike_s`, with all that follow; garbled: some bits of them turned; cut: the stream ends there. Nothing
-    of this becomes of Hello and Welcome, without which nothing would be left to try."""
+    of this becomes of Hello and Welcome, without which nothing would be left to try. rewrite: changes every message, a
+    `pb.FromTarget` or `pb.FromService`, on its way."""
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -39,6 +40,7 @@ class Faults:
     spike_s: float = 0.2
     garbled: float = 0.0
     cut: float = 0.0
+    rewrite: Callable[[Any], None] | None = None
 
 
 NO_FAULTS = Faults()
@@ -84,6 +86,8 @@ class Way:
         yield bytes(said)
 
     def _pass(self, message: Any, sent: Any, faults: Faults) -> None:
+        if faults.rewrite is not None:
+            faults.rewrite(message)
         if message.WhichOneof("kind") in GREETINGS:
             sent.messages.append(message)
         elif self._happens(faults.lost, "lost"):

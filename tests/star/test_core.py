@@ -245,6 +245,26 @@ def test_full_of_sessions_those_of_who_is_gone_make_room_the_oldest_first():
     assert service.say("c", opened(2, 0, [1])) == [] and service.say("c", opened(3, 0, [1]))[0].code == "quota"
 
 
+def test_sessions_that_were_not_opened_again_in_the_next_stream_make_room():
+    """Their Close may have been lost with the stream before."""
+    service = ToyService("ab", core={"quotas": Quotas(max_sessions=3, max_sessions_in_all=4)})
+    for number in (1, 2, 3):
+        service.now = float(number)
+        service.say("a", opened(number, 0, [1]))
+    service.core.disconnect("a", 4.0)
+    service.now = 5.0
+    service.say("a", hello("a"), opened(1, 1, [1]))
+    assert service.say("a", opened(4, 0, [1])) == [], "in the place of 2"
+    assert service.say("a", draft(2, 0, 0, 1, [])) == [Resync(2, 0)]
+    assert service.say("b", opened(1, 0, [1])) == []
+    assert service.say("b", opened(2, 0, [1])) == [], "in the place of 3"
+    assert service.say("a", draft(1, 1, 0, 1, []), draft(3, 0, 0, 1, []), draft(4, 0, 0, 1, [])) == [Resync(3, 0)]
+    assert service.core.num_sessions == 4 and service.core.stats.leases_ended == 2
+    service.say("a", hello("a"))  # the same stream
+    (refused,) = service.say("a", opened(5, 0, [1]))
+    assert refused.code == "quota" and "4 sessions are open, as many as there may be" in refused.message
+
+
 def test_when_it_stops_it_says_so():
     service = ToyService("ab")
     service.say("a", opened(1, 0, [1]))

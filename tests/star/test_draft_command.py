@@ -66,9 +66,18 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
         assert process.wait(HANG_S) == 0
 
 
-def test_an_open_port_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="listen must be on loopback without a token"):
-        app(["draft", "--listen", "0.0.0.0:7070", "--model", "absent"], standalone_mode=False)
+@pytest.mark.parametrize(
+    ("listen", "options", "message"),
+    [
+        ("0.0.0.0:7070", [], "listen must be on loopback without a token"),
+        ("127.0.0.1:0", ["--token-file", "absent"], "token_file must be a file that can be read, got absent"),
+    ],
+)
+def test_a_service_that_could_not_be_guarded_is_refused_before_anything_is_loaded(
+    listen: str, options: list[str], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        app(["draft", "--listen", listen, "--http", "", "--model", "absent", *options], standalone_mode=False)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):

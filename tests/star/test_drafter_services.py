@@ -115,13 +115,14 @@ def test_a_service_that_is_away_is_tried_again_ever_more_seldom_and_found_when_i
     assert typist.step() == [True, True]
 
 
-def test_a_service_that_says_nothing_to_hello_is_given_up_and_tried_again() -> None:
+def test_a_service_that_says_nothing_to_hello_is_given_up_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene.of(connected=False)
     scene.service.listen = lambda frame: []
     assert scene.drafter.connect(WELCOME_S / 2) is None
     scene.world.sleep(WELCOME_S)
     scene.propose([Row(0, text(4))])
     assert scene.service.streams[0].ended
+    assert scene.drafter.stats().lost == 1 and "stream lost: no Welcome within 10 s" in caplog.text
     scene.service.listen = lambda frame: frame
     assert scene.drafter.connect(1.0) == WELCOME
 

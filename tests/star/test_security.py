@@ -151,7 +151,8 @@ def openssl(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem; server.pem for 127.0.0.1, and one.pem and two.pem of targets, signed by it; stranger.pem, by itself."""
+    """ca.pem; server.pem for 127.0.0.1, and one.pem, two.pem, serve.pem and serve-eu.pem of targets, signed by it;
+    stranger.pem, by itself."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make certificates with")
     folder = tmp_path_factory.mktemp("tls")
@@ -163,6 +164,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("server", "subjectAltName=IP:127.0.0.1"),
         ("one", "subjectAltName=DNS:one.test"),
         ("two", "subjectAltName=DNS:two.test"),
+        ("serve", "subjectAltName=URI:spiffe://corp/serve"),
+        ("serve-eu", "subjectAltName=URI:spiffe://corp/serve/eu"),
     ):
         openssl(folder, "req", *curve, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         (folder / "extensions").write_text(extension + "\n")
@@ -192,6 +195,12 @@ def test_with_an_authority_only_its_targets_get_in_and_are_told_apart(files: Pat
             service.target("a", credentials=credentials(files, "two")),
         ):
             assert service.core.targets == ["certificate-one.test/a", "certificate-two.test/a"]
+        with (
+            service.target("eu/a", credentials=credentials(files, "serve")),
+            service.target("a", credentials=credentials(files, "serve-eu")),
+        ):
+            named = [target_id for target_id in service.core.targets if "spiffe" in target_id]
+            assert len(named) == 2, "a slash in a certificate's name ends no identity"
         plain = Target(service.port)
         plain.send(hello("a"))
         assert not [each for each in plain.rest() if isinstance(each, (Refused, Welcome))], "TLS is not optional"

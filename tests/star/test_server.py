@@ -17,7 +17,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.messages import Close, Refused, Resync, Tree
 from adaserve_jax.star.service.limits import Quotas
-from adaserve_jax.star.service.server import HEALTH_CALLS, DraftServer, check_free
+from adaserve_jax.star.service.server import HEALTH_CALLS_OF_ONE, DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, SERVICE, Caps, target_frame
 from tests.star.streams import HANG_S, Target, health, toy_service, until
@@ -210,7 +210,7 @@ def test_nonsense_costs_its_own_session():
         assert service.worker.snapshot.core.refused == {"invalid": 1}
 
 
-def test_frames_are_paid_for_by_their_messages():
+def test_frames_are_paid_for_by_their_messages_and_their_bytes():
     """Whatever they say: greetings, ends, nonsense. The stream is read no further until it has paid."""
     taken: list[int] = []
 
@@ -223,17 +223,16 @@ def test_frames_are_paid_for_by_their_messages():
 
     server = DraftServer(DraftServiceSettings(listen="127.0.0.1:0", max_messages_per_s=0.1), Counts(), Caps())
     server.start()
-    targets = [Target(server.port) for _ in range(4)]
     nonsense = draft(1, 1, 1, 5, [], give_up_s=float("nan"))
-    for target, frame in zip(
-        targets, ([hello()] * 3, [Close(1)] * 3, [nonsense] * 3, [opened(1, 1, [1])] * 3), strict=True
-    ):
+    frames = [hello()] * 3, [Close(1)] * 3, [nonsense] * 3, [opened(1, 1, [1])] * 3, [opened(1, 1, [1] * 4096)]
+    targets = [Target(server.port) for _ in frames]
+    for target, frame in zip(targets, frames, strict=True):
         target.send(*frame)
         target.send(*frame)
-    until(lambda: len(taken) == 4)
+    until(lambda: len(taken) == 5)
     for target in targets:
         target.close()
-    assert server.stop(0.0).wait(HANG_S) and taken == [3] * 4
+    assert server.stop(0.0).wait(HANG_S) and sorted(taken) == [1] + [3] * 4
 
 
 def ended_with(port: int) -> tuple[grpc.StatusCode, str]:
@@ -338,7 +337,7 @@ def test_health_is_answered_without_a_token_and_only_by_check(tmp_path):
         assert health(service.port) == HealthCheckResponse.NOT_SERVING
 
 
-def test_health_checks_that_ask_nothing_use_up_no_threads(monkeypatch: pytest.MonkeyPatch):
+def test_a_health_check_that_asks_nothing_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("adaserve_jax.star.service.server.HEALTH_TIMEOUT_S", 1.0)
     never = threading.Event()
 
@@ -347,10 +346,61 @@ def test_health_checks_that_ask_nothing_use_up_no_threads(monkeypatch: pytest.Mo
         yield b""
 
     with toy_service() as service, grpc.insecure_channel(f"127.0.0.1:{service.port}") as channel:
-        held = [channel.stream_unary("/grpc.health.v1.Health/Check").future(silent()) for _ in range(HEALTH_CALLS)]
+        check = channel.stream_unary("/grpc.health.v1.Health/Check")
+        held = [check.future(silent()) for _ in range(HEALTH_CALLS_OF_ONE)]
         until(lambda: health(service.port) is grpc.StatusCode.RESOURCE_EXHAUSTED)
         with service.target("good") as good:
             rounds(good, 1)
         until(lambda: health(service.port) == HealthCheckResponse.SERVING)
         assert {call.code() for call in held} == {grpc.StatusCode.CANCELLED}
         never.set()
+
+
+class Caller:
+    """The context of a health check from this address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def peer(self) -> str:
+        return f"ipv4:{self._address}:5000"
+
+    def abort(self, code: grpc.StatusCode, why: str) -> None:
+        raise RuntimeError(f"{code.name}: {why}")
+
+    def cancel(self) -> None: ...
+
+
+def test_health_checks_that_ask_nothing_keep_no_other_address_from_its_own():
+    go_on = threading.Event()
+    with toy_service() as service:
+
+        def check(number: int, asks: Any = ()) -> Any:
+            caller: Any = Caller(f"192.0.2.{number}")
+            return service.server.check_health(iter(asks), caller).status
+
+        def hold(number: int) -> threading.Thread:
+            running = threading.Event()
+
+            def silent() -> Any:
+                running.set()
+                assert go_on.wait(HANG_S)
+                yield from ()
+
+            thread = threading.Thread(target=check, args=(number, silent()))
+            thread.start()
+            assert running.wait(HANG_S)
+            return thread
+
+        refused = "RESOURCE_EXHAUSTED: 4 health checks are running, or 2 of this address"
+        held = [hold(0), hold(0)]
+        with pytest.raises(RuntimeError, match=refused):
+            check(0)
+        assert check(1) == HealthCheckResponse.SERVING
+        held += [hold(1), hold(2)]
+        with pytest.raises(RuntimeError, match=refused):
+            check(3)
+        go_on.set()
+        for thread in held:
+            thread.join(HANG_S)
+        assert check(0) == check(3) == HealthCheckResponse.SERVING

@@ -180,6 +180,21 @@ def test_nonsense_of_a_service_is_told_by_field_and_costs_one_message(message: A
     assert isinstance(read[1], WireError) and str(read[1]).startswith(f"{field} must be ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"level_s": {(0, 1): 0.001}}, "Welcome.level_times must be of rows at least 1, got 0"),
+        ({"level_s": {(1, 0): 0.001}}, "Welcome.level_times must be of width at least 1, got 0"),
+        ({"level_s": {(1, 1): 60.5}}, "Welcome.level_times must be of seconds from 0 to 60.0, got 60.5"),
+        ({"catchup_s": {16: 0.001, 0: 0.001}}, "Welcome.catchup_times must be of tokens at least 1, got 0"),
+        ({"catchup_s": {1: 1e308}}, "Welcome.catchup_times must be of seconds from 0 to 60.0, got 1e+308"),
+    ],
+)
+def test_times_that_no_plan_could_take_are_told(changes: dict[str, Any], expected: str):
+    (error,) = wire.read_service_frame(wire.service_frame([dataclasses.replace(WELCOME, **changes)]))
+    assert isinstance(error, WireError) and str(error) == expected
+
+
 def test_a_long_explanation_is_cut():
     (read,) = wire.read_service_frame(wire.service_frame([Refused("full", "why" * 1000)]))
     assert isinstance(read, Refused) and len(read.message) == Caps().text

@@ -205,7 +205,7 @@ class Link:
         with self._lock:
             now = self._clock()
             if self._state == "connecting" and now >= self._began_s + WELCOME_S:
-                silent = self._end(f"no Welcome within {WELCOME_S:g} s", self._backoff.next_s())
+                silent = self._lose(f"no Welcome within {WELCOME_S:g} s")
             begins = self._state == "idle" and now >= self._retry_s
             if begins:
                 self._state, self._began_s = "connecting", now
@@ -271,13 +271,8 @@ class Link:
 
     def _lost(self, attempt: int, why: str) -> None:
         with self._lock:
-            if attempt != self._attempt:
-                return
-            self.lost += 1
-            why = printable(why)
-            if self._reason != why:
-                _log.warning("draft service %s: stream lost: %s", self.address, why)
-            self._end(why, self._backoff.next_s())
+            if attempt == self._attempt:
+                self._lose(printable(why))
 
     def _welcomed(self, welcome: Welcome) -> Stream | None:
         """Accept the service, or refuse it and return the stream to be closed."""
@@ -308,6 +303,13 @@ class Link:
         else:
             wait_s = refused.retry_after_s or REFUSED_RETRY_S + self._backoff.next_s()
         return self._end(reason, wait_s)
+
+    def _lose(self, why: str) -> Stream | None:
+        """Count a lost stream, and return it to be closed."""
+        self.lost += 1
+        if self._reason != why:
+            _log.warning("draft service %s: stream lost: %s", self.address, why)
+        return self._end(why, self._backoff.next_s())
 
     def _end(self, reason: str, retry_after_s: float) -> Stream | None:
         """Drop the stream until `retry_after_s` is over, and return it to be closed."""

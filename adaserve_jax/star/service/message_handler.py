@@ -149,15 +149,16 @@ class MessageHandler:
     def _quota_refusal(self, target: TargetState, opened: Open, now: float) -> Refused | None:
         """Refuse one more session of this target if a quota is used up.
 
-        At the quota of all targets, sessions of disconnected targets end before their leases do.
+        At a quota, sessions whose stream has ended make room before their leases end.
         """
         registry, most = self._registry, self._quotas.max_sessions_in_all
         if registry.num_sessions >= most:
             registry.expire(now)
-        if len(target.sessions) >= self._quotas.max_sessions:
-            why = f"{len(target.sessions)} sessions of this target are open, as many as one may have"
+        own = target.sessions.values()
+        if len(own) >= self._quotas.max_sessions and not registry.end_oldest_left(own):
+            why = f"{len(own)} sessions of this target are open, as many as one may have"
             return self._refusal("quota", why, opened, RETRY_S)
-        if registry.num_sessions >= most and not registry.end_oldest_disconnected():
+        if registry.num_sessions >= most and not registry.end_oldest_left(registry.sessions):
             why = f"{registry.num_sessions} sessions are open, as many as there may be"
             return self._refusal("quota", why, opened, RETRY_S)
         return None

@@ -5,6 +5,8 @@ No thread, clock or device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from adaserve_jax.star.messages import Open
 from adaserve_jax.star.service.kv_manager import KvManager
 from adaserve_jax.star.service.limits import DraftLimits, Quotas, RateLimiter
@@ -62,8 +64,9 @@ class TargetRegistry:
         if target_id not in self._targets:
             limiter = RateLimiter(self._quotas.messages_per_s, self._quotas.messages_at_once, now)
             self._targets[target_id] = TargetState(target_id, limiter)
-        self._targets[target_id].rate_limiter.take(now)
-        self._targets[target_id].connected = True
+        target = self._targets[target_id]
+        target.rate_limiter.take(now)
+        target.connected, target.connected_s = True, now
 
     def disconnect(self, target_id: str) -> None:
         """Drop the target's waiting Drafts; its sessions stay until their leases end."""
@@ -101,9 +104,12 @@ class TargetRegistry:
         self._stats.leases_ended += ended
         return ended
 
-    def end_oldest_disconnected(self) -> bool:
-        """End the longest silent session of disconnected targets; return False if there is none."""
-        left = [session for session in self.sessions if not session.target.connected]
+    def end_oldest_left(self, sessions: Iterable[DraftSession]) -> bool:
+        """End the longest silent of these sessions whose stream has ended; return False if there is none.
+
+        A target opens each session that it still needs anew in its next stream, and may have lost the Close of others.
+        """
+        left = [each for each in sessions if not each.target.connected or each.last_message_s < each.target.connected_s]
         oldest = min(left, key=lambda session: (session.last_message_s, session.key), default=None)
         if oldest is None:
             return False

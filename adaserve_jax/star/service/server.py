@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import grpc
 from grpc_health.v1.health import HealthServicer
@@ -52,13 +53,16 @@ MAX_UNSENT_FRAMES = 1024
 PING_S, PING_TIMEOUT_S = 20.0, 10.0
 """Interval of pings on a silent connection, and the longest wait for the answer."""
 HELLO_TIMEOUT_S = 30.0
-"""Longest time from the start of a stream to its Hello."""
+"""Longest time from the start of a stream to the answer to its Hello."""
 DRAIN_S = 5.0
 """Time that a target has to read the last messages of its stream."""
-HEALTH_CALLS, HEALTH_TIMEOUT_S = 4, 5.0
-"""Health checks at once, and the longest time of one: they need no token, so they must not use up the threads."""
+HEALTH_CALLS, HEALTH_CALLS_OF_ONE, HEALTH_TIMEOUT_S = 4, 2, 5.0
+"""Health checks at once, those of one address, and the longest time of one: they need no token, so they must not use up
+the threads, and no address may keep the others from theirs."""
 EXTRA_THREADS = 8
 """Threads beyond one per stream: for health checks, and to refuse further streams."""
+BYTES_PER_MESSAGE = 1024
+"""A frame counts as one message at least for so many of its bytes, since long texts are work too."""
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -116,7 +120,7 @@ def _digest(token: str) -> bytes:
 
 
 def check_secured(settings: DraftServiceSettings) -> None:
-    """Raise ConfigError if other machines could use the draft unchecked, or a certificate file is invalid."""
+    """Raise ConfigError if other machines could use the draft unchecked, or a file of tokens or certificates is bad."""
     host, _ = host_port("listen", settings.listen)
     guarded = settings.token_file is not None or settings.tls_client_ca is not None or settings.insecure
     if not guarded and not is_loopback(host):
@@ -125,6 +129,8 @@ def check_secured(settings: DraftServiceSettings) -> None:
             "whoever reaches the port could use the draft; give token_file or tls_client_ca, or insecure where the "
             "network is closed"
         )
+    if settings.token_file is not None:
+        BearerTokens(settings.token_file)
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
@@ -206,7 +212,9 @@ class DraftServer:
         self._health = HealthServicer()
         for name in ("", SERVICE):
             self._health.set(name, HealthCheckResponse.SERVING)
-        self._health_slots = threading.BoundedSemaphore(HEALTH_CALLS)
+        self._checking: Counter[str] = Counter()
+        """Health checks that are running, by address."""
+        self._checking_lock = threading.Lock()
         self._tokens = None if settings.token_file is None else BearerTokens(settings.token_file)
         most = settings.max_targets + EXTRA_THREADS
         self._server = grpc.server(
@@ -246,8 +254,12 @@ class DraftServer:
 
     def check_health(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
         """Answer one health check. The handler of the health protocol's Check."""
-        if not self._health_slots.acquire(blocking=False):
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{HEALTH_CALLS} health checks are running")
+        address = _address_of(context)
+        with self._checking_lock:
+            if self._checking[address] >= HEALTH_CALLS_OF_ONE or self._checking.total() >= HEALTH_CALLS:
+                why = f"{HEALTH_CALLS} health checks are running, or {HEALTH_CALLS_OF_ONE} of this address"
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+            self._checking[address] += 1
         timer = threading.Timer(HEALTH_TIMEOUT_S, context.cancel)
         timer.daemon = True
         timer.start()
@@ -256,7 +268,9 @@ class DraftServer:
             return self._health.Check(request, context)
         finally:
             timer.cancel()
-            self._health_slots.release()
+            with self._checking_lock:
+                self._checking[address] -= 1
+                self._checking += Counter()  # drops addresses without any
 
     # ---- streams ----
 
@@ -264,7 +278,7 @@ class DraftServer:
         """Serve one stream: frames in, frames out. The handler of METHOD."""
         if self._is_shut:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the draft service is shutting down")
-        peer = context.peer().rpartition(":")[0]  # its address without the port
+        peer = _address_of(context)
         identity = self._identify(context)
         if identity is None:
             self.audit.refuse("unauthenticated")
@@ -289,7 +303,8 @@ class DraftServer:
             for data in requests:
                 frame = read_target_frame(data, self._caps)
                 stream.queue_slots.acquire()
-                wait_s = limiter.owe(max(len(frame), 1), now())  # before the worker needs the interpreter
+                owed = max(len(frame), len(data) // BYTES_PER_MESSAGE, 1)
+                wait_s = limiter.owe(owed, now())  # before the worker needs the interpreter
                 self._worker.receive(stream, frame)
                 if wait_s:
                     stream.pause(wait_s)
@@ -303,12 +318,20 @@ class DraftServer:
             self._worker.disconnect(stream)  # here, since a frame that was read before the end may come until now
 
     def _identify(self, context: grpc.ServicerContext) -> str | None:
-        """Return the peer's identity by token or certificate, "anybody" if none is needed, None if it is unknown."""
+        """Return the peer's identity by token or certificate, "anybody" if none is needed, None if it is unknown.
+
+        Names of a certificate are quoted: they may have slashes, which end an identity, and commas.
+        """
         if self._tokens is not None:
             given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
             return self._tokens.identify(given if isinstance(given, str) else "")
         names: Any = context.peer_identities() if self._settings.tls_client_ca is not None else None
-        return "certificate-" + b",".join(sorted(names)).decode("utf-8", "replace") if names else "anybody"
+        return "certificate-" + ",".join(quote(name, safe="") for name in sorted(names)) if names else "anybody"
+
+
+def _address_of(context: grpc.ServicerContext) -> str:
+    """Return the peer's address without the port."""
+    return context.peer().rpartition(":")[0]
 
 
 class _Stream:
@@ -361,7 +384,7 @@ class _Stream:
         self._is_over.set()
 
     def outgoing(self) -> Iterator[bytes]:
-        """Yield frames as bytes until the stream ends, or at once if no answer to a Hello comes in time."""
+        """Yield frames as bytes until the stream ends, or end without any if the first does not come in time."""
         try:
             frame = self._unsent.get(timeout=HELLO_TIMEOUT_S)
         except queue.Empty:

@@ -44,13 +44,15 @@ class PendingDraft:
 
 
 class TargetState:
-    """One target that sent Hello. connected: its stream is open. last_turn: the turn in which it was served last."""
+    """One target that sent Hello. connected: its stream is open. connected_s: when the latest one began. last_turn: the
+    turn in which it was served last."""
 
     def __init__(self, target_id: str, rate_limiter: RateLimiter):
         self.id = target_id
         self.rate_limiter = rate_limiter
         self.sessions: dict[int, DraftSession] = {}
         self.connected = True
+        self.connected_s = 0.0
         self.last_turn = -1
 
 

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """One stream of a target. identity: of its peer, by token or certificate."""
+    """One stream of a target. identity: of its peer, by token or certificate, without a slash."""
 
     @property
     def identity(self) -> str: ...
