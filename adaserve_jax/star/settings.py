@@ -20,8 +20,10 @@ class DraftServiceSettings(Settings):
     max_targets: int = setting(64, "targets that are connected at once", ge=1)
     max_streams_per_peer: int = setting(16, "connections at once from one address, whoever they are", ge=1)
     max_messages_per_s: float = setting(
-        10_000.0, "messages of one connection in a second, after a burst of as many, a frame of n KiB as n at least; more "
-        "are refused", gt=0,
+        10_000.0,
+        "messages of one connection in a second, after a burst of as many, a frame of n KiB as n at least; more "
+        "are refused",
+        gt=0,
     )
     max_context: int = setting(
         0, "longest text of a request, its tree included; 0: what the draft supports, at most 2048 on a CPU and 8192 "
