@@ -129,11 +129,12 @@ class Texts(NamedTuple):
 
 
 class Generator:
-    """Continues prompts, `rows` at a time. Either model is None if never needed. Compiles on first use, for each power
-    of two of slots."""
+    """Continues prompts, `rows` at a time, with tokens that the target has. Either model is None if never needed.
+    Compiles on first use, for each power of two of slots."""
 
     def __init__(self, target: ModelConfig | None, draft: ModelConfig | None, *, rows: int, dtype: Any):
         self._configs = (target, draft)
+        self._vocab_size = None if target is None else target.vocab_size
         self._rows = rows
         self._dtype = dtype
         self._programs: dict[Drawing, tuple[Callable, Callable]] = {}
@@ -215,7 +216,7 @@ class Generator:
             configs = tuple(c for c, use in zip(self._configs, drawing.uses, strict=True) if use and c is not None)
             self._programs[drawing] = (
                 jax.jit(partial(_prefill, configs), donate_argnums=1),
-                jax.jit(partial(_draw_block, configs, drawing), donate_argnums=1),
+                jax.jit(partial(_draw_block, configs, self._vocab_size, drawing), donate_argnums=1),
             )
         return self._programs[drawing]
 
@@ -229,9 +230,10 @@ def _prefill(
 
 
 def _draw_block(
-    configs: tuple[ModelConfig, ...], drawing: Drawing, params: tuple[Params, ...], texts: Texts
+    configs: tuple[ModelConfig, ...], vocab_size: int | None, drawing: Drawing, params: tuple[Params, ...], texts: Texts
 ) -> tuple[Texts, jax.Array]:
-    """Draw BLOCK tokens of every text, i32[BLOCK, B]; -1 after a text's end."""
+    """Draw BLOCK tokens of every text, i32[BLOCK, B]; -1 after a text's end. vocab_size: of the target, whose tokens
+    alone are drawn; None: any."""
 
     def step(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
         real = jnp.where(texts.done, 0, 1)
@@ -239,7 +241,7 @@ def _draw_block(
         for config, weights, cache in zip(configs, params, texts.cache, strict=True):
             hidden, cache = extend(weights, config, cache, texts.last[:, None], texts.position, real)
             caches.append(cache)
-            scores = logits(weights, config, hidden[:, :, 0])
+            scores = logits(weights, config, hidden[:, :, 0])[:, :vocab_size]
             drawn.append(_drawn_from(scores, texts.seed, texts.position + 1, drawing.temperature))
         token = drawn[0]
         if len(drawn) == 2:

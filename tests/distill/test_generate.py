@@ -69,6 +69,17 @@ def test_tokens_are_drawn_from_the_mixture(tmp_path: Path, mix: float) -> None:
     assert scipy.stats.chisquare(found, count * q).pvalue < 1e-6
 
 
+def test_a_draft_with_more_rows_draws_what_its_target_has(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "eos_token_id": None}
+    target = ModelConfig.from_folder(write_checkpoint(tmp_path / "target", vocab_size=24, **shape))
+    params, draft = _read(write_checkpoint(tmp_path / "draft", vocab_size=320, **shape))
+    drawing = Drawing(mix=0.0, max_tokens=8, temperature=1.5, eos_ids=())
+    generator = Generator(target, draft, rows=4, dtype=jnp.float32)
+    texts = generator.texts((None, params), [np.array([3, 17, 5])] * 4, range(4), drawing)
+    assert [len(text) for text in texts] == [11] * 4
+    assert max(text.max() for text in texts) < 24
+
+
 @pytest.mark.slow
 def test_a_text_depends_on_its_seed_and_ends_at_eos(tmp_path: Path) -> None:
     """Not on the other texts, nor on how many are drawn at once."""
