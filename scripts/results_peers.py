@@ -48,6 +48,7 @@ def peer_tables(result: dict[str, Any]) -> str:
         f"{result['new_tokens'][1]} new tokens; TPOT targets {tight:.1f} and {relaxed:.1f} ms in turns, TTFT target "
         f"{result['ttft_ms']:.0f} ms; capacity {result['capacity_rps']:.2f} requests/s; open loops of "
         f"{result['duration_s']:g} s and {result['drain_s']:g} s for the last; medians of {result['rounds']} rounds. "
+        "p99 of a load of few requests is near its slowest. "
         f"{result['machine']}. Commit {short_commit(result['commit'])}."
     )
     return "\n\n".join([

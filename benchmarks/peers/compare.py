@@ -119,8 +119,8 @@ class Heard:
 
 @dataclass(frozen=True)
 class Measured:
-    """One load on one server. tokens_per_s: all that came; goodput: those of requests that met their TPOT target.
-    attained, joint: shares of the requests that met it, and the TTFT target too; a request that did not end met none.
+    """One load on one server. tokens_per_s: all that came; goodput: those of requests that met both targets.
+    attained, joint: shares of the requests that met the TPOT target, and both; a request that did not end met none.
     ttft_*, tpot_*: percentiles in ms, of the requests that finished only."""
 
     server: str
@@ -245,7 +245,7 @@ def figures(
     return Measured(
         server, load, number, len(ended), len(ended) - len(whole),
         tokens_per_s=sum(start <= at <= end for each in heard for at in each.at_s) / seconds,
-        goodput=sum(len(each.at_s) for each in met) / seconds,
+        goodput=sum(len(each.at_s) for each in joint) / seconds,
         attained=len(met) / max(1, len(ended)),
         joint=len(joint) / max(1, len(ended)),
         ttft_p50=float(np.percentile(ttft, 50)), ttft_p99=float(np.percentile(ttft, 99)),
