@@ -283,6 +283,10 @@ def test_an_orchestrator_of_no_kind_is_refused():
 @pytest.mark.parametrize(("options", "message"), [
     (["--address", "auto"], "--address and --placement are of a Ray cluster; give --orchestrator ray too"),
     (["--placement", "PACK"], "--address and --placement are of a Ray cluster"),
+    (
+        ["--drafts", "1", "--draft-options", "--max-sessions '64"],
+        r"--draft-options must be options as a shell reads them, got .*: No closing quotation",
+    ),
     (["--draft-options", "--max-sessions 64"], "--draft-options are of draft services, and --drafts starts none"),
 ])  # fmt: skip
 def test_options_of_a_cluster_that_would_do_nothing_are_refused(options: list[str], message: str):

@@ -48,8 +48,8 @@ SWITCH_S = 0.0005
 SWEEP_S = 0.25
 _MAY_BE_DEAD = ("connection_refused", "connect_timeout", "connect_failed", "disconnected", "truncated")
 """Error codes after which a run asks whether the server is still there."""
-MAX_BODY_BYTES = 2**20
-"""Most bytes that are read of an answer without a stream."""
+MAX_LIST_BYTES = 2**24
+"""Most bytes that are read of a list of models, of which a gateway may have thousands."""
 PROMPT = "Write down the numbers from one to a hundred:"
 BASELINE_TOKENS, BASELINE_REQUESTS, PROBE_TOKENS = 32, 3, 2
 NO_SALT = (
@@ -203,7 +203,7 @@ def _get(settings: UrlSettings, route: str) -> Mapping[str, Any]:
         with closing(kind(settings.host, settings.port, timeout=settings.silence_timeout_s)) as connection:
             connection.request("GET", path, headers=headers_of(settings))
             answer = connection.getresponse()
-            content = answer.read(MAX_BODY_BYTES)
+            content = answer.read(MAX_LIST_BYTES)
     except TimeoutError:
         raise ConfigError(
             f"{where} got no answer in {settings.silence_timeout_s:g} s; is it the right server?"

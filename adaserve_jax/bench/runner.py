@@ -124,6 +124,7 @@ INTERRUPTED = "interrupted"
 def run_bench(
     plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, observer: RunObserver | None = None, *,
     use: FolderUse = "append", about: Mapping[str, Any] | None = None, policy_files: Mapping[str, str] | None = None,
+    beside: Sequence[ResultRow] = (),
 ) -> list[ResultRow]:  # fmt: skip
     """Measure every point of `plan`; returns all rows, first those of points that were there when it was resumed.
 
@@ -132,6 +133,7 @@ def run_bench(
     run after writing what the point has, marked invalid; at other times it is passed on. The engine is opened if there
     is a point to measure, and not closed. use: of a folder that holds rows. about: settings beside the plan's that a
     resumed run must have too. policy_files: hashes of the files that policies are from, which must be the same too.
+    beside: rows of other folders, with which those of this run are to be compared.
     Relative targets of a resumed run are multiples of the baseline latency that its rows have. Raises ConfigError:
     among others, a resumed run would go on with another commit, machine, device or model, or at another speed, or a
     policy's file was edited.
@@ -144,15 +146,16 @@ def run_bench(
     begun = begin_folder(out, settings, use)
     rows = list(begun.rows)
     todo = [point for point in plan.points if point.name not in begun.done]
+    compared = replace(begun, rows=(*begun.rows, *beside))
     if todo:
-        check_alike(out, begun, code_and_machine(adaserve_jax.__version__))
+        check_alike(out, compared, code_and_machine(adaserve_jax.__version__))
     observer.opened(todo, rows)
     if not todo:
         return rows
     engine = open_engine()
     _check_policies(plan.policies, engine)
-    check_alike(out, begun, {**engine.about.columns(), "system": engine.about.system})
-    check_baseline(out, begun, engine.about.baseline_s)
+    check_alike(out, compared, {**engine.about.columns(), "system": engine.about.system})
+    check_baseline(out, compared, engine.about.baseline_s)
     drop_unfinished(out, begun)
     provenance = _provenance(plan, begun, workload, engine, about)
     bench = _Bench(plan, loads, engine, provenance, observer, begun.baseline_s, policy_files or {})

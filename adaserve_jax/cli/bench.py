@@ -293,7 +293,7 @@ def bench(
     folder = out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     if suite is not None:
         varied = {"rates": rates != AUTO, "urgent_shares": urgent_shares, "slo_scales": slo_scales,
-                  "arrivals": arrivals, "append": append, "record": record}  # fmt: skip
+                  "arrivals": arrivals, "append": append, "record": record, "by_class": by_class}  # fmt: skip
         if given_option := next((name for name, value in varied.items() if value), None):
             raise ConfigError(f"--{given_option.replace('_', '-')} is chosen by --suite; leave it out")
     elif preset != PRESET or class_requests != CLASS_REQUESTS:

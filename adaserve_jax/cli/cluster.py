@@ -73,10 +73,13 @@ def up(
     with needs("a cluster", PACKAGES):
         from adaserve_jax.cluster.plan import ClusterPlan
 
-        plan = ClusterPlan(
-            targets, drafts, router, serve_options=tuple(serve_options or ()),
-            draft_options=tuple(shlex.split(draft_options)),
-        )  # fmt: skip
+        try:
+            of_drafts = tuple(shlex.split(draft_options))
+        except ValueError as error:
+            raise ConfigError(
+                f"--draft-options must be options as a shell reads them, got {draft_options!r}: {error}"
+            ) from None
+        plan = ClusterPlan(targets, drafts, router, serve_options=tuple(serve_options or ()), draft_options=of_drafts)
         if orchestrator not in ORCHESTRATORS:
             raise ConfigError(f"orchestrator must be one of {', '.join(ORCHESTRATORS)}, got {orchestrator!r}")
         if orchestrator != "ray" and (address is not None or placement != PLACEMENT):

@@ -28,7 +28,7 @@ def grow(
     experts: Annotated[int, typer.Option(help="experts of each layer, of which each has the MLP; 0: none")] = 0,
     experts_per_token: Annotated[int, typer.Option(help="of --experts, those that each token takes; 0: 2")] = 0,
     dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
-    seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seeds the added weights that nothing depends on")] = 0,
     head: Annotated[
         str,
         typer.Option(

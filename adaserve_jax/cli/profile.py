@@ -80,6 +80,7 @@ def _share(size: int, ledger: Ledger) -> str:
     return f"{size / ledger.limit.bytes:.1%}"
 
 
+CHECK_SECONDS = 30.0
 UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibration")
 """Options of the engine that change no measurement."""
 
@@ -98,7 +99,7 @@ def profile(
     name: Annotated[str, typer.Option(help="what a simulation calls this machine; none: the target's folder")] = "",
     check_seconds: Annotated[
         float, typer.Option(help="seconds of a mixed load that predictions are held against; 0: none")
-    ] = 30.0,
+    ] = CHECK_SECONDS,
     acceptance: Annotated[
         float, typer.Option(help="chance that the target takes the draft's first choice; 0: as the mixed load shows")
     ] = 0.0,
@@ -132,12 +133,16 @@ def profile(
     if not device and (programs != "largest" or layers != 2):
         raise ConfigError("--programs and --layers are about --device; give it too, or leave them out")
     if device:
-        if memory or exact or search or trace or plot is not None:
-            raise ConfigError("--device measures nothing; leave out --memory, --exact, --search, --trace and --plot")
+        if memory or exact or search or trace or plot is not None or check_seconds != CHECK_SECONDS:
+            raise ConfigError(
+                "--device measures nothing; leave out --memory, --exact, --search, --trace, --plot and --check-seconds"
+            )
         return profile_absent(config, device, out, name, acceptance or None, programs, layers)
     if memory:
-        if search or acceptance or name or plot is not None:
-            raise ConfigError("--memory measures nothing; leave out --search, --acceptance, --name and --plot")
+        if search or acceptance or name or plot is not None or check_seconds != CHECK_SECONDS:
+            raise ConfigError(
+                "--memory measures nothing; leave out --search, --acceptance, --name, --plot and --check-seconds"
+            )
         return _show_memory(config, out, exact=exact)
     if exact:
         raise ConfigError("--exact is about --memory; give both, or leave it out")

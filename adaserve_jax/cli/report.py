@@ -28,6 +28,8 @@ from adaserve_jax.results.schema import CAUSE_COLUMNS
 from adaserve_jax.results.whole_file import SHARED, write_whole
 
 SUFFIXES = (".html", ".md")
+_SQLITE = b"SQLite format 3\0"
+"""Beginning of a database's file."""
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 SINCE, UNTIL = "1h", "now"
 Cell = Callable[[ClassReport], str]
@@ -95,7 +97,7 @@ def report(
     of_reports |= {"--perfetto": perfetto, "--subject": subject}
     of_records = {"--since": since != SINCE, "--until": until != UNTIL, "--class": slo_class, "--key": key}
     of_records |= {"--format": format is not Format.table}
-    if any(path.suffix == ".json" for path in paths):
+    if any(path.suffix == ".json" and not _holds_records(path) for path in paths):
         del of_reports["-o"], of_reports["--title"]
         _refuse(of_reports | of_records, "folders or records, not to the files of a suite")
         write_suite_page(paths, out, title)
@@ -105,6 +107,15 @@ def report(
         if paths and all(path.exists() for path in paths):
             _refuse(of_records, "the table of one server's records, not to a report")
         write_report(paths, out, against, title=title, timeline=timeline, rate=rate, subject=subject, perfetto=perfetto)
+
+
+def _holds_records(path: Path) -> bool:
+    """Return whether a file is a server's database, whatever it is called."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_SQLITE)) == _SQLITE
+    except OSError:
+        return False
 
 
 def _is_given(value: object) -> bool:

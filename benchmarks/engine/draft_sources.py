@@ -137,7 +137,9 @@ def tasks(data: Path | None, count: int, seed: int) -> dict[str, list[Item]]:
         "code edit": code_edits(count, rng),
         "JSON records": json_records(count, rng),
         "open text": [Item(prompt) for prompt in packaged][:count],
-        "packaged workload": [Item(packaged[index]) for index in rng.permutation(len(packaged))[:count]],
+        "packaged workload": [
+            Item(prompt) for prompt in rng.permutation(packaged[count:] or packaged)[:count].tolist()
+        ],
     }
     if data is not None:
         questions = _lines(data / "spec-bench" / "question.jsonl.gz")

@@ -3,7 +3,8 @@
     python -m benchmarks.engine.draft_sources_load --out draft-sources-load.json [--data FOLDER]
 
 The tasks of `draft_sources`, replayed as there, arrive as a Poisson process at each rate; every policy serves the same
-requests at the same times with the same targets, which are drawn from TARGETS. Policies take turns at every rate.
+requests at the same times with the same targets, which are drawn from TARGETS. Which policy goes first changes with the
+rate.
 """
 
 from __future__ import annotations
@@ -132,8 +133,9 @@ def draft_sources_load(
     rows: list[LoadRow] = []
     try:
         requests = make_requests(engine, replay, data, count, config.seed)
-        for rate in comma_list("rates", rates, float):
-            for policy in names:
+        for number, rate in enumerate(comma_list("rates", rates, float)):
+            first = number % len(names)
+            for policy in names[first:] + names[:first]:
                 rows.append(measure(engine, requests, policy, rate, config.seed))
                 show(rows[-1:], console)
         info, compiles = engine.info, engine.stats().compiles_after_ready

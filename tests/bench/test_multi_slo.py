@@ -168,6 +168,23 @@ def run_suite(engine, workload: Workload, out: Path):
     return list(begun_suite(engine, workload, out))
 
 
+def test_a_load_is_not_measured_at_another_speed_than_those_before(
+    make_bench, workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_bench(capacity=3, tpot_s=0.001, ttft_s=0.004)
+    first = begun_suite(engine, workload, tmp_path)
+    next(first)
+    first.close()
+    definition, targeted = define(SETTINGS, workload, engine.about.baseline_s * 1e3)
+    slower = replace(engine.about, baseline_s=2 * engine.about.baseline_s)
+    monkeypatch.setattr(type(engine), "about", property(lambda _: slower))
+    loads = Suite(definition, SETTINGS, targeted, lambda: engine, lambda plan: nullcontext(RunObserver()), about={},
+                  policy_files={}).run("ar", tmp_path / "ar")  # fmt: skip
+    next(loads)
+    with pytest.raises(ConfigError, match=r"cannot resume .*: one token alone took .* ms when it was begun, and takes"):
+        next(loads)
+
+
 def test_a_whole_run_finds_its_rates_and_goes_on_where_it_ended(make_bench, workload, tmp_path: Path):
     *points, submission = run_suite(make_bench(capacity=3, tpot_s=0.001, ttft_s=0.004), workload, tmp_path / "out")
     last = {(each.stage, each.rate_rps): each for each in points}  # of a rate that was measured twice

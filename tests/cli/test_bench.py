@@ -326,6 +326,7 @@ def test_ctrl_c_in_a_suite_says_how_to_go_on(bench, capsys):
     [
         (("--suite", "multi-slo", "--rates", "2"), "--rates is chosen by --suite; leave it out"),
         (("--suite", "multi-slo", "--slo-scales", "1"), "--slo-scales is chosen by --suite; leave it out"),
+        (("--suite", "multi-slo", "--by-class"), "--by-class is chosen by --suite; leave it out"),
         (("--preset", "workload"), "--preset and --class-requests are of --suite; give it too"),
         (("--class-requests", "100"), "--preset and --class-requests are of --suite; give it too"),
         (("--suite", "multi-slo", "--class-requests", "0"), "--class-requests must be at least 1, got 0"),

@@ -30,3 +30,5 @@ def test_a_head_grows_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--experts-per-token is about --experts; give both, or leave it out" in capsys.readouterr().err
     assert run_program("grow", str(tmp_path / "other"), "--source", str(source), "--params", "3B") == 2
     assert "--params must be one of 110M, 1B, 8B, got '3B'" in capsys.readouterr().err
+    assert run_program("grow", str(tmp_path / "other"), "--source", str(source), *SIZES, "--seed", "-1") == 2
+    assert not (tmp_path / "other").exists()

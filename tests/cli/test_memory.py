@@ -103,13 +103,21 @@ def test_room_for_adapters_is_a_line_of_its_own(capsys: pytest.CaptureFixture[st
     assert {name: size for name, size in with_room.items() if name != "target adapters"} == without
 
 
+MEMORY_ALONE = "--memory measures nothing; leave out --search, --acceptance, --name, --plot and --check-seconds"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--out must name the JSON file to write; only --memory does without"),
         (["--exact", "--out", "x.json"], "--exact is about --memory; give both, or leave it out"),
-        (["--memory", "--search"], "--memory measures nothing; leave out --search, --acceptance, --name and --plot"),
-        (["--memory", "--name", "x"], "--memory measures nothing; leave out --search, --acceptance, --name and --plot"),
+        (["--memory", "--search"], MEMORY_ALONE),
+        (["--memory", "--name", "x"], MEMORY_ALONE),
+        (["--memory", "--check-seconds", "5"], MEMORY_ALONE),
+        (
+            ["--device", "h100", "--check-seconds", "5"],
+            "--device measures nothing; leave out --memory, --exact, --search, --trace, --plot and --check-seconds",
+        ),
         (["--out", "x.json", "--trace", "t"], "--trace is what --search simulates; give both, or leave it out"),
         (["--out", "x.json", "--layers", "3"], "--programs and --layers are about --device; give it too, or leave"),
         (["--device", "h100", "--acceptance", "1.5"], "--acceptance must be from 0 to below 1"),

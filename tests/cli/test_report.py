@@ -75,6 +75,12 @@ def test_json_is_for_programs(path):
     assert json.loads(run(path, "--format", "json"))["classes"] == []
 
 
+def test_records_are_records_whatever_their_file_is_called(path, tmp_path):
+    named = tmp_path / "records.json"
+    named.write_bytes(path.read_bytes())
+    assert all_there_is(named, "--format", "json") == all_there_is(path, "--format", "json")
+
+
 def test_it_says_when_nothing_is_there(path, tmp_path):
     text = run(path)  # the last hour
     assert text.startswith("no records from ") and f"{path} has 6, whose choices ended from " in text
