@@ -49,13 +49,13 @@ def multi_slo_page(submissions: Sequence[Submission], title: str | None = None) 
 
 
 def system_names(submissions: Sequence[Submission]) -> list[str]:
-    """Return a name for each: the system, with its policy, and then its draft, where others would be named the same."""
+    """Return a name for each: the system with its policy, and its draft where others would be named the same."""
     systems = [each.system for each in submissions]
-    names = [each.name for each in systems]
-    for more in ([each.policy for each in systems], [each.draft or "no draft" for each in systems]):
-        several = {name for name in names if names.count(name) > 1}
-        names = [f"{name}, {told}" if name in several else name for name, told in zip(names, more, strict=True)]
-    return names
+    names = [f"{each.name}, {each.policy}" for each in systems]
+    return [
+        f"{name}, {each.draft or 'no draft'}" if names.count(name) > 1 else name
+        for name, each in zip(names, systems, strict=True)
+    ]
 
 
 def targets_text(classes: Sequence[ClassTarget]) -> str:

@@ -56,8 +56,10 @@ def test_the_headline_has_the_rates_of_each_system():
     document = multi_slo_page([OURS, THEIRS])
     assert document.headline is not None
     (table,) = (item for item in document.headline.items if isinstance(item, Table))
-    assert [row[:4] for row in table.rows] == [("ours", "4 (8)", "2 (4)", "1 (2)"), ("theirs", "1 (2)", "none (1)",
-                                                                                     "none (1)")]  # fmt: skip
+    assert [row[:4] for row in table.rows] == [
+        ("ours, adaserve", "4 (8)", "2 (4)", "1 (2)"),
+        ("theirs, plain", "1 (2)", "none (1)", "none (1)"),
+    ]
     assert (0, 1) in table.strong and (1, 1) not in table.strong
     assert table.rows[0][-1] == "-", "no burst was measured"
     assert table.rows[0][5] == "186" and not any(isinstance(i, Text) and i.warns for i in document.headline.items)
