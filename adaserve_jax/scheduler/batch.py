@@ -14,7 +14,7 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
 from adaserve_jax.scheduler.fairness import TenantShares
-from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
+from adaserve_jax.scheduler.queue import Ordering, WaitingQueue, bounded_priority
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
 
@@ -121,13 +121,13 @@ class Batch:
 
         gives_up: drop TPOT target and deadline of a sequence that missed its TTFT target. prefix_cache: keep pages of
         sequences that ended for prompts that begin alike. holds_draft: pages hold the draft's KV too. fair_tenants:
-        keep the shares of the tenants of a class fair.
+        keep the shares of the tenants of a class fair, but under strict priorities, which know no tenants.
         """
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
         self.prefixes = Prefixes(self.pool, self.table, holds_draft=holds_draft) if prefix_cache else None
-        self.shares = TenantShares() if fair_tenants else None
+        self.shares = TenantShares() if fair_tenants and ordering != "priority" else None
         self.queue = WaitingQueue(ordering, self.shares)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[SequenceState] = []
@@ -197,7 +197,7 @@ class Batch:
                 return
             asked = self.running and not state.preemptions and not self.queue.promotes_oldest
             if asked and may_start is not None and not may_start(state):
-                state = next(filter(may_start, self.queue.instead_of(state)), None)
+                state = next(filter(may_start, self.queue.instead_of(state, now)), None)
                 shared = None if state is None else self._pages_to_start(state)
                 if state is None or shared is None:
                     return
@@ -231,7 +231,8 @@ class Batch:
         """
         if not self._preempts_for_priority:
             return False
-        worse = [running for running in self.running if running.sequence.priority > state.sequence.priority]
+        own = bounded_priority(state.sequence.priority)
+        worse = [running for running in self.running if bounded_priority(running.sequence.priority) > own]
         if not worse:
             return False
         pages = np.arange(self.pool.pages_in_force)

@@ -42,7 +42,8 @@ the next tokens slower than the last.
 SLACK_SHARE = 0.5
 """Share of the least slack that background work may use before the next step."""
 DEADLINE_RESERVE = 0.05
-"""Share of the time to a deadline that pacing keeps in reserve: a sequence paced exactly ends a step too late."""
+"""Share of the time from arrival to a deadline that pacing keeps in reserve, until that is all there is: a sequence
+paced exactly ends a step too late."""
 PROMPT_SHARE = 0.9
 """Share of its patience within which a prompt counts as in time: its last step still has to run."""
 PROMPTS_AHEAD = 64
@@ -207,7 +208,7 @@ class Planner:
         A prompt without a target has no rate, but those behind it wait for its tokens.
         """
         prompts = [state for state in prefill if not state.num_output]
-        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD)
+        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD, now)
         tokens = np.cumsum([state.pending for state in prompts])
         rates: list[float] = []
         for state, ahead in zip(prompts, tokens.tolist(), strict=True):
@@ -311,7 +312,7 @@ class Planner:
         paced = 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
         if deadline_s == math.inf:
             return paced
-        left_s = deadline_s - now
+        left_s = _paced_deadline_s(state, deadline_s, now) - now
         return max(paced, self._tokens_left(state) / left_s) if left_s > 0 else 0.0
 
     def _least_left(self, slot: int) -> int:
@@ -335,8 +336,8 @@ class Planner:
         deadline_s, tokens_left = table.deadline_s[decode], np.ones(len(decode), np.int64)
         for row in np.flatnonzero(deadline_s < np.inf).tolist():
             state = table.states[decode[row]]
-            assert state is not None and state.sequence.e2e_slo_s is not None, "decode rows run"
-            deadline_s[row] -= DEADLINE_RESERVE * state.sequence.e2e_slo_s
+            assert state is not None, "decode rows run"
+            deadline_s[row] = _paced_deadline_s(state, float(deadline_s[row]), now)
             tokens_left[row] = self._tokens_left(state)
         horizon: int | np.ndarray = self._horizon
         if self._extends_horizon:
@@ -386,6 +387,13 @@ class Planner:
             scored=scored,
             adapters=adapters if adapters.any() else None,
         )
+
+
+def _paced_deadline_s(state: SequenceState, deadline_s: float, now: float) -> float:
+    """Return the time by which pacing ends a sequence: its deadline less the reserve, or itself once only that is
+    left."""
+    reserve_s = DEADLINE_RESERVE * (state.sequence.e2e_slo_s or 0.0)
+    return deadline_s - reserve_s if deadline_s - reserve_s > now else deadline_s
 
 
 def _cut_chunks(prefill: list[SequenceState], tokens: int, positions: int) -> list[int]:

@@ -66,14 +66,14 @@ def order_key(
     if ordering == "goodput":
         output = OUTPUT_WEIGHT * output_tokens
         steps_share = output / (len(sequence.prompt_ids) + output)
-        return sequence.arrival_s + AGEING_S * _bounded(sequence.priority) + PATIENCE_S * steps_share
-    return sequence.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * _bounded(sequence.priority)
+        return sequence.arrival_s + AGEING_S * bounded_priority(sequence.priority) + PATIENCE_S * steps_share
+    return sequence.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * bounded_priority(sequence.priority)
 
 
 def deadline_key_s(arrival_s: float, priority: int, patience_s: float | None) -> float:
     """Return the key of admission under `deadline` ordering. patience_s: as of `order_key`; None: PATIENCE_S."""
     patience_s = PATIENCE_S if patience_s is None else min(patience_s, PATIENCE_S)
-    return arrival_s + AGEING_S * _bounded(priority) + patience_s
+    return arrival_s + AGEING_S * bounded_priority(priority) + patience_s
 
 
 def wait_ratio(state: SequenceState, now: float) -> float:
@@ -82,7 +82,8 @@ def wait_ratio(state: SequenceState, now: float) -> float:
     return max(0.0, now - state.sequence.arrival_s) / patience_s
 
 
-def _bounded(priority: int) -> int:
+def bounded_priority(priority: int) -> int:
+    """Return a priority as the orderings take it."""
     return max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
 
 
@@ -181,22 +182,24 @@ class WaitingQueue:
                 return min((*self._on_time, *self._late), key=lambda state: (state.sequence.arrival_s, state.number))
         return self._on_time.first() or self._late.first()
 
-    def instead_of(self, refused: SequenceState) -> Iterator[SequenceState]:
+    def instead_of(self, refused: SequenceState, now: float) -> Iterator[SequenceState]:
         """Yield the new sequences that may go when the one from `peek` may not start.
 
         They are the first one whose targets bound its wait, if those of `refused` do not, the first one that is not
         demanding, if `refused` is, and the first one without a TPOT target.
         """
         if refused.patience_s is None:
-            yield from self._first(lambda state: state.patience_s is not None)
+            yield from self._first(lambda state: state.patience_s is not None, now)
         if refused.is_demanding and self._demanding < len(self):
-            yield from self._first(lambda state: not state.is_demanding)
+            yield from self._first(lambda state: not state.is_demanding, now)
         if self._untargeted:
-            yield from self._first(lambda state: state.is_untargeted)
+            yield from self._first(lambda state: state.is_untargeted, now)
 
-    def _first(self, eligible: Callable[[SequenceState], bool]) -> Iterator[SequenceState]:
-        """Yield the first eligible new sequence, if there is one."""
-        state = self._on_time.first(eligible) or self._late.first(eligible)
+    def _first(self, eligible: Callable[[SequenceState], bool], now: float) -> Iterator[SequenceState]:
+        """Yield the first eligible new sequence, if there is one; late ones go behind the others."""
+        while (state := self._on_time.first(eligible)) is not None and self._is_late(state, now):
+            self._demote(state)
+        state = state or self._late.first(eligible)
         if state is not None:
             yield state
 
@@ -236,9 +239,9 @@ class WaitingQueue:
         self._untargeted += change * state.is_untargeted
         self._demanding += change * state.is_demanding
 
-    def first_on_time(self, most: int) -> list[SequenceState]:
+    def first_on_time(self, most: int, now: float) -> list[SequenceState]:
         """Return up to `most` new sequences that are on time, by rank."""
-        return list(islice(self._on_time.by_rank(), most))
+        return list(islice((state for state in self._on_time.by_rank() if not self._is_late(state, now)), most))
 
     def most_urgent_wait(self, now: float) -> float:
         """Return the wait ratio of the first sequence that is on time; 0 if there is none."""
@@ -246,15 +249,17 @@ class WaitingQueue:
         return 0.0 if first is None else wait_ratio(first, now)
 
     def _demote_late(self, now: float) -> None:
-        while late := [head for head in self._on_time.heads() if _is_late(head, now)]:
+        while late := [head for head in self._on_time.heads() if self._is_late(head, now)]:
             for state in late:
-                self._on_time.remove(state)
-                self._late.add(state)
+                self._demote(state)
 
+    def _demote(self, state: SequenceState) -> None:
+        self._on_time.remove(state)
+        self._late.add(state)
 
-def _is_late(state: SequenceState, now: float) -> bool:
-    """Return whether a waiting sequence will hardly have its first token in time."""
-    if state.patience_s is None:
-        return False
-    late_s = max(state.patience_s - LATE_PROMPTS * state.prompt_s, LEAST_LATE_SHARE * state.patience_s)
-    return now > state.sequence.arrival_s + late_s
+    def _is_late(self, state: SequenceState, now: float) -> bool:
+        """Return whether a waiting sequence will hardly have its first token in time, where that counts."""
+        if state.patience_s is None or self._ordering not in RELEGATING:
+            return False
+        late_s = max(state.patience_s - LATE_PROMPTS * state.prompt_s, LEAST_LATE_SHARE * state.patience_s)
+        return now > state.sequence.arrival_s + late_s

@@ -431,6 +431,8 @@ class Scheduler:
                 feedback = replace(feedback, drafted=int(np.count_nonzero(own)), accepted=hits)
             elif not self._draft.used:  # text is the only draft
                 feedback = replace(feedback, rows=plan.num_decode, emitted=feedback.decoded)
+            else:  # they are nodes of text alone
+                feedback = replace(feedback, drafted=0, accepted=0)
         if feedback is not None:
             self.controller.learn(feedback)
 

@@ -110,8 +110,8 @@ class SimulationPlan:
     of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
     keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
-    num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
-    beside them, 0: the draft stays.
+    num_pages: of a replica, 0: the machine's own, or without any so many that they never run out. extension_pages:
+    those that the draft's memory makes beside them, 0: the draft stays.
     elastic, fair_tenants: as the engine's options. elastic_rule: when draft and pages change places.
     """
 
@@ -134,9 +134,10 @@ class SimulationPlan:
     synthetic: tuple[float, ...] | None = None
 
     def limits(self, machine: Machine) -> Limits:
-        """Limits of one replica."""
+        """Limits of one replica. There are no texts to draft from."""
         own = machine.limits(self.max_requests)
-        return replace(own, num_pages=self.num_pages or own.num_pages, extension_pages=self.extension_pages)
+        pages = self.num_pages or own.num_pages
+        return replace(own, num_pages=pages, extension_pages=self.extension_pages, suffix_depth=0)
 
 
 @dataclass

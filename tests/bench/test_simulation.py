@@ -5,6 +5,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.sim.machines import load_machine, packaged_machines
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.types import SLO
+from adaserve_jax.types import SLO, Limits
 from adaserve_jax.workloads.traces import adjusted, load_trace
 from tests.report.made import folder, point
 
@@ -46,6 +47,17 @@ def write_trace(
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def test_a_replica_has_no_texts_to_draft_from() -> None:
+    """A profile has the limits of the engine that it was measured with, which drafts from text."""
+
+    class Drafting:
+        def limits(self, max_requests: int) -> Limits:
+            return replace(MACHINE.limits(max_requests), suffix_depth=16)
+
+    drafting: Any = Drafting()
+    assert SimulationPlan(()).limits(drafting).suffix_depth == 0
 
 
 def test_packaged_machines_have_the_published_times() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.scheduler.controllers.base import Decision, Load
 from adaserve_jax.scheduler.planner import Pace
 from adaserve_jax.types import Sequence
 from tests.scheduler.harness import Run, expected_text, limits_of, request_of
@@ -84,6 +85,26 @@ def test_a_deadline_out_of_reach_takes_nothing_from_others() -> None:
     beside = served([*crowd(0.2), reachable])
     assert beside.last["urgent"].metrics.e2e_met is False  # type: ignore[union-attr]
     assert beside.last["paced"].metrics.tpot_met == alone.last["paced"].metrics.tpot_met is True  # type: ignore[union-attr]
+
+
+def test_a_deadline_counts_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pacing keeps a twentieth of its time in reserve, and uses it when that is all there is."""
+    run = Run.of(limits_of(), policy="adaserve")
+    begun_s = run.clock.now()
+    run.add(request_of("urgent", tokens=60, e2e_slo_s=2.0, arrival_s=begun_s))
+    run.step()
+    rates: list[float] = []
+    decide = run.scheduler.controller.decide
+
+    def noted(load: Load) -> Decision:
+        rates.append(float(load.need_rate[0]))
+        return decide(load)
+
+    monkeypatch.setattr(run.scheduler.controller, "decide", noted)
+    for left_s in (0.5, 0.05, -0.01):
+        run.clock.advance(begun_s + 2.0 - left_s - run.clock.now())
+        run.step()
+    assert 0 < rates[0] < rates[1] < np.inf == rates[2]
 
 
 def test_admission_goes_by_the_latest_time_to_start() -> None:

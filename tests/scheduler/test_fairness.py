@@ -10,7 +10,7 @@ from adaserve_jax.scheduler.queue import WaitingQueue, order_key
 from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.types import SamplingParams, Sequence
 from benchmarks.adaserve.fair_tenants import attainment, tenants_trace
-from tests.scheduler.harness import Run, expected_text, limits_of, random_load
+from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 from tests.slow import slow_after
 
 
@@ -64,7 +64,7 @@ def test_what_waits_is_listed_by_rank_whoever_sent_it() -> None:
     waiting = Waiting()
     for name, tenant, arrival_s in (("a0", "A", 0.0), ("a1", "A", 2.0), ("b0", "B", 1.0), ("b1", "B", 3.0)):
         waiting.add(name, tenant, arrival_s)
-    assert [state.sequence.sequence_id for state in waiting.queue.first_on_time(3)] == ["a0", "b0", "a1"]
+    assert [state.sequence.sequence_id for state in waiting.queue.first_on_time(3, now=0.0)] == ["a0", "b0", "a1"]
 
 
 def test_idle_time_saves_up_no_share() -> None:
@@ -109,6 +109,18 @@ def test_every_request_ends_with_its_text_under_fair_shares(policy: str) -> None
     run.serve(tagged)
     for request in tagged:
         assert run.text[request.sequence_id] == expected_text(request, limits.max_context)[0]
+
+
+def test_strict_priorities_know_no_tenants() -> None:
+    """With one place: what A sent is more urgent, though B has had nothing yet."""
+    run = Run.of(limits_of(max_requests=1), policy="priority", fair_tenants=True)
+    run.serve([request_of("before", tenant="A")])
+    now = run.clock.now()
+    run.serve([
+        request_of("b", tenant="B", priority=5, arrival_s=now), request_of("a", tenant="A", arrival_s=now),
+    ])  # fmt: skip
+    begun = {name: run.last[name].metrics.first_scheduled_s for name in "ab"}
+    assert begun["a"] < begun["b"] and not run.scheduler.stats.preemptions
 
 
 @pytest.mark.slow

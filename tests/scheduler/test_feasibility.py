@@ -179,7 +179,7 @@ def test_a_target_out_of_reach_gives_no_place_before_others():
     assert started["fair"] <= started["greedy"]
     queue = run.scheduler.batch.queue
     run.scheduler.add(request_of("again", tpot_slo_s=1e-3))
-    assert list(queue.instead_of(queue.peek(run.clock.now()))) == []
+    assert list(queue.instead_of(queue.peek(run.clock.now()), run.clock.now())) == []
 
 
 @pytest.mark.parametrize(

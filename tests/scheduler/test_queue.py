@@ -54,6 +54,24 @@ def test_preempted_requests_come_first_and_late_ones_last():
     assert queue.most_urgent_wait(1.0) == 0.0
 
 
+def test_late_ones_behind_a_patient_one_go_behind_those_on_time():
+    """Nothing is passed over for a request whose own first token will not come in time."""
+    queue = WaitingQueue("deadline")
+    patient = state_of(0)
+    late, hopeful = (
+        state_of(number, arrival_s=arrival_s, ttft_slo_s=2.0) for number, arrival_s in ((1, 8.5), (2, 10.5))
+    )
+    for state in (patient, late, hopeful):
+        queue.add(state)
+    now = 11.0
+    assert queue.peek(now) is patient
+    assert queue.first_on_time(3, now) == [patient, hopeful]
+    assert next(queue.instead_of(patient, now)) is hopeful
+    assert queue.is_late(late) and not queue.is_late(hopeful)
+    queue.take(hopeful, now)
+    assert next(queue.instead_of(patient, now)) is late
+
+
 def test_a_late_request_is_admitted_while_hopeful_ones_keep_coming():
     """Every PROMOTION_PERIOD-th admission takes the longest-waiting request, so its wait is bounded in admissions."""
     queue = WaitingQueue("deadline")

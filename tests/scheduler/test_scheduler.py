@@ -242,6 +242,13 @@ def test_lower_priority_is_preempted_first():
     assert run.last["low"].metrics.preemptions == 1
 
 
+def test_priorities_beyond_the_bound_are_alike():
+    """So the one that came first runs, and is not preempted for the other."""
+    run = Run.of(limits_of(max_requests=1), policy="priority")
+    run.serve([request_of("first", priority=300), request_of("second", priority=200)])
+    assert [run.last[name].metrics.preemptions for name in ("first", "second")] == [0, 0]
+
+
 @pytest.mark.parametrize(("prompt", "tokens"), [(0, 20), (256, 20), (200, 57)])
 def test_prompts_that_can_never_be_served(prompt, tokens):
     """The engine's client refuses them first; tests/engine/test_client.py checks that."""

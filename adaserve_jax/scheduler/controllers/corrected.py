@@ -201,7 +201,7 @@ class CorrectedController(Controller):
         return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
 
     def _prompts_only(self, load: Load) -> Decision:
-        """Decide a step of prompts; they are fed to the draft unless so many rows were last served without it."""
+        """Decide a step of prompts; they are fed to the draft unless none was last thought best for so many rows."""
         decision = self._joint.weigh(load).pick().decision
         bucket = self._buckets[bisect_left(self._sizes, load.num_prefill)] if load.num_prefill else None
         return replace(decision, feed_draft=False) if bucket is not None and bucket.best == 0 else decision
