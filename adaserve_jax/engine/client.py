@@ -34,8 +34,8 @@ class GenerateRequest:
             `EngineConfig.fair_tenants` says so.
         draft_tag: name of the draft to use; "": the engine chooses.
         adapter: name of the adapter of the target; "": the model alone.
-        max_wait_s: a choice that has not begun after so long ends with the error "overloaded"; 0: it waits.
-        max_queue_s: a choice that has not begun after so long ends with the error "queue_timeout"; 0: it waits.
+        max_wait_s: its choices end with the error "overloaded" if none of them has begun after so long; 0: they wait.
+        max_queue_s: the same, with the error "queue_timeout".
     """
 
     request_id: str

@@ -101,9 +101,9 @@ class EngineCore:
         self._deliver: Callable[[list[OutputChunk]], None] | None = None
         self._undelivered: list[SequenceUpdate] = []
         """Updates of the last step whose text is not decoded yet."""
-        self._latest_begins: list[tuple[float, str, float, str, list[str]]] = []
-        """Heap of the time by which a request must begin, its id, the wait until then, the error's code, and its entry
-        in `_choice_ids`."""
+        self._latest_begins: list[tuple[float, str, float, str, list[str], int]] = []
+        """Heap of the time by which a request must begin, its id, the wait until then, the error's code, its entry in
+        `_choice_ids`, and the number of choices that it began with."""
 
     @property
     def has_work(self) -> bool:
@@ -165,7 +165,8 @@ class EngineCore:
         self._choice_ids[request.request_id] = added
         for wait_s, code in ((request.max_wait_s, OverloadedError.code), (request.max_queue_s, QUEUE_TIMEOUT)):
             if wait_s:
-                heapq.heappush(self._latest_begins, (arrival_s + wait_s, request.request_id, wait_s, code, added))
+                entry = arrival_s + wait_s, request.request_id, wait_s, code, added, len(added)
+                heapq.heappush(self._latest_begins, entry)
         if len(self._latest_begins) > HEAP_SLACK + 4 * len(self._choice_ids):
             held = self._choice_ids
             self._latest_begins = [entry for entry in self._latest_begins if held.get(entry[1]) is entry[4]]
@@ -243,10 +244,10 @@ class EngineCore:
         chunks: list[OutputChunk] = []
         now = self.clock()
         while self._latest_begins and self._latest_begins[0][0] <= now:
-            _, request_id, wait_s, code, choices = heapq.heappop(self._latest_begins)
+            _, request_id, wait_s, code, choices, count = heapq.heappop(self._latest_begins)
             if self._choice_ids.get(request_id) is not choices:
                 continue  # it ended, and another request may have its id by now
-            if not all(map(self.scheduler.never_ran, choices)):
+            if len(choices) < count or not all(map(self.scheduler.never_ran, choices)):
                 continue  # its other choices wait for their turn
             error = _OVERDUE[code].format(wait_s=wait_s, wait_ms=1e3 * wait_s)
             for sequence_id in choices:

@@ -188,7 +188,10 @@ class SupervisedEngine:
         self._info = engine.info
 
     def _restore_adapter(self, engine: EngineClient, name: str, folder: str | None) -> None:
-        """Load or unload an adapter in a new engine as it was in the one before; a failure is only logged."""
+        """Load or unload an adapter in a new engine as it was in the one before.
+
+        A failure is logged. One that cannot be loaded is unloaded: the configuration may give its name other weights.
+        """
         try:
             if folder is not None:
                 engine.load_adapter(name, folder, replace=True)
@@ -196,6 +199,8 @@ class SupervisedEngine:
                 engine.unload_adapter(name)
         except AdaServeError as error:
             _log.error("adapter %r is not as it was before the engine was started again: %s", name, error)
+            if folder is not None:
+                self._restore_adapter(engine, name, None)
 
     def _on_death(self, why: str, requests: Sequence[GenerateRequest] = ()) -> EngineDeadError:
         """Decide whether the dead engine is replaced, and return the error that its requests get."""

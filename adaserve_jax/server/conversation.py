@@ -182,13 +182,13 @@ def _plain(turns: list[Turn], tools: list[dict[str, Any]], form: ToolFormat) -> 
     plain: list[Turn] = []
     for turn in turns:
         text, role = turn["content"], turn["role"]
-        named = {"name": turn["name"]} if "name" in turn and role != "tool" else {}
+        kept = {key: turn[key] for key in ("name", "reasoning_content") if key in turn and role != "tool"}
         if calls := turn.get("tool_calls"):
             bodies = [(call["function"]["name"], _spelled(call["function"]["arguments"])) for call in calls]
             text = f"{text}\n{form.write(bodies)}" if text else form.write(bodies)
         if role == "tool":
             role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
-        plain.append({"role": role, "content": text, **named})
+        plain.append({"role": role, "content": text, **kept})
     if tools:
         listed = "\n".join(_spelled(tool["function"]) for tool in tools)
         told = (

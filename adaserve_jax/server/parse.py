@@ -26,8 +26,8 @@ from adaserve_jax.server.state import TextCodec
 from adaserve_jax.types import SLO, SamplingParams
 
 LONG_TEXT = 8192
-"""Characters or tokens of one HTTP request above which they are rendered, tokenised or decoded in a thread instead of
-on the event loop."""
+"""Characters or tokens of one HTTP request above which they are rendered, tokenised, decoded or written in a thread
+instead of on the event loop. Each log probability of the output counts as one."""
 MAX_SHOWN = 40
 OUTPUT_SHARE = 0.25
 """Most of the context that a prompt which is cut to fit leaves for the output; less where less is asked."""

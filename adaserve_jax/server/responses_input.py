@@ -123,9 +123,10 @@ def _conversation(body: ResponsesBody) -> tuple[list[Message], FieldNames]:
             continue
         if isinstance(item, InputCall):
             if not messages or messages[-1].role != "assistant":
-                messages.append(Message.model_construct(role="assistant", reasoning_content="".join(thoughts) or None))
-                thoughts = []
+                messages.append(Message.model_construct(role="assistant"))
             last = messages[-1]
+            last.reasoning_content = "".join([last.reasoning_content or "", *thoughts]) or None
+            thoughts = []
             last.tool_calls = last.tool_calls or []
             places[f"messages[{len(messages) - 1}].tool_calls[{len(last.tool_calls)}].function"] = where
             called = CalledFunction.model_construct(name=item.name, arguments=item.arguments)

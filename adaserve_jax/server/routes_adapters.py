@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.server.body import BoundedRoute
+from adaserve_jax.server.daemon_thread import in_thread
 from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.routes_info import model_list
@@ -35,7 +35,9 @@ def router(state: ServerState) -> APIRouter:
         folder = _inside(root, body.lora_path)
         replace = bool(body.load_inplace)
         try:
-            await asyncio.to_thread(state.client.load_adapter, body.lora_name, str(folder), replace=replace)
+            await in_thread(
+                lambda: state.client.load_adapter(body.lora_name, str(folder), replace=replace), "load-adapter"
+            )
         except CheckpointError as error:
             raise invalid(str(error), "lora_path", "invalid_adapter") from None
         response.headers.update(warning_headers(body, http.query_params))
@@ -48,7 +50,7 @@ def router(state: ServerState) -> APIRouter:
     async def unload(body: UnloadAdapterBody, http: Request, response: Response) -> ModelList:
         _allowed(state)
         state.require_ready()
-        await asyncio.to_thread(state.client.unload_adapter, body.lora_name)
+        await in_thread(lambda: state.client.unload_adapter(body.lora_name), "unload-adapter")
         response.headers.update(warning_headers(body, http.query_params))
         return model_list(state)
 

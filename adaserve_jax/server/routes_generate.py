@@ -277,11 +277,12 @@ async def begin(
                 learn=learn,
                 tenant=account.name,
                 draft_tag=body.draft_tag or "",
-                max_wait_s=state.settings.max_queue_wait,
-                max_queue_s=targets.max_queue_s,
+                # Only the first prompt of a list must begin in time: the error of any prompt would end them all.
+                max_wait_s=0.0 if index else state.settings.max_queue_wait,
+                max_queue_s=0.0 if index else targets.max_queue_s,
                 adapter=adapter,
             )
-            for ids in encoded
+            for index, ids in enumerate(encoded)
         ]
         PromptReport.of(body).check(requests, stream=bool(body.stream))
         texts = prompts if body.truncate_prompt_tokens is None else encoded

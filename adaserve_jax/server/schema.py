@@ -286,7 +286,7 @@ class Message(RequestModel):
         description="Who speaks; developer is today's name of system, tool gives the result of a call."
     )
     content: ValidText | Annotated[list[TextPart], FIRST_ERROR] | None = Field(
-        None, description="A text, or parts of type text; only an assistant that calls may say nothing."
+        None, description="A text, or parts of type text; only an assistant may leave it out."
     )
     name: ValidText | None = Field(None, description="The speaker's or the tool's name, for templates that show it.")
     reasoning_content: ValidText | None = Field(

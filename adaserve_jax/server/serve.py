@@ -13,10 +13,9 @@ import ssl
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from ipaddress import ip_address
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -31,6 +30,7 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config, tls_options
+from adaserve_jax.server.daemon_thread import in_thread
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
@@ -49,7 +49,6 @@ WARM_UP_LINES = 10
 """Lines of progress per kind of work where there is no terminal."""
 Reread = Callable[[], ServerSettings]
 """Function that reads the settings again from their file. Raises ConfigError."""
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -156,7 +155,7 @@ async def _serve(
         state.client.start()
         return loaded
 
-    loading = in_thread(load)
+    loading = in_thread(load, "engine-start")
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -185,21 +184,6 @@ async def _end_with_engine(server: DrainingServer[ServerState]) -> None:
         await asyncio.sleep(DEAD_POLL_S)
     _log.error("the engine ended and is not started again: the server ends too")
     server.begin_drain()
-
-
-def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, which does not delay the end of the program. Return its result as a future."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # from here on a caller who gives up leaves the thread alone
-
-    def target() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=target, name="engine-start", daemon=True).start()
-    return asyncio.wrap_future(future)
 
 
 def _announce(state: ServerState, listener: socket.socket) -> None:

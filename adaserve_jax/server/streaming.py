@@ -12,6 +12,7 @@ from typing import Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from adaserve_jax.engine.client import OutputChunk
@@ -19,6 +20,7 @@ from adaserve_jax.server.connection import DirectBody, direct_body
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.formatting import ChoiceDelta, EventFormatter, ResponseFormatter, to_json
 from adaserve_jax.server.generation import Generation
+from adaserve_jax.server.parse import run_sized
 from adaserve_jax.server.schema import StreamOptions, Usage
 
 CLIENT_CLOSED_REQUEST = 499
@@ -222,11 +224,25 @@ async def collect(
         generation.abort()
     if not finished:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    choices = [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
-    metrics = generation.metrics()
-    body = to_json(formatter.full(choices, generation.usage(), metrics))
+    usage, metrics = generation.usage(), generation.metrics()
+
+    def written() -> str:
+        choices = [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
+        return _by_choice(formatter.full(choices, usage, metrics))
+
+    size = usage.completion_tokens * (1 + (generation.requests[0].sampling.logprobs or 0))
+    body = await run_sized(size, written)
     headers = with_warning(headers, INFEASIBLE if metrics.slo.feasible is False else "")
     return Response(body, media_type="application/json", headers=headers)
+
+
+def _by_choice(response: BaseModel) -> str:
+    """Return the JSON of a response, written choice by choice: no other thread runs while pydantic writes."""
+    choices: list[BaseModel] = getattr(response, "choices", [])
+    if len(choices) < 2:
+        return to_json(response)
+    before, after = to_json(response.model_copy(update={"choices": []})).split('"choices":[]', 1)
+    return f'{before}"choices":[{",".join(choice.model_dump_json() for choice in choices)}]{after}'
 
 
 def with_warning(headers: Mapping[str, str], text: str) -> Mapping[str, str]:

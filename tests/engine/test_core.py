@@ -229,6 +229,22 @@ def test_the_choices_of_a_request_that_has_begun_wait_for_their_turn() -> None:
     assert [chunk.finish_reason for chunk in ended] == ["length"] * 6
 
 
+def test_a_choice_waits_for_its_turn_though_those_that_began_have_ended() -> None:
+    """A slot is free for the first choice alone, and for the second one long after the wait that is allowed."""
+    core = core_of("ar", num_pages=64)
+    for name, tokens in (("a", 44), ("b", 44), ("c", 44)):
+        core.add(GenerateRequest(name, [3], SamplingParams(max_tokens=tokens, ignore_eos=True)), core.clock())
+    two = SamplingParams(max_tokens=1, ignore_eos=True, n=2)
+    core.add(GenerateRequest("two", [3], two, max_wait_s=0.2), core.clock())
+    ended = core.step()
+    core.add(GenerateRequest("urgent", [3], SamplingParams(max_tokens=44, ignore_eos=True), priority=-9), core.clock())
+    ended += [chunk for _ in iter(lambda: core.has_work, False) for chunk in core.step()]
+    assert {chunk.finish_reason for chunk in ended if chunk.finish_reason} == {"length"}
+    first, second = (chunk for chunk in ended if chunk.request_id == "two" and chunk.finish_reason)
+    assert first.metrics is not None and first.metrics.last_token_s is not None and first.metrics.last_token_s < 0.2
+    assert second.metrics is not None and second.metrics.queue_s is not None and second.metrics.queue_s > 0.2
+
+
 def test_requests_that_ended_are_not_kept_until_their_longest_wait_is_over() -> None:
     core = core_of("ar", num_pages=64)
     for number in range(300):

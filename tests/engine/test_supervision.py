@@ -18,7 +18,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import OnDeath, SupervisedEngine
-from adaserve_jax.errors import EngineDeadError, EngineRestartingError, RequestError
+from adaserve_jax.errors import CheckpointError, EngineDeadError, EngineRestartingError, RequestError
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats, metrics_of
 from adaserve_jax.types import FinishReason
@@ -63,6 +63,8 @@ class Fake:
         self.submitted = []
 
     def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        if folder == "moved" and self.number:
+            raise CheckpointError("moved has no adapter_config.json")
         self.adapters.append((name, folder))
 
     def unload_adapter(self, name: str) -> None:
@@ -308,6 +310,16 @@ def test_what_was_unloaded_makes_room_in_the_next_engine_before_others_are_loade
         world.fakes[0].die()
         wait_until(world.engine.is_alive)
         assert world.fakes[1].adapters == [("a", None), ("b", "B"), ("c", "C")]
+
+
+def test_a_name_whose_adapter_cannot_be_loaded_again_gets_no_other_weights(caplog: pytest.LogCaptureFixture):
+    """Each engine begins with adapter a of its configuration, in whose place another one was loaded."""
+    with World() as world:
+        world.engine.load_adapter("a", "moved", replace=True)
+        world.fakes[0].die()
+        wait_until(world.engine.is_alive)
+        assert world.fakes[1].adapters == [("a", None)]
+    assert "adapter 'a' is not as it was before the engine was started again: moved has no" in caplog.text
 
 
 def test_a_restart_that_fails_clears_no_suspect():

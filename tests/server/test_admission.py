@@ -274,6 +274,15 @@ def test_a_full_server_says_429_and_when_to_come_again(start_server) -> None:
         assert server.post(prompt="x", slo_ttft_ms=1).status_code == 200
 
 
+def test_of_a_list_of_prompts_the_first_alone_must_begin_in_time(start_server) -> None:
+    """The others wait for their turn, as the choices of one prompt do: the error of any of them would end them all."""
+    with start_server(ServerSettings(max_queue_wait=2.0)) as server:
+        for prompt in (["a", "b", "c"], "d"):
+            assert server.post(prompt=prompt, max_queue_ms=1000, max_tokens=1).status_code == 200
+        told = {bytes(r.prompt_ids): (r.max_wait_s, r.max_queue_s) for r in server.engine.submitted}
+    assert told == {b"a": (2.0, 1.0), b"b": (0.0, 0.0), b"c": (0.0, 0.0), b"d": (2.0, 1.0)}
+
+
 @pytest.mark.parametrize("preparing", [30, 0])
 def test_requests_that_have_not_reached_the_scheduler_say_nothing_of_its_room(start_server, preparing: int) -> None:
     """Thirty that wait in the scheduler while slots are free mean that pages are short; thirty grammars do not."""

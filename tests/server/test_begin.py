@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from adaserve_jax.server.formatting import CompletionFormatter
 from adaserve_jax.server.parse import LONG_TEXT
 from adaserve_jax.server.settings import KeySettings, ServerSettings
 from tests.server.scripted import ByteTokenizer
@@ -125,6 +126,26 @@ def test_long_texts_are_worked_on_apart(noting, path, short, long):
     tokenizer.threads.clear()
     assert noting.post(path, **long).status_code == 200
     assert tokenizer.threads and loop not in tokenizer.threads
+
+
+def test_long_answers_are_written_apart(server, monkeypatch):
+    """One with many log probabilities is long too."""
+    threads = []
+
+    def noted(*given):
+        threads.append(threading.current_thread())
+        return CompletionFormatter.event(*given[:2], usage=given[2], metrics=given[3])
+
+    monkeypatch.setattr(CompletionFormatter, "full", noted)
+    for short in ({"max_tokens": 3, "logprobs": 5}, {"max_tokens": 500}, {"max_tokens": 3, "n": 4}):
+        assert server.post(prompt="ab", **short).status_code == 200
+    (loop,) = set(threads)
+    threads.clear()
+    for long in ({"max_tokens": 498, "n": 4, "logprobs": 5}, {"max_tokens": 498, "n": 20}):
+        choices = server.post(prompt='ab"choices":[]', echo=True, **long).json()["choices"]
+        assert [choice["index"] for choice in choices] == [*range(long["n"])]
+        assert len({choice["text"] for choice in choices}) == 1 and len(choices[0]["text"]) == 14 + 498
+    assert len(threads) == 2 and loop not in threads
 
 
 def test_answers_about_tokens_are_as_before(server):

@@ -165,12 +165,15 @@ def test_calls_of_tools_come_after_thinking(thinks: Running):
     assert (choice.message.reasoning, choice.message.content) == (f"Call: {call}?", None)
 
 
-def test_an_earlier_answer_brings_its_thinking_to_the_template(thinks: Running):
+def test_an_earlier_answer_brings_its_thinking_to_the_template(thinks: Running, monkeypatch: pytest.MonkeyPatch):
     for name in ("reasoning", "reasoning_content"):
         earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
         messages = [{"role": "user", "content": "x"}, earlier, {"role": "user", "content": "y"}]
         ids = thinks.post("/tokenize", messages=messages).json()["tokens"]
         assert bytes(ids).startswith(b"thought: Hm.\n")
+        monkeypatch.setattr(thinks.state.tokenizer, "chat_template", "<think>")  # it knows no tools
+        assert thinks.post("/tokenize", messages=messages).json()["tokens"] == ids
+        monkeypatch.undo()
     error = thinks.post("/v1/chat/completions", messages=[{"role": "user", "content": "x", "reasoning": "y"}]).json()
     assert "reasoning_content must be left out unless the role is assistant, got user" in error["error"]["message"]
 
@@ -225,6 +228,15 @@ def test_reasoning_items_come_back_with_the_answer_that_they_led_to(thinks: Runn
         said = [{"role": "user", "content": "x"}, items[0], *later, {"role": "user", "content": "y"}]
         assert thinks.post("/v1/responses", input=said).status_code == 200
         assert bytes(thinks.engine.submitted[-1].prompt_ids).startswith(b"thought: Hm.\n")
+
+
+def test_reasoning_items_between_an_answer_and_its_calls_come_back_with_them(thinks: Running):
+    items = thinks.post("/v1/responses", input="<think>Hm.</think>Yes.").json()["output"]
+    again = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": " Ah."}]}
+    call = {"type": "function_call", "call_id": "c", "name": "say", "arguments": "{}"}
+    said = [{"role": "user", "content": "x"}, *items, again, call, again, call, {"role": "user", "content": "y"}]
+    assert thinks.post("/v1/responses", input=said).status_code == 200
+    assert bytes(thinks.engine.submitted[-1].prompt_ids).startswith(b"thought: Hm. Ah. Ah.\n")
 
 
 def test_models_without_marks_and_completions_have_no_thinking(server: Running, thinks: Running):

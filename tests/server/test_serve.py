@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError
 from adaserve_jax.server.connection import ABORT_GRACE_S
 from adaserve_jax.server.serve import WarmUpBar, example, listen, load_tokenizer, serve
 from adaserve_jax.server.settings import ServerSettings
@@ -196,6 +196,43 @@ def test_a_server_can_end_with_its_engine(caplog):
     serving.join(PATIENCE_S)
     assert not serving.is_alive()
     assert status == [70] and "the server ends too" in caplog.text
+
+
+class Hung(ScriptedEngine):
+    """Loads no adapter until the test lets it."""
+
+    loads = may_load = False
+
+    def load_adapter(self, name: str, folder: str, *, replace: bool = False) -> None:
+        self.loads = True
+        wait_until(lambda: self.may_load)
+        raise EngineDeadError("the engine was closed")
+
+
+def test_an_adapter_that_an_engine_never_loads_holds_up_no_stop(tmp_path):
+    (tmp_path / "a").mkdir()
+    engine = Hung(EngineConfig(target="models/scripted"))
+    settings = ServerSettings(port=0, exit_when_dead=True, shutdown_timeout=0.1, lora_folder=str(tmp_path))
+    bar = WarmUpBar(Console(file=io.StringIO()))
+    serving = threading.Thread(target=serve, args=(settings, engine, ByteTokenizer, bar), daemon=True)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        serving.start()
+        wait_until(lambda: "curl" in said.getvalue() or not serving.is_alive(), every_s=0.02)
+    (url,) = re.findall(r"^adaserve serves scripted on (http://127\.0\.0\.1:\d+) ", said.getvalue())
+
+    def load() -> None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"}, timeout=PATIENCE_S)
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    wait_until(lambda: engine.loads, every_s=0.02)
+    httpx.post(f"{url}/v1/completions", json={"prompt": "die"}, timeout=PATIENCE_S)
+    serving.join(20 * ABORT_GRACE_S)
+    ended, engine.may_load = not serving.is_alive(), True
+    serving.join(PATIENCE_S)
+    loading.join(PATIENCE_S)
+    assert ended
 
 
 def test_it_answers_while_the_engine_starts_and_can_be_stopped_then():
