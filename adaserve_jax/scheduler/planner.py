@@ -208,7 +208,7 @@ class Planner:
         A prompt without a target has no rate, but those behind it wait for its tokens.
         """
         prompts = [state for state in prefill if not state.num_output]
-        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD, now)
+        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD)
         tokens = np.cumsum([state.pending for state in prompts])
         rates: list[float] = []
         for state, ahead in zip(prompts, tokens.tolist(), strict=True):

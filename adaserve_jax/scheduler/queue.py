@@ -91,6 +91,11 @@ def _rank(state: SequenceState) -> tuple[float, int]:
     return state.rank
 
 
+def _is_bounded(state: SequenceState) -> bool:
+    """Return whether a sequence's targets bound its wait."""
+    return state.patience_s is not None
+
+
 class _Lines:
     """New sequences that wait, by rank, in one line for each flow."""
 
@@ -189,17 +194,18 @@ class WaitingQueue:
         demanding, if `refused` is, and the first one without a TPOT target.
         """
         if refused.patience_s is None:
-            yield from self._first(lambda state: state.patience_s is not None, now)
+            # those that became late behind it: no head of a line, which `peek` would have put behind the others
+            while (state := self._on_time.first(_is_bounded)) is not None and self._is_late(state, now):
+                self._demote(state)
+            yield from self._first(_is_bounded)
         if refused.is_demanding and self._demanding < len(self):
-            yield from self._first(lambda state: not state.is_demanding, now)
+            yield from self._first(lambda state: not state.is_demanding)
         if self._untargeted:
-            yield from self._first(lambda state: state.is_untargeted, now)
+            yield from self._first(lambda state: state.is_untargeted)
 
-    def _first(self, eligible: Callable[[SequenceState], bool], now: float) -> Iterator[SequenceState]:
-        """Yield the first eligible new sequence, if there is one; late ones go behind the others."""
-        while (state := self._on_time.first(eligible)) is not None and self._is_late(state, now):
-            self._demote(state)
-        state = state or self._late.first(eligible)
+    def _first(self, eligible: Callable[[SequenceState], bool]) -> Iterator[SequenceState]:
+        """Yield the first eligible new sequence, if there is one."""
+        state = self._on_time.first(eligible) or self._late.first(eligible)
         if state is not None:
             yield state
 
@@ -239,9 +245,9 @@ class WaitingQueue:
         self._untargeted += change * state.is_untargeted
         self._demanding += change * state.is_demanding
 
-    def first_on_time(self, most: int, now: float) -> list[SequenceState]:
+    def first_on_time(self, most: int) -> list[SequenceState]:
         """Return up to `most` new sequences that are on time, by rank."""
-        return list(islice((state for state in self._on_time.by_rank() if not self._is_late(state, now)), most))
+        return list(islice(self._on_time.by_rank(), most))
 
     def most_urgent_wait(self, now: float) -> float:
         """Return the wait ratio of the first sequence that is on time; 0 if there is none."""

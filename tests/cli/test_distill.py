@@ -87,7 +87,7 @@ def test_a_run_is_stopped_gone_on_with_and_serves(
         patch.setattr(Distillation, "_round", interrupted)
         assert run_program("distill", *_options("parts")) == 130
     err = capsys.readouterr().err
-    assert "stopping when this round's texts are learned" in err
+    assert "stopping; a round that is being learned is finished first; Ctrl-C again: at once, without it" in err
     assert "stopped after 1 of 3 rounds, kept in parts.training; to go on: adaserve distill --target target" in err
     assert not Path("parts").exists()
     assert run_program("distill", *_options("parts")) == 2

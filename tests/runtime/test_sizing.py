@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ from adaserve_jax.runtime.sizing import (
     weight_bytes,
     workspace_of,
 )
+from adaserve_jax.runtime.step_layout import step_layout
 from adaserve_jax.types import SamplingParams
 from tests.engines import DEMO, PLAIN
 
@@ -368,7 +370,8 @@ def test_the_reserve_holds_drawing_again() -> None:
         config = EngineConfig(draft=None, max_requests=rows, max_context=1024, token_edges=(tokens,), row_edges=(rows,))
         resolved = resolve(config, replace(TARGET, vocab_size=vocab_size), None)
         stub: Any = SimpleNamespace(
-            role="target", config=SimpleNamespace(vocab_size=vocab_size), programs=SimpleNamespace(max_pages=16),
+            role="target", config=SimpleNamespace(vocab_size=vocab_size),
+            programs=SimpleNamespace(max_pages=16, synthetic=None, layout=partial(step_layout, max_pages=16)),
             buckets=resolved.verify_buckets, placement=resolved.placement,
         )  # fmt: skip
         resampler = Resampler(stub, resolved.limits)
@@ -393,7 +396,7 @@ def test_what_is_planned_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_draft_is_planned_as_it_is(demo_engine: LocalEngine) -> None:
-    resolved, workspace = plan_memory(SMALL)
+    resolved, workspace = plan_memory(EngineConfig(**DEMO))
     assert resolved.ledger(workspace) == demo_engine.executor.ledger
 
 

@@ -64,7 +64,7 @@ def test_what_waits_is_listed_by_rank_whoever_sent_it() -> None:
     waiting = Waiting()
     for name, tenant, arrival_s in (("a0", "A", 0.0), ("a1", "A", 2.0), ("b0", "B", 1.0), ("b1", "B", 3.0)):
         waiting.add(name, tenant, arrival_s)
-    assert [state.sequence.sequence_id for state in waiting.queue.first_on_time(3, now=0.0)] == ["a0", "b0", "a1"]
+    assert [state.sequence.sequence_id for state in waiting.queue.first_on_time(3)] == ["a0", "b0", "a1"]
 
 
 def test_idle_time_saves_up_no_share() -> None:

@@ -65,9 +65,9 @@ def test_late_ones_behind_a_patient_one_go_behind_those_on_time():
         queue.add(state)
     now = 11.0
     assert queue.peek(now) is patient
-    assert queue.first_on_time(3, now) == [patient, hopeful]
     assert next(queue.instead_of(patient, now)) is hopeful
     assert queue.is_late(late) and not queue.is_late(hopeful)
+    assert queue.first_on_time(3) == [patient, hopeful]
     queue.take(hopeful, now)
     assert next(queue.instead_of(patient, now)) is late
 

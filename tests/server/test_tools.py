@@ -76,7 +76,7 @@ def test_required_calls_streamed_and_whole_under_every_policy(served: Running, d
         found = []
         for policy in POLICIES:
             demo_engine.set_policy(policy)
-            one = {**FIXED, "seed": 1, "tool_choice": "required", "parallel_tool_calls": False}
+            one = {**FIXED, "seed": 2, "tool_choice": "required", "parallel_tool_calls": False}
             made = client.chat.completions.create(**one)
             (choice,) = made.choices
             accepted += made.metrics["speculative"]["accepted_tokens"]
