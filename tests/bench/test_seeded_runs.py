@@ -24,7 +24,9 @@ def test_a_seeded_run_repeated_has_identical_token_counts(tmp_path: Path) -> Non
     )  # fmt: skip
     items = load_workload().items
     # some have no seed of their own, so that the run's counts; at these temperatures texts end where they want to
-    workload = replace(load_workload(), items=tuple(replace(item, seed=None, temperature=1.2, max_tokens=240) for item in items))
+    workload = replace(
+        load_workload(), items=tuple(replace(item, seed=None, temperature=1.2, max_tokens=240) for item in items)
+    )
     plan = BenchPlan(
         ("ar", "adaserve"), (20.0,), duration_s=0.5, seed=5, drain_s=120.0, max_late_s=60.0, warmup_requests=1,
         repeats=2,
