@@ -280,6 +280,7 @@ def test_a_file_may_bring_a_selector(tmp_path):
     ("np.full(len(offered.f), 0.5)", r"got \[0.5, 0.5\]"),
     ("np.array([-1, 1])", r"got \[-1, 1\]"),
     ("np.full(2, 1000)", r"at most \d+ in all, got \[1000, 1000\]"),
+    ("np.array([offered.most + 1, 0])", r"at most 2 in all, got \[3, 0\]"),
     ("None", "got None"),
 ])  # fmt: skip
 def test_a_selection_that_cannot_be_verified_is_named(tmp_path, returned, got):
