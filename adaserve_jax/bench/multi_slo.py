@@ -243,8 +243,7 @@ class Suite:
         self._definition, self._settings, self._workload = definition, settings, workload
         self._open, self._observe, self._about, self._policy_files = open_engine, observe, about, policy_files
         self._least_share = min(each.share for each in definition.classes)
-        self._rows: list[ResultRow] = []
-        """Of all loads so far, which those to come must be comparable with."""
+        self._rows: list[ResultRow] = []  # of all loads so far; those to come must be comparable
 
     def run(self, policy: str, out: Path) -> Iterator[SuitePoint | Submission]:
         """Measure all loads under a policy; yields each point as it ends, and at last the submission, which is written

@@ -194,7 +194,7 @@ class WaitingQueue:
         demanding, if `refused` is, and the first one without a TPOT target.
         """
         if refused.patience_s is None:
-            # those that became late behind it: no head of a line, which `peek` would have put behind the others
+            # `peek` puts late heads of lines behind the others, and those behind `refused` are no heads
             while (state := self._on_time.first(_is_bounded)) is not None and self._is_late(state, now):
                 self._demote(state)
             yield from self._first(_is_bounded)

@@ -152,8 +152,8 @@ async def ask(
     }  # fmt: skip
     if server.told:
         body["cache_salt"] = secrets.token_hex(8)
-    if server.told and targets_ms:
-        body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
+        if targets_ms:
+            body |= {"slo_tpot_ms": targets_ms[asked.slo_class], "slo_ttft_ms": 1e3 * TTFT_S}
     heard = Heard(asked, time.monotonic())
     try:
         async with asyncio.timeout(limit_s):

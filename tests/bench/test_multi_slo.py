@@ -156,8 +156,11 @@ def workload(tmp_path: Path) -> Workload:
 SETTINGS = SuiteSettings(duration_s=0.03, drain_s=1.0, max_late_s=60.0, warmup_requests=0)
 
 
-def begun_suite(engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS):
-    definition, targeted = define(settings, workload, engine.about.baseline_s * 1e3)
+def begun_suite(
+    engine, workload: Workload, out: Path, settings: SuiteSettings = SETTINGS, baseline_s: float | None = None
+):
+    """Begin or resume a suite. baseline_s: of one that is resumed; None: what the engine has."""
+    definition, targeted = define(settings, workload, (baseline_s or engine.about.baseline_s) * 1e3)
     begin(out, definition, held_definition(out, resume=True))
     suite = Suite(definition, settings, targeted, lambda: engine, lambda plan: nullcontext(RunObserver()), about={},
                   policy_files={})  # fmt: skip
@@ -175,11 +178,10 @@ def test_a_load_is_not_measured_at_another_speed_than_those_before(
     first = begun_suite(engine, workload, tmp_path)
     next(first)
     first.close()
-    definition, targeted = define(SETTINGS, workload, engine.about.baseline_s * 1e3)
-    slower = replace(engine.about, baseline_s=2 * engine.about.baseline_s)
+    held_s = engine.about.baseline_s
+    slower = replace(engine.about, baseline_s=2 * held_s)
     monkeypatch.setattr(type(engine), "about", property(lambda _: slower))
-    loads = Suite(definition, SETTINGS, targeted, lambda: engine, lambda plan: nullcontext(RunObserver()), about={},
-                  policy_files={}).run("ar", tmp_path / "ar")  # fmt: skip
+    loads = begun_suite(engine, workload, tmp_path, baseline_s=held_s)
     next(loads)
     with pytest.raises(ConfigError, match=r"cannot resume .*: one token alone took .* ms when it was begun, and takes"):
         next(loads)
