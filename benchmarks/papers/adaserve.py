@@ -75,18 +75,13 @@ GPU_RUN = Step(
 )  # fmt: skip
 ON_CPU = "The demo pair, its target grown to 110M in f32, on a CPU"
 IN_MINIATURE = f"{ON_CPU}; the packaged workload."
-OVERLOADED = (
-    "At a rate above what the machine can serve, `adaserve` lets few requests run and the others wait (`running` and "
-    "`waiting` in samples.jsonl), so that these keep their tokens. Under the loads of docs/results/bench-110m-cpu.md "
-    "they fall."
-)
 ON_ONE_GPU = "The demo pair, its target grown to 8B in bf16, on one GPU"
 ON_GPU = f"{ON_ONE_GPU}; the packaged workload."
 
 
-def _real(kind: str, in_miniature: str = IN_MINIATURE) -> dict[str, Form]:
+def _real(kind: str) -> dict[str, Form]:
     """The real engine over rates, in miniature and on a GPU; one run serves every figure over rates."""
-    forms = (("engine", GROWN, ENGINE_BENCH, in_miniature), ("gpu", GROWN_8B, GPU_RUN, ON_GPU))
+    forms = (("engine", GROWN, ENGINE_BENCH, IN_MINIATURE), ("gpu", GROWN_8B, GPU_RUN, ON_GPU))
     return {
         size: Form(
             (grown, run), bench_rows(run.name, "rate_rps"), bench_claims(kind), "packaged", "results.jsonl", differs
@@ -262,7 +257,7 @@ ENTRIES = (
         "Draft tokens accepted per verification of a request, over requests per second. Under AdaServe they fall with "
         "the load, under fixed chains they stay the same.",
         "The runs of figure 8. The bonus token is not counted.",
-        {"cpu": _simulated("rate", 4, ACCEPTED_CLAIMS, MIX), **_real("accepted", f"{IN_MINIATURE} {OVERLOADED}")},
+        {"cpu": _simulated("rate", 4, ACCEPTED_CLAIMS, MIX), **_real("accepted")},
     ),
     Entry(
         "adaserve-13", PAPER, "figure 13",
