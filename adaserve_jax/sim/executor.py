@@ -16,7 +16,7 @@ import numpy as np
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.residency import State
 from adaserve_jax.scheduler.cost_model import CostGrid
-from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
+from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after, walk
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -193,30 +193,15 @@ class SimExecutor:
         return context_load(plan.ctx_len, self._cost.context_rows) if self._cost.context else 0.0
 
     def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Follow the target's tokens down every tree; return the walked nodes, bool[N].
-
-        A node is walked when it and all above it carry the target's tokens; pointers to ancestors double their reach in
-        each round, so that a round per level is not needed.
-        """
+        """Follow the target's tokens down every tree; return the walked nodes, bool[N]."""
         rows = plan.num_decode
-        roots = (trees.parent < 0).nonzero()[0]
-        if len(roots) != rows or np.count_nonzero(
-            (trees.row[roots] != np.arange(rows)) | (trees.token[roots] != plan.root_token)
-        ):
-            raise IntegrityError("trees must bring each row's root once, in row order")
         depth = int(trees.depth.max()) if len(trees.row) > rows else 0
         target = self._target(plan, depth)
+        found = walk(trees, plan.root_token, target)
+        if found is None:
+            raise IntegrityError("trees must bring each row's root once, in row order")
+        walked, counts[:rows] = found
         tokens[:rows, : depth + 1] = target[:, : depth + 1]
-        if not depth:
-            counts[:rows] = 1
-            return np.ones(rows, bool)
-        walked = target.take(trees.row * target.shape[1] + trees.depth - 1, mode="wrap") == trees.token
-        walked[roots] = True
-        above = np.maximum(trees.parent, 0)  # node 0 is a root, and so is walked: as good as none above
-        for _ in range((depth - 1).bit_length()):
-            walked &= walked[above]
-            above = above[above]
-        counts[:rows] = np.bincount(trees.row[walked], minlength=rows)
         return walked
 
     def _target(self, plan: StepPlan, depth: int) -> np.ndarray:
@@ -235,32 +220,18 @@ class SimExecutor:
         draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
         self._drawn = (plan, draws.target)
         if self._synthetic is not None:
-            a = np.broadcast_to(self._synthetic[:depth], (rows, depth))
+            a = np.tile(self._synthetic[:depth], (rows, 1))
         else:
             mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
             a = acceptance_at(mean, draws.mood, self._concentration)
-        beams = search(a, draws.luck, width, calibrated=draft.calibrated)
-        level, rank, above = _beam(depth, width)
-        f = beams.f.reshape(rows, depth * width)
-        if self._synthetic is not None:
-            f = np.maximum(f, np.finfo(np.float64).tiny)
-        log_f = np.log(f)
+        beams = search(draws, a, width, calibrated=draft.calibrated)
+        log_f = np.log(beams.f).astype(np.float32)
         if np.count_nonzero(draft.speculates) < rows:
             log_f[~draft.speculates] = -np.inf
-        right = np.repeat(draws.target[:, :depth], width, axis=1)
-        wrong = (right + (1 + rank)) % np.int32(self._vocab_size)
-        parent = np.where(level == 1, -1, above + beams.parent.reshape(rows, -1))
-        return CandidateTrees(
-            token=np.where(beams.true.reshape(rows, -1), right, wrong),
-            parent=parent.astype(np.int32),
-            log_f=log_f.astype(np.float32),
-            depth=level,
-        )
+        return CandidateTrees(beams.token, beams.parent, log_f, _levels(depth, width))
 
 
 @cache
-def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return level (from 1) and rank of each candidate, and the first candidate of the level above: i32[C] each."""
-    level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
-    rank = np.tile(np.arange(width, dtype=np.int32), depth)
-    return level, rank, (level - 2) * width
+def _levels(depth: int, width: int) -> np.ndarray:
+    """Return the level of each candidate, from 1, i32[C]."""
+    return np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)

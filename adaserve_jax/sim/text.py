@@ -1,20 +1,19 @@
 """Simulated texts: the target's tokens and the draft's guesses, as pure functions of (seed, choice, position).
 
 No policy, tree or load enters. Each sequence has one word, made from its seed and choice; a draw is splitmix64's
-output at that word, moved on by the position.
+output at that word, moved on by the position. `kernels.py` has the loops over rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import numpy as np
 
-_SEED, _CHOICE = np.uint64(0xD1342543DE82EF95), np.uint64(0xA0761D6478BD642F)
-_POSITION, _KIND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xE7037ED1A0B428DB)
-_DRAFT, _MOOD = np.arange(1, 3, dtype=np.uint64) * _KIND
-"""Offsets of a word for the other draws: what the draft gets right, and how well it does."""
+from adaserve_jax.types import DraftTrees
+
 CONCENTRATION = 2.3
 """Default concentration of the Beta distribution that the draft's chance of being right follows over positions: that of
 the embedded pair at temperature 0."""
@@ -29,31 +28,36 @@ def token_at(
     seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarray | int, vocab_size: int
 ) -> np.ndarray:
     """i32, the target's token at `position`; arguments broadcast."""
-    return _token(_mixed(_word(_u64(seed), _u64(choice)) + _u64(position) * _POSITION), vocab_size)
+    arguments = (np.atleast_1d(each) for each in (seed, choice, position))
+    seeds, choices, positions = np.broadcast_arrays(*arguments)
+    roots = positions.astype(np.int64).ravel() - 1
+    return tokens_after(seeds.ravel(), choices.ravel(), roots, 1, vocab_size).reshape(seeds.shape)
 
 
 def tokens_after(seed: np.ndarray, choice: np.ndarray, root: np.ndarray, count: int, vocab_size: int) -> np.ndarray:
     """i32[R, count], the target's tokens at the positions behind `root` (integers [R])."""
-    word = _word(seed, choice) + root.astype(np.uint64) * _POSITION
-    return _token(_mixed(word[:, None] + _steps(count)), vocab_size)
+    tokens = np.empty((len(seed), count), np.int32)
+    _kernels().draw_tokens(seed, choice, root, vocab_size, tokens)
+    return tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
     """One step of drafting. target: i32[R, depth + 1], the target's tokens after the root. luck, mood: f64[R, depth],
-    uniform in [0, 1), by level: what the draft gets right, and how sure it can be."""
+    uniform in [0, 1), by level: what the draft gets right, and how sure it can be. vocab_size: of the target."""
 
     target: np.ndarray
     luck: np.ndarray
     mood: np.ndarray
+    vocab_size: int
 
     @classmethod
     def of(cls, seed: np.ndarray, choice: np.ndarray, root: np.ndarray, depth: int, vocab_size: int) -> Draws:
         """root: integers [R], the position of each row's root."""
-        word = _word(seed, choice) + root.astype(np.uint64) * _POSITION
-        draws = _mixed(word[:, None] + _columns(depth))
-        uniform = _uniform(draws[:, depth + 1 :])
-        return cls(_token(draws[:, : depth + 1], vocab_size), uniform[:, :depth], uniform[:, depth:])
+        target = tokens_after(seed, choice, root, depth + 1, vocab_size)
+        luck, mood = np.empty((len(seed), depth)), np.empty((len(seed), depth))
+        _kernels().draw_luck(seed, choice, root, luck, mood)
+        return cls(target, luck, mood, vocab_size)
 
 
 def acceptance_at(mean: np.ndarray | float, mood: np.ndarray, concentration: float) -> np.ndarray:
@@ -65,39 +69,39 @@ def acceptance_at(mean: np.ndarray | float, mood: np.ndarray, concentration: flo
 
 @dataclass(frozen=True, eq=False)
 class Beams:
-    """The result of a beam search. f: f64[R, depth, width], as the draft states it. parent: i64[R, depth, width], rank
-    in the beam above. true: bool[R, depth, width], whether the path to the node is the target's text."""
+    """The result of a beam search, level by level: C = depth * width nodes of each row.
+
+    f: f64[R, C], as the draft states it, above 0. token, parent: i32[R, C], the parent by its column, -1 for the root.
+    A node has the target's token if the path to it is the target's text, and another one otherwise.
+    """
 
     f: np.ndarray
+    token: np.ndarray
     parent: np.ndarray
-    true: np.ndarray
 
 
-def search(a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = True) -> Beams:
+def search(draws: Draws, a: np.ndarray, width: int, *, calibrated: bool = True) -> Beams:
     """Search beams in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
 
-    a, luck: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
+    a: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
     calibration the draft states a too sharply, by OVERCONFIDENCE, and ranks its beams by that.
     """
+    rows, columns = len(a), a.shape[1] * width
+    beams = Beams(np.empty((rows, columns)), *np.empty((2, rows, columns), np.int32))
     said = a if calibrated else _overconfident(a)
-    rows, depth = a.shape
-    if width == 1:
-        true = np.logical_and.accumulate(luck < a, axis=1)
-        shape = (rows, depth, 1)
-        return Beams(np.cumprod(said, axis=1).reshape(shape), np.zeros(shape, np.int64), true.reshape(shape))
-    rank = np.arange(width)
-    chance = said[:, :, None] * (1 - said)[:, :, None] ** rank
-    pick = np.minimum(np.log1p(-luck) / np.log1p(-a), width).astype(np.int64)
-    beams = Beams(*(np.empty((rows, depth, width), kind) for kind in (np.float64, np.int64, bool)))
-    beams.f[:, 0], beams.parent[:, 0], beams.true[:, 0] = chance[:, 0], 0, rank == pick[:, :1]
-    row = np.arange(rows)[:, None]
-    for level in range(1, depth):
-        paths = (beams.f[:, level - 1, :, None] * chance[:, level, None, :]).reshape(rows, width * width)
-        best = np.argsort(-paths, axis=1, kind="stable")[:, :width]
-        parent = best // width
-        beams.f[:, level], beams.parent[:, level] = paths[row, best], parent
-        beams.true[:, level] = beams.true[:, level - 1][row, parent] & (best % width == pick[:, level, None])
+    _kernels().search(draws.target, draws.luck, a, said, width, draws.vocab_size, beams.f, beams.token, beams.parent)
     return beams
+
+
+def walk(trees: DraftTrees, root_token: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Follow the target's tokens, i32[R, at least the depth], down every tree.
+
+    Returns the nodes that carry them like all above, bool[N], and how many each row has, its root included, i32[R];
+    None if the roots are not those of all rows, once each and in order. root_token: i32[R].
+    """
+    walked, counts = np.empty(len(trees.row), bool), np.empty(len(root_token), np.int32)
+    nodes = trees.row, trees.token, trees.parent, trees.depth
+    return (walked, counts) if _kernels().walk(*nodes, root_token, target, walked, counts) else None
 
 
 @cache
@@ -119,41 +123,9 @@ def _overconfident(chance: np.ndarray) -> np.ndarray:
     return raised / (raised + (1 - chance) ** OVERCONFIDENCE)
 
 
-def _u64(value: np.ndarray | int) -> np.ndarray:
-    """Return u64 of at least one dimension, which wraps around without a warning."""
-    return np.atleast_1d(value).astype(np.uint64)
-
-
-def _word(seed: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """u64. seed: u64."""
-    return seed * _SEED + choice.astype(np.uint64) * _CHOICE
-
-
 @cache
-def _steps(count: int) -> np.ndarray:
-    """u64[count], what positions 1, 2, ... behind another one add."""
-    return np.arange(1, count + 1, dtype=np.uint64) * _POSITION
+def _kernels() -> ModuleType:
+    """Import the loops, and with them numba: whatever simulates nothing starts without it."""
+    from adaserve_jax.sim import kernels
 
-
-@cache
-def _columns(depth: int) -> np.ndarray:
-    """u64[3 depth + 1], of the text and of the draft's luck and mood."""
-    return np.concatenate([_steps(depth + 1), _steps(depth) + _DRAFT, _steps(depth) + _MOOD])
-
-
-def _mixed(value: np.ndarray) -> np.ndarray:
-    """splitmix64's last steps, in place (u64)."""
-    value ^= value >> np.uint64(30)
-    value *= np.uint64(0xBF58476D1CE4E5B9)
-    value ^= value >> np.uint64(27)
-    value *= np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    return value
-
-
-def _token(draw: np.ndarray, vocab_size: int) -> np.ndarray:
-    return (draw % np.uint64(vocab_size)).astype(np.int32)
-
-
-def _uniform(draw: np.ndarray) -> np.ndarray:
-    return (draw >> np.uint64(11)) * 2.0**-53
+    return kernels

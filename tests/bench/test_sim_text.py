@@ -10,7 +10,7 @@ import pytest
 from adaserve_jax.sampling import RowSampling
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.replica import TokenTimes
-from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
+from adaserve_jax.sim.text import CONCENTRATION, Beams, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, StepPlan
 from tests.plans import step_plan
 
@@ -62,16 +62,28 @@ def test_tokens_are_spread_evenly() -> None:
         assert abs(shifted.mean() / centred.var()) < 0.02
 
 
+def searched(
+    a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = True
+) -> tuple[Beams, np.ndarray]:  # fmt: skip
+    """Return what a search with this luck finds, and the nodes whose path is the text: bool[R, C]."""
+    rows, depth = a.shape
+    target = np.random.default_rng(3).integers(0, VOCAB, (rows, depth + 1)).astype(np.int32)
+    beams = search(
+        Draws(target, luck, np.zeros_like(luck), VOCAB), np.ascontiguousarray(a), width, calibrated=calibrated
+    )
+    return beams, beams.token == np.repeat(target[:, :depth], width, axis=1)
+
+
 @pytest.mark.parametrize(("depth", "width"), [(4, 1), (3, 2), (4, 3)])
 def test_f_is_the_true_chance_of_each_node(depth: int, width: int) -> None:
     """60,000 searches at the same chances: every node's path is the text as often as its f says, within 4 sigma."""
     rows = 60_000
     a = np.broadcast_to(np.array([0.6, 0.9, 0.35, 0.75])[:depth], (rows, depth))
-    beams = search(a, np.random.default_rng(1).random((rows, depth)), width)
-    assert (beams.true.sum(axis=2) <= 1).all()
-    for level, rank in np.ndindex(depth, width):
-        f = beams.f[0, level, rank]
-        assert beams.true[:, level, rank].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
+    beams, true = searched(a, np.random.default_rng(1).random((rows, depth)), width)
+    assert (true.reshape(rows, depth, width).sum(axis=2) <= 1).all()
+    for node in range(depth * width):
+        f = beams.f[0, node]
+        assert true[:, node].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
@@ -79,7 +91,7 @@ def test_searches_keep_the_likeliest_paths_that_are_said(calibrated: bool) -> No
     """Beside a search that keeps whole paths of picks, and knows the text as picks too."""
     rng, rows, depth, width = np.random.default_rng(2), 200, 4, 3
     a, luck = rng.uniform(0.05, 0.95, (rows, depth)), rng.random((rows, depth))
-    beams = search(a, luck, width, calibrated=calibrated)
+    beams, true = searched(a, luck, width, calibrated=calibrated)
     for row in range(rows):
         said = [x if calibrated else x**2 / (x**2 + (1 - x) ** 2) for x in a[row]]
         text = [
@@ -91,10 +103,11 @@ def test_searches_keep_the_likeliest_paths_that_are_said(calibrated: bool) -> No
                 ((*path, r), f * said[level] * (1 - said[level]) ** r) for path, f in kept for r in range(width)
             ]  # fmt: skip
             above, kept = kept, sorted(grown, key=lambda each: -each[1])[:width]
-            np.testing.assert_allclose(beams.f[row, level], [f for _, f in kept])
+            here = slice(level * width, (level + 1) * width)
+            np.testing.assert_allclose(beams.f[row, here], [f for _, f in kept])
             parents = [next(i for i, (path, _) in enumerate(above) if path == grown[:-1]) for grown, _ in kept]
-            assert beams.parent[row, level].tolist() == parents
-            assert beams.true[row, level].tolist() == [list(path) == text[: level + 1] for path, _ in kept]
+            assert beams.parent[row, here].tolist() == [(level - 1) * width + each if level else -1 for each in parents]
+            assert true[row, here].tolist() == [list(path) == text[: level + 1] for path, _ in kept]
 
 
 def test_acceptance_varies_from_position_to_position_around_the_mean() -> None:
@@ -114,16 +127,13 @@ def test_candidates_say_what_the_search_found() -> None:
     draft.speculates[7] = False
     found = simulated._candidates(plan, draft)
     draws = Draws.of(plan.sampling.seed, plan.sampling.choice, plan.ctx_len, 4, VOCAB)
-    beams = search(acceptance_at(0.7, draws.mood, CONCENTRATION), draws.luck, 3)
-    assert beams.true.any(axis=(0, 1)).all()
+    beams = search(draws, acceptance_at(0.7, draws.mood, CONCENTRATION), 3)
+    np.testing.assert_array_equal(found.token, beams.token)
+    np.testing.assert_array_equal(found.parent, beams.parent)
     for row, node in np.ndindex(rows, 12):
-        level, rank = divmod(node, 3)
-        assert (found.token[row, node] == draws.target[row, level]) == beams.true[row, level, rank]
-        expected = np.log(beams.f[row, level, rank]) if row != 7 else -np.inf
+        expected = np.log(beams.f[row, node]) if row != 7 else -np.inf
         assert found.log_f[row, node] == pytest.approx(expected, rel=1e-5)
-        parent = -1 if level == 0 else 3 * (level - 1) + beams.parent[row, level, rank]
-        assert found.parent[row, node] == parent
-        siblings = [each for each in range(12) if found.parent[row, each] == parent and each // 3 == level]
+        siblings = [each for each in range(12) if found.parent[row, each] == found.parent[row, node]]
         assert len({int(found.token[row, each]) for each in siblings}) == len(siblings)
     assert found.depth.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
