@@ -7,7 +7,7 @@ Loads are shares of the capacity of so many replicas under the same policy, whic
 second while requests always wait; so policies have different rates at one load. Requests are of AdaServe's mix of
 classes and of one with as many of each; arrivals are Poisson, prompts and outputs log-normal. `fixed`: policies of
 fixed chains with every router, size and load. `sampled`: the SLO-aware router with samples of more and fewer replicas,
-beside all of them. `adaserve`: fewer requests. `million`: 1,000 replicas and 10^6 requests under two policies, each on
+beside all of them. `adaserve`: fewer requests. `million`: 1,000 replicas and 10^6 requests under three policies, each on
 one core.
 
 Points are written to points.jsonl as they end, each with its commit, and those that it has are not run again.
@@ -186,7 +186,7 @@ def points(parts: Sequence[str], *, quick: bool) -> list[Point]:
         made += [
             Point("million", *((3, "least-loaded", policy, 0.9, "adaserve", 30) if quick else
                                (1000, "least-loaded", policy, 0.9, "adaserve", 10**6)))
-            for policy in ("ar", "spec:4")
+            for policy in ("ar", "spec:4", "adaserve")
         ]  # fmt: skip
     return sorted(made, key=lambda point: (point.mix != "adaserve" or point.load != 0.9, point.requests))
 
