@@ -81,9 +81,6 @@ def _simulated(result: dict[str, Any]) -> list[str]:
     ]
     if fixed:
         about = "`nightjar` against the best fixed length, including no speculation"
-        came = [each["rate_rps"] / capacities[each["setup"]] / each["share"] for each in result["offload"]]
-        if came:
-            about += f"; Poisson loads came at {min(came):.2f} of the rate asked for"
         parts += [f"{about}:", "\n".join([FIXED, *fixed])]
     if offload:
         parts += ["Elastic memory on a machine with few KV pages:", "\n".join([OFFLOAD, *offload])]

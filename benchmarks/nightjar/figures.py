@@ -27,7 +27,7 @@ STYLES: dict[str, dict[str, Any]] = {
 CHAIN_SHADES = ("0.80", "0.45")
 """From the shortest chain to the longest."""
 LOADS = {"low": ("#56B4E9", "^"), "high": ("#E69F00", "v"), "dynamic": ("#009E73", "D")}
-NARROW, TICKS = 2.0, (1, 2, 3, 5)
+NARROW, TICKS = 2.0, (1, 1.5, 2, 3, 5, 7)
 """Largest over smallest value below which an axis stays linear; labelled multiples of powers of ten of the others."""
 PANELS = ((BUSY, "throughput while busy"), (LATENCY, "latency"))
 
