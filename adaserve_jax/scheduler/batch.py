@@ -16,7 +16,7 @@ from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
 from adaserve_jax.scheduler.fairness import TenantShares
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue, bounded_priority
 from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
-from adaserve_jax.types import Limits
+from adaserve_jax.types import Limits, Sequence
 
 _NO_PAGES = np.zeros(0, np.int32)
 
@@ -47,13 +47,25 @@ class Prefixes:
         At least one token is left to compute, because its logits are needed, and every token after which the prompt is
         still to be scored.
         """
+        found = self._find(state.page_keys, state.sequence, state.token_ids, state.num_reusable)
+        return np.array(found, np.int32)
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens of the prompt of a sequence that is not queued yet cached pages hold now."""
+        if sequence.sampling.prompt_logprobs is not None:
+            return 0
+        tokens = np.asarray(sequence.prompt_ids, np.int32)
+        return len(self._find([], sequence, tokens, len(tokens) - 1)) * self._page_size
+
+    def _find(self, keys: list[bytes], sequence: Sequence, token_ids: np.ndarray, most_tokens: int) -> list[int]:
+        """Return the cached pages of the first tokens, `most_tokens` at most; keys: as of `_key`."""
         pages: list[int] = []
-        for index in range(state.num_reusable // self._page_size):
-            page = self._cache.find(self._key(state, index))
+        for index in range(most_tokens // self._page_size):
+            page = self._cache.find(self._key(keys, sequence, token_ids, index))
             if page is None:
                 break
             pages.append(page)
-        return np.array(pages, np.int32)
+        return pages
 
     def start(self, state: SequenceState, shared: np.ndarray) -> None:
         """Count the tokens of `shared`, the pages from `find`, as computed for a sequence that was given its slot."""
@@ -97,16 +109,17 @@ class Prefixes:
         assert state is not None, "only running slots fill pages"
         for index in range(int(self._due[0, slot]) // self._page_size - 1, end):
             page = int(self._table.page_table[slot, index])
-            self._cache.enter(self._key(state, index), page, draft_whole=drafted >= (index + 1) * self._page_size)
+            key = self._key(state.page_keys, state.sequence, state.token_ids, index)
+            self._cache.enter(key, page, draft_whole=drafted >= (index + 1) * self._page_size)
         self._due[0, slot] = (end + 1) * self._page_size
 
-    def _key(self, state: SequenceState, index: int) -> bytes:
-        """Return the key of a full page of a sequence, computing those of earlier pages where they are missing."""
-        keys, size = state.page_keys, self._page_size
+    def _key(self, keys: list[bytes], sequence: Sequence, token_ids: np.ndarray, index: int) -> bytes:
+        """Return the key of a full page of a sequence; keys: those known, to which missing ones are added."""
+        size = self._page_size
         while len(keys) <= index:
-            parent = keys[-1] if keys else first_key(state.sequence.cache_salt, state.sequence.draft)
+            parent = keys[-1] if keys else first_key(sequence.cache_salt, sequence.draft)
             begin = len(keys) * size
-            keys.append(next_key(parent, state.token_ids[begin : begin + size]))
+            keys.append(next_key(parent, token_ids[begin : begin + size]))
         return keys[index]
 
 

@@ -203,7 +203,8 @@ class Scheduler:
             raise RequestError(f"draft must be from 0 to {most}, by index, got {sequence.draft}", param="draft")
         if self.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
-        verdict = self._feasibility.judge(sequence)
+        prefixes = self.batch.prefixes
+        verdict = self._feasibility.judge(sequence, None if prefixes is None else prefixes.cached_tokens)
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
             raise verdict.refusal(sequence)
         scheduled = verdict.without_infeasible(sequence) if self._policy.gives_up else sequence

@@ -6,6 +6,7 @@ Symbols: docs/equations.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,9 +92,9 @@ class FeasibilityVerdict:
 
     judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
     infeasible target is below, in seconds; None if that target is feasible or absent. least_e2e_s: likewise, of a
-    deadline that not even the first token can keep. prompt_s: seconds that its prompt takes alone; 0 where no target
-    bounds the wait for the first token. token_s: seconds per token that it would get alone; 0 without a target per
-    token.
+    deadline that not even the first token can keep. prompt_s: seconds that its prompt takes alone, less what is cached;
+    0 where no target bounds the wait for the first token. token_s: seconds per token that it would get alone; 0 without
+    a target per token.
     """
 
     judged: bool
@@ -166,8 +167,11 @@ class Feasibility:
         """Drop the cached estimate after the tables have learned."""
         self._least_tpot_s = None
 
-    def judge(self, sequence: Sequence) -> FeasibilityVerdict:
-        """Return the verdict on a sequence. Without a second output token there is no time per token to miss."""
+    def judge(self, sequence: Sequence, cached_tokens: Callable[[Sequence], int] | None = None) -> FeasibilityVerdict:
+        """Return the verdict on a sequence. Without a second output token there is no time per token to miss.
+
+        cached_tokens: returns how many tokens of its prompt need not be computed; None: none.
+        """
         tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
         e2e_s = sequence.e2e_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
@@ -177,7 +181,8 @@ class Feasibility:
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
             scored = sequence.sampling.prompt_logprobs is not None
-            least_ttft_s = self.least_ttft_s(len(sequence.prompt_ids), scored=scored)
+            cached = 0 if cached_tokens is None else cached_tokens(sequence)
+            least_ttft_s = self.least_ttft_s(len(sequence.prompt_ids) - cached, scored=scored)
         return FeasibilityVerdict(
             True,
             _if_below(tpot_s, least_tpot_s),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.errors import IntegrityError
+from adaserve_jax.errors import IntegrityError, RequestError
 from adaserve_jax.types import SamplingParams, Sequence
 from tests.scheduler.harness import VOCAB, Run, expected_text, limits_of
 
@@ -186,3 +186,20 @@ def test_the_salt_of_a_request_is_kept_where_its_target_is_given_up():
     serve_alone(run, request)
     assert serve_alone(run, replace(request, sequence_id="b", cache_salt=""))[0] == 0
     assert serve_alone(run, replace(request, sequence_id="c"))[0] == 24
+
+
+@pytest.mark.parametrize(("cached", "salt", "scored"), [(0, "", False), (1, "", False), (1, "x", False), (1, "", True)])
+def test_a_ttft_target_is_judged_by_what_is_not_cached(cached: int, salt: str, scored: bool) -> None:
+    """A step of up to 16 tokens takes 16 ms: 160 tokens take ten, and four of them one."""
+    run = Run.of(limits_of(), policy="ar", infeasible_slo="refuse")
+    prompt = tokens_of(0, 164)
+    if cached:
+        serve_alone(run, ask("before", prompt))
+    asked = ask("a", prompt, tokens=2, ttft_slo_s=0.04, cache_salt=salt)
+    asked = replace(asked, sampling=replace(asked.sampling, prompt_logprobs=0 if scored else None))
+    if cached and not salt and not scored:
+        assert serve_alone(run, asked) == (160, 4)
+        assert run.last["a"].metrics.slo_feasible
+    else:
+        with pytest.raises(RequestError, match=r"slo_ttft_ms must be at least .* ms, which is what"):
+            run.add(asked)
