@@ -1,5 +1,5 @@
 """`python -m adaserve_jax` is `adaserve`."""
 
-from adaserve_jax.cli.app import main
+from adaserve_jax.cli import main
 
 main()
