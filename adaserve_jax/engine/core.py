@@ -16,7 +16,7 @@ from adaserve_jax.constraints.constraints import Constraints, RequestConstraints
 from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
-from adaserve_jax.errors import OverloadedError
+from adaserve_jax.errors import SLO_INFEASIBLE, OverloadedError, RequestError
 from adaserve_jax.models.detokenizer import MOST_CONTEXT, Decodes, IncrementalDetokenizer
 from adaserve_jax.models.thinking_detokenizer import ThinkingDetokenizer
 from adaserve_jax.request_metrics import RequestMetrics
@@ -24,6 +24,7 @@ from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.types import (
+    SLO,
     DraftTrees,
     Executor,
     LogitEdits,
@@ -152,7 +153,7 @@ class EngineCore:
         added: list[str] = []
         try:
             for choice in choices:
-                self.scheduler.add(choice)
+                self._queue(choice, request.slo)
                 added.append(choice.sequence_id)
                 self._tracker.add(request.request_id, choice)
                 self._constraints.add(choice, shared)
@@ -174,6 +175,16 @@ class EngineCore:
         if self._learner is not None:
             for choice in choices:
                 self._learner.added(choice, learn=request.learn, tenant=request.tenant)
+
+    def _queue(self, choice: Sequence, slo: SLO) -> None:
+        """Add one choice to the scheduler, which knows no relative targets. Raises as `add`."""
+        try:
+            self.scheduler.add(choice)
+        except RequestError as error:
+            if error.code != SLO_INFEASIBLE or error.param != "slo_tpot_ms" or slo.relative is None:
+                raise
+            said = f"slo_relative {slo.relative:g} is out of reach: {error}"
+            raise RequestError(said, param="slo_relative", code=SLO_INFEASIBLE) from error
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request and return their last chunks. Unknown ids are ignored."""

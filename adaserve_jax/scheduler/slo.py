@@ -92,9 +92,9 @@ class FeasibilityVerdict:
 
     judged: the sequence carries a target. least_tpot_s, least_ttft_s, least_thinking_tpot_s: the estimate that an
     infeasible target is below, in seconds; None if that target is feasible or absent. least_e2e_s: likewise, of a
-    deadline that not even the first token can keep. prompt_s: seconds that its prompt takes alone, less what is cached;
-    0 where no target bounds the wait for the first token. token_s: seconds per token that it would get alone; 0 without
-    a target per token.
+    deadline that not even the fewest tokens of the output can keep. prompt_s: seconds that its prompt takes alone, less
+    what is cached; 0 where no target bounds the wait for the first token. token_s: seconds per token that it would get
+    alone; 0 without a target per token.
     """
 
     judged: bool
@@ -176,7 +176,9 @@ class Feasibility:
         e2e_s = sequence.e2e_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
             return FeasibilityVerdict(judged=False)
-        token_s = 0.0 if tpot_s is None and thinking_s is None else self.least_tpot_s()
+        rest = max(sequence.sampling.min_tokens, 1) - 1  # tokens behind the first that must come before a deadline
+        has_pace = tpot_s is not None or thinking_s is not None
+        token_s = self.least_tpot_s() if has_pace or (e2e_s is not None and rest) else 0.0
         least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
@@ -188,9 +190,9 @@ class Feasibility:
             _if_below(tpot_s, least_tpot_s),
             _if_below(ttft_s, least_ttft_s),
             _if_below(thinking_s, least_tpot_s),
-            _if_below(e2e_s, least_ttft_s),
+            _if_below(e2e_s, least_ttft_s + rest * token_s),
             prompt_s=least_ttft_s,
-            token_s=token_s,
+            token_s=token_s if has_pace else 0.0,
         )
 
     def least_tpot_s(self) -> float:

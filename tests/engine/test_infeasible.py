@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -86,3 +87,20 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     assert (core.num_open, core.has_work, core.scheduler.stats.finished) == (0, False, {})
     core.add(GenerateRequest("q", [3], SamplingParams(n=4), SLO(tpot_ms=50)), 0.0)
     assert core.num_open == 4
+
+
+def test_a_relative_target_is_refused_by_the_name_that_it_was_asked_by(start: Start) -> None:
+    said = r"slo_relative 0\.1 is out of reach: slo_tpot_ms must be at least 10\.1 ms, .* got"
+    with pytest.raises(RequestError, match=said) as caught:
+        list(LLM.over(start("refuse")).stream([3], SHORT, slo=SLO(relative=0.1)))
+    assert (caught.value.code, caught.value.param) == ("slo_infeasible", "slo_relative")
+
+
+@pytest.mark.parametrize(("deadline_ms", "min_tokens", "feasible"), [(30, 0, True), (30, 4, False), (41, 4, True)])
+def test_a_deadline_is_judged_by_the_fewest_tokens_of_the_output(
+    start: Start, deadline_ms: float, min_tokens: int, feasible: bool
+) -> None:
+    """A prompt of one token and each token take some 10 ms."""
+    sampling = replace(SHORT, min_tokens=min_tokens)
+    output = LLM.over(start("best_effort")).generate([3], sampling, slo=SLO(e2e_ms=deadline_ms))[0]
+    assert output.metrics.slo_feasible is feasible
