@@ -229,7 +229,7 @@ class SamplingParams:
             value = getattr(self, name)
             ok = is_number(value) and low <= value <= high
             require(ok, name, f"a number from {low:g} to {high:g}", value)
-        require(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
+        require(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1", self.top_p)
         if self.seed is not None:
             require(is_integer(self.seed, 0, MAX_SEED), "seed", f"an integer from 0 to {MAX_SEED}", self.seed)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos)

@@ -188,6 +188,15 @@ def test_wrong_options_are_one_line(capsys, arguments: list[str], message: str):
     assert err.startswith("adaserve: error: ") and message in err and err.count("\n") == 1
 
 
+def test_a_wrong_value_of_the_environment_is_told_by_its_variable(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ADASERVE_PORT", "abc")
+    assert run_program("serve") == 2
+    said = "adaserve: error: ADASERVE_PORT in the environment: Invalid value for '--port': "
+    assert capsys.readouterr().err.startswith(said)
+    assert run_program("serve", "--port", "abc") == 2
+    assert capsys.readouterr().err.startswith("adaserve: error: Invalid value for '--port': ")
+
+
 def test_without_arguments_it_helps(capsys):
     assert run_program() == 0
     assert "serve" in capsys.readouterr().out

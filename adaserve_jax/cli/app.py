@@ -89,8 +89,16 @@ def main() -> None:
         status = _fail(str(error))
     except UsageError as error:
         path = error.ctx.command_path if error.ctx else "adaserve"
-        status = _fail(f"{error.format_message().rstrip('.')}; see '{path} --help'")
+        status = _fail(f"{_variable_of(error)}{error.format_message().rstrip('.')}; see '{path} --help'")
     sys.exit(status)
+
+
+def _variable_of(error: Any) -> str:
+    """Return the environment variable that a wrong value came from, as the beginning of a message, or ""."""
+    option = getattr(error, "param", None)
+    if option is None or error.ctx.get_parameter_source(option.name).name != "ENVIRONMENT":
+        return ""
+    return f"{option.envvar} in the environment: "
 
 
 def _fail(message: str) -> int:

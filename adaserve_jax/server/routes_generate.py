@@ -59,7 +59,7 @@ from adaserve_jax.server.streaming import EventStream, EventWriter, collect, wit
 from adaserve_jax.server.tools import offered_tools, tool_format, with_tool_calls
 from adaserve_jax.types import SLO
 
-_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue")
+_LIKE_A_TARGET = re.compile("^slo|tpot|ttft|^e2e|deadline|^max_queue", re.IGNORECASE)
 """Unknown fields that are refused, because a misspelt target would be served too slowly."""
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import shlex
@@ -125,7 +126,8 @@ def listen(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with "
+            f"{'--host' if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else '--port'}"
         ) from error
     listener.listen(BACKLOG)
     return listener

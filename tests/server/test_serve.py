@@ -262,6 +262,12 @@ def test_a_taken_port_is_told():
             listen(ServerSettings(port=port))
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_told(host):
+    with pytest.raises(ConfigError, match=f"cannot listen on {host} port 0: .*choose another with --host"):
+        listen(ServerSettings(host=host, port=0))
+
+
 def test_the_example_is_one_shell_command(server):
     command = example("http://h:1", server.state)
     assert re.fullmatch(r"curl http://h:1/v1/completions -H 'Content-Type: application/json' -d '\{.*\}'", command)
