@@ -17,7 +17,7 @@ import numpy as np
 from adaserve_jax.memory.residency import Residency
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.batch import Batch
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
+from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, checked
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
@@ -180,8 +180,7 @@ class Planner:
             tpot_slo_s=pace.tpot_slo_s,
             prompt_rates=self._prompt_rates(prefill, now) if self._controller.reads_prompts else None,
         )
-        decision = self._controller.decide(load)
-        decision.check(self._decision_limits, load)
+        decision = checked(self._controller.decide(load), self._decision_limits, load)
         if from_text is not None and not decision.depth and self._text_without_draft:
             decision = replace(decision, tree_token_cap=self._limits.max_tree_tokens)
         if decision.depth or from_text is not None:

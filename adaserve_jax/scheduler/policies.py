@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from adaserve_jax.config import DRAFT_SOURCES, DraftSources, EngineConfig, drafts_from_text
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.sampling import is_integer
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.baselines import (
@@ -133,12 +134,32 @@ class Policy:
     sources: DraftSources = "model"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if a rule is not among its kinds: policies of files are not type-checked."""
+        """Raise ConfigError for a field that is not of its kind: policies of files are not type-checked."""
         rules = _RULES if callable(self.selector) else {"selector": SelectionRule, **_RULES}
         for name, kinds in rules.items():
             if getattr(self, name) not in get_args(kinds):
                 known = ", ".join(get_args(kinds))
                 raise ConfigError(f"{name} of a policy must be one of {known}, got {getattr(self, name)!r}")
+        for each in fields(self):
+            if each.type == "bool" and not isinstance(getattr(self, each.name), bool):
+                raise ConfigError(f"{each.name} of a policy must be True or False, got {getattr(self, each.name)!r}")
+        widths = self.tree_widths
+        ok = isinstance(widths, tuple) and all(is_integer(width, 1) for width in widths)
+        if not ok or bool(widths) != (self.selector == "static"):
+            raise ConfigError(
+                "tree_widths of a policy must be a tuple of at least one integer of at least 1, nodes by level, with "
+                f"selector 'static', and () with others, got {widths!r:.80}"
+            )
+
+    def built(self, parts: Parts) -> Controller:
+        """Build the controller. Raises ConfigError if a policy of a file brings something else."""
+        controller = self.controller(parts) if callable(self.controller) else self.controller
+        if Controller not in type(controller).__mro__:
+            raise ConfigError(
+                "controller of a policy must be a function that takes Parts and returns an object of a class derived "
+                f"from Controller, got {controller!r:.80}"
+            )
+        return controller
 
     @property
     def gives_up(self) -> bool:
@@ -196,7 +217,7 @@ POLICIES: dict[str, Policy] = {
         weighs_pages=True, sources="suffix+model",
     ),
     "adaserve-paper": Policy(
-        "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
+        "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, t_spec as measured at warm-up",
         closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
     ),
     "adaserve-code": Policy(

@@ -101,7 +101,7 @@ class Scheduler:
             decided, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
             config.seed,
         )  # fmt: skip
-        self.controller = self._policy.controller(parts)
+        self.controller = self._policy.built(parts)
         """Decides depth, width and most tree tokens; for benchmarks."""
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         solo = SoloSpeed(decided, costs, self._acceptance)

@@ -147,15 +147,19 @@ def taken_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
     """Return how many candidates of each sequence `function` takes, i64[R]. Raises ConfigError if they cannot be
     verified.
     """
-    rows = len(offered.f)
-    taken = np.asarray(function(offered))
+    rows, returned = len(offered.f), function(offered)
+    try:
+        taken = np.asarray(returned)
+    except ValueError:  # lines of several lengths
+        taken = np.zeros(0)
     if taken.shape == (rows,) and taken.dtype.kind in "iu" and taken.min() >= 0:
         drafted = np.minimum(taken, np.count_nonzero(offered.f, axis=1))
         if drafted.sum() <= offered.most:
             return drafted
     raise ConfigError(
         f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
-        f"most {offered.most} in all, got {taken.tolist()}; fix the function"
+        f"most {offered.most} in all, got {returned if taken.dtype == object or not taken.size else taken.tolist()}; "
+        "fix the function"
     )
 
 

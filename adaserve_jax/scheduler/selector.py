@@ -76,7 +76,7 @@ class Selector:
             chosen = self._by_throughput(planned, ranked, now)
         elif callable(self._policy.selector):
             budget, wanted = self._budget_and_need(planned, ranked, int(candidates.depth.max()), now)
-            offered = selection.Offered(ranked.f, wanted, budget - plan.num_decode)
+            offered = selection.Offered(_read_only(ranked.f), _read_only(wanted), budget - plan.num_decode)
             chosen = selection.only_needed(ranked, selection.taken_by(self._policy.selector, offered), 0)
         else:
             return self._by_need(planned, candidates, ranked, now)
@@ -102,7 +102,7 @@ class Selector:
         """Return the verify budget and A_cap, f64[R], in the policy's form of need."""
         if self._policy.need == "horizon":
             return self._in_horizon(planned, ranked, depth, now, search=self._search_budget)
-        return planned.plan.tree_token_cap, self._in_one_step(planned, depth, now)
+        return planned.plan.tree_token_cap, self._in_one_step(planned, depth)
 
     def _by_throughput(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> np.ndarray:
         """Return the nodes of most expected tokens per second, bool[R, C]; the best number is on a token edge.
@@ -146,17 +146,24 @@ class Selector:
         )
         return choose_budget(self._objective, ranked.f, question)
 
-    def _in_one_step(self, planned: PlannedStep, depth: int, now: float) -> np.ndarray:
-        """Return A_cap f64[R] as in the papers: all catching up happens in this step, and t_spec is as the warm-up
-        measured it.
+    def _in_one_step(self, planned: PlannedStep, depth: int) -> np.ndarray:
+        """Return A_cap f64[R] as in the papers: all catching up happens in this step, whose seconds, drafting included,
+        are as the warm-up measured them.
         """
         plan, pace = planned.plan, planned.pace
         tokens = plan.tree_token_cap + plan.num_prefill_tokens
         load = self._cost.context_load(plan.ctx_len)
         levels, width = (plan.draft.depth, plan.draft.width) if plan.draft is not None else (0, 1)
         step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, levels, width, load)
-        wanted = need(now - pace.start_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
+        wanted = need(planned.made_s - pace.start_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
+
+
+def _read_only(values: np.ndarray) -> np.ndarray:
+    """Return a view that a function of somebody else's cannot change."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
 
 
 def _within_reach(candidates: CandidateTrees, remaining: np.ndarray) -> CandidateTrees:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.errors import SLO_INFEASIBLE, RequestError
+from adaserve_jax.errors import SLO_INFEASIBLE, ConfigError, RequestError
+from adaserve_jax.sampling import is_finite
 from adaserve_jax.scheduler.controllers.base import Controller, SoloSpeed
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits, Sequence
@@ -198,7 +199,13 @@ class Feasibility:
     def least_tpot_s(self) -> float:
         """Return the seconds per token of one sequence alone."""
         if self._least_tpot_s is None:
-            self._least_tpot_s = 1.0 / self._controller.fastest_alone(self._alone)
+            rate = self._controller.fastest_alone(self._alone)
+            if not (is_finite(rate) and rate > 0):
+                raise ConfigError(
+                    "fastest_alone() of a policy's controller must return tokens per second, a finite number above 0, "
+                    f"got {rate!r:.80}; fix it"
+                )
+            self._least_tpot_s = 1.0 / float(rate)
         return self._least_tpot_s
 
     def least_ttft_s(self, prompt_tokens: int, *, scored: bool = False) -> float:

@@ -331,9 +331,9 @@ class TestAdaServePaper:
         (state,) = run.scheduler.batch.running
         planned = run.scheduler._planner.plan(run.clock.now(), 0)
         for late_s, expected in ((0.0, None), (0.06, None), (0.5, 5.0)):
-            now = run.clock.now() + late_s
-            by_hand = (now - state.first_token_s + 0.016 + 4 * 0.001) / 0.018 - (state.num_output - 1)
-            found = float(run.scheduler._selector._in_one_step(planned, 4, now)[0])
+            made_s = run.clock.now() + late_s
+            by_hand = (made_s - state.first_token_s + 0.016 + 4 * 0.001) / 0.018 - (state.num_output - 1)
+            found = float(run.scheduler._selector._in_one_step(replace(planned, made_s=made_s), 4)[0])
             assert found == pytest.approx(by_hand if expected is None else expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -228,10 +229,75 @@ def test_prompts_alone_must_get_a_token(tmp_path):
     run.add(request_of("r"))
     with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, tree_token_cap 0"):
         run.step()
-    numpy = ONE.replace(FILLED, "Decision(np.int64(0), 0, len(load.need_rate), np.int32(8), False)")
+    numpy = ONE.replace(FILLED, "Decision(np.int64(0), True, len(load.need_rate), np.int32(8), np.False_)")
     run = Run.of(limits_of(), policy=written(tmp_path, numpy + "import numpy as np\n", "integers.py"))
     run.add(request_of("r"))
-    run.step()
+    plan, _ = run.step()
+    assert type(plan.tree_token_cap) is int and json.dumps(run.scheduler.stats.last_tree_token_cap)
+
+
+@pytest.mark.parametrize(("decided", "got"), [
+    ("None", r"decide\(\) of a policy's controller must return a Decision, got None"),
+    ("(1, 1, 8, 0, True)", r"must return a Decision, got \(1, 1, 8, 0, True\)"),
+    ("Decision(1, 1, 8, 8, 'no')", "whether to feed the draft, got 'no'"),
+])  # fmt: skip
+def test_what_is_no_decision_is_named(tmp_path, decided, got):
+    run = Run.of(limits_of(), policy=written(tmp_path, ONE.replace(FILLED, decided)))
+    run.add(request_of("r"))
+    with pytest.raises(ConfigError, match=got):
+        run.step()
+
+
+def test_a_depth_without_a_draft_says_why(tmp_path):
+    text = ONE.replace(FILLED, "Decision(1, 1, 8, 8, True)")
+    run = Run.of(limits_of(max_depth=0, max_width=0), policy=written(tmp_path, text))
+    run.add(request_of("r"))
+    with pytest.raises(
+        ConfigError, match=r"a depth of 0 to 0 \(there is no draft, or the policy has uses_draft=False\)"
+    ):
+        run.step()
+
+
+@pytest.mark.parametrize("built", ["None", "3", "object()"])
+def test_what_is_no_controller_is_named(tmp_path, built):
+    path = written(tmp_path, HEAD + f'own = Policy("own", lambda parts: {built}, selector="equal")\n')
+    with pytest.raises(ConfigError, match="returns an object of a class derived from Controller, got "):
+        Run.of(limits_of(), policy=f"{path}:own")
+
+
+@pytest.mark.parametrize("rate", ["None", "0.0", "-5.0", "float('nan')", "float('inf')"])
+def test_a_speed_that_is_none_is_named(tmp_path, rate):
+    fast = f"    def fastest_alone(self, alone):\n        return {rate}\n"
+    text = ONE.replace("    def decide(", fast + "\n    def decide(")
+    assert text != ONE
+    run = Run.of(limits_of(), policy=written(tmp_path, text))
+    with pytest.raises(
+        ConfigError, match=r"fastest_alone\(\) of a policy's controller must return tokens per second, a fin"
+    ):
+        run.add(request_of("r", tpot_slo_s=0.1))
+
+
+@pytest.mark.parametrize(("field", "error"), [
+    ('selector="static"', "tree_widths of a policy must be a tuple of at least one integer of at least 1"),
+    ('selector="static", tree_widths=(-1, 2)', r"with selector 'static', and \(\) with others, got \(-1, 2\)"),
+    ('selector="static", tree_widths="abc"', "got 'abc'"),
+    ('selector="equal", tree_widths=(1, 2)', r"got \(1, 2\)"),
+    ('selector="equal", calibrated="no"', "calibrated of a policy must be True or False, got 'no'"),
+])  # fmt: skip
+def test_a_policy_of_wrong_fields_is_named(tmp_path, field, error):
+    path = written(tmp_path, HEAD + f'own = Policy("own", lambda parts: FixedController(parts.limits, 1), {field})\n')
+    with pytest.raises(ConfigError, match=error):
+        Run.of(limits_of(), policy=f"{path}:own")
+
+
+def test_a_selector_cannot_change_what_it_is_offered(tmp_path):
+    for field in ("f", "need"):
+        text = SELECTED.replace(SELECTION, f"offered.{field}.fill(1.0)")
+        run = Run.of(limits_of(), policy=f"{written(tmp_path, text, f'{field}.py')}:own")
+        run.add(request_of("r", tpot_slo_s=0.1))
+        with pytest.raises(ValueError, match="read-only"):
+            while run.scheduler.has_work:
+                run.step()
 
 
 SELECTED = (
@@ -282,6 +348,7 @@ def test_a_file_may_bring_a_selector(tmp_path):
     ("np.full(2, 1000)", r"at most \d+ in all, got \[1000, 1000\]"),
     ("np.array([offered.most + 1, 0])", r"at most 2 in all, got \[3, 0\]"),
     ("None", "got None"),
+    ("[[1], [1, 2]]", r"got \[\[1\], \[1, 2\]\]"),
 ])  # fmt: skip
 def test_a_selection_that_cannot_be_verified_is_named(tmp_path, returned, got):
     path = written(tmp_path, SELECTED.replace(SELECTION, returned))

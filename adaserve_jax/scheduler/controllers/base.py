@@ -117,27 +117,37 @@ class Decision:
     prefill_tokens: int
     feed_draft: bool
 
-    def check(self, limits: Limits, load: Load) -> None:
-        """Raise ConfigError for a decision that no step can run: a controller's mistake, which nothing later would
-        name.
-        """
-        rows, max_width = load.num_decode, max(limits.max_width, 1)
-        least_prefill = 1 if load.num_prefill and not rows else 0
-        decided = (self.depth, self.width, self.tree_token_cap, self.prefill_tokens)
-        if (
-            all(isinstance(value, int | np.integer) for value in decided)
-            and 0 <= self.depth <= limits.max_depth
-            and min(self.depth, 1) <= self.width <= max_width
-            and self.tree_token_cap >= rows
-            and self.prefill_tokens >= least_prefill
-        ):
-            return
-        raise ConfigError(
-            f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}, a width of 1 to "
-            f"{max_width} (0 only at depth 0), a tree_token_cap of at least {rows}, one token for each row, and "
-            f"prefill_tokens of at least {least_prefill}, got depth {self.depth}, width {self.width}, tree_token_cap "
-            f"{self.tree_token_cap}, prefill_tokens {self.prefill_tokens}; fix its decide()"
-        )
+
+def checked(decision: object, limits: Limits, load: Load) -> Decision:
+    """Return what a controller decided, in Python's integers.
+
+    Raises ConfigError for a decision that no step can run: a controller's mistake, which nothing later would name.
+    """
+    if not isinstance(decision, Decision):
+        raise ConfigError(f"decide() of a policy's controller must return a Decision, got {decision!r:.80}; fix it")
+    rows, max_width, feeds = load.num_decode, max(limits.max_width, 1), decision.feed_draft
+    least_prefill = 1 if load.num_prefill and not rows else 0
+    decided = (decision.depth, decision.width, decision.tree_token_cap, decision.prefill_tokens)
+    depth, width, tree_token_cap, prefill_tokens = decided
+    if (
+        all(isinstance(value, int | np.integer) for value in decided)
+        and 0 <= depth <= limits.max_depth
+        and min(depth, 1) <= width <= max_width
+        and tree_token_cap >= rows
+        and prefill_tokens >= least_prefill
+        and isinstance(feeds, bool | np.bool_)
+    ):
+        if all(type(value) is int for value in decided):
+            return decision
+        return Decision(*map(int, decided), feed_draft=bool(feeds))
+    undrafted = "" if limits.max_depth else " (there is no draft, or the policy has uses_draft=False)"
+    raise ConfigError(
+        f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}{undrafted}, a width of 1 "
+        f"to {max_width} (0 only at depth 0), a tree_token_cap of at least {rows}, one token for each row, and "
+        f"prefill_tokens of at least {least_prefill}, got depth {depth}, width {width}, tree_token_cap "
+        f"{tree_token_cap}, prefill_tokens {prefill_tokens}, and whether to feed the draft, got {feeds!r:.20}; fix its "
+        "decide()"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,11 +220,10 @@ class Controller(Protocol):
         """Return expected tokens per second of one sequence on an empty machine.
 
         By default the rate of what `decide` gives one row; `decide` must then change nothing. Raises ConfigError as
-        `Decision.check`.
+        `checked`.
         """
         load = Load.of_one()
-        decision = self.decide(load)
-        decision.check(alone.limits, load)
+        decision = checked(self.decide(load), alone.limits, load)
         return alone.rate(decision.depth, decision.width, decision.tree_token_cap - 1)
 
     def learn(self, feedback: Feedback) -> None:
