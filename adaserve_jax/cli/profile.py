@@ -278,6 +278,12 @@ def _print(measured: Profile) -> None:
     console.print(f"baseline {measured.baseline_s * 1e3:.2f} ms per token", soft_wrap=True)
     if measured.acceptance is not None:
         console.print(f"acceptance of the draft's first choice: {measured.acceptance:.2f}", soft_wrap=True)
+    elif measured.identity.limits.max_depth:
+        console.print(
+            "acceptance is not known: proposed is no draft, and `adaserve simulate` refuses this profile; measure "
+            "with more --check-seconds, or give --acceptance",
+            soft_wrap=True,
+        )
     if measured.c1 is not None:
         console.print(f"eq. 8 and 9: c1 = {measured.c1}, c2 = {measured.c2}", soft_wrap=True)
     for kind, error in (measured.errors or {}).items():

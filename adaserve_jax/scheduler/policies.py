@@ -144,7 +144,8 @@ class Policy:
             if each.type == "bool" and not isinstance(getattr(self, each.name), bool):
                 raise ConfigError(f"{each.name} of a policy must be True or False, got {getattr(self, each.name)!r}")
         widths = self.tree_widths
-        ok = isinstance(widths, tuple) and all(is_integer(width, 1) for width in widths)
+        is_tuple = isinstance(widths, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+        ok = is_tuple and all(is_integer(width, 1) for width in widths)
         if not ok or bool(widths) != (self.selector == "static"):
             raise ConfigError(
                 "tree_widths of a policy must be a tuple of at least one integer of at least 1, nodes by level, with "

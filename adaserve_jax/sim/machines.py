@@ -184,8 +184,8 @@ class ProfiledMachine(Machine):
         limits, costs = profile.identity.limits, profile.timings.samples()
         if profile.acceptance is None and limits.max_depth:
             raise ConfigError(
-                f"profile {where} has no acceptance, which a simulation draws from; measure it with `adaserve profile "
-                "--check-seconds`, or give it there as --acceptance"
+                f"profile {where} has no acceptance, which a simulation draws from; measure it with more seconds of "
+                "`adaserve profile --check-seconds`, or give it as `adaserve profile --acceptance`"
             )
         rows = min(rows for _, rows in costs.verify_s)
         levels = [seconds for _, seconds in sorted(costs.draft_level_s.items())]

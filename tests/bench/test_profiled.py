@@ -48,7 +48,7 @@ def test_a_profile_file_is_a_machine(tmp_path: Path) -> None:
     assert loaded.samples(loaded.limits()) == profile().timings.samples()
     assert loaded.acceptance_of("code") == 0.7
     write_profile(path, profile(acceptance=None))
-    expected = r"p.json has no acceptance, which a simulation draws from; measure .*--check-seconds"
+    expected = r"p.json has no acceptance, which a simulation draws from; measure it with more .*--check-seconds"
     with pytest.raises(ConfigError, match=expected):
         load_machine(str(path))
 

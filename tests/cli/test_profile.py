@@ -90,6 +90,18 @@ def test_a_search_that_fails_leaves_what_was_measured(
     assert "has a prompt of 100000 tokens" in capsys.readouterr().err and read_profile(path) == measured
 
 
+@pytest.mark.parametrize(("acceptance", "told"), [(0.7, "first choice: 0.70"), (None, "acceptance is not known: ")])
+def test_a_profile_says_whether_it_knows_acceptance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, acceptance: float | None,
+    told: str,
+) -> None:  # fmt: skip
+    measured = some_profile(acceptance=acceptance, proposal={"by_rows": []})
+    monkeypatch.setattr(profiling, "measure_profile", lambda *_, **__: measured)
+    assert run_program("profile", "--out", str(tmp_path / "profile.json")) == 0
+    out = capsys.readouterr().out
+    assert told in out and out.count("acceptance") == 1 + (acceptance is None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
