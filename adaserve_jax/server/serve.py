@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import shlex
 import signal
 import socket
@@ -200,7 +201,8 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
 
 def example(url: str, state: ServerState) -> str:
     """Return a curl command whose TPOT target leaves an idle server room to spare."""
-    target_ms = max(round(2 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
+    # In tens, as on the start page. Four times: the baseline is the device's step without the host's part.
+    target_ms = max(10 * math.ceil(4 * state.info.baseline_s * 1e3 / 10), state.settings.min_slo_tpot_ms)
     body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
     key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.keyring else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

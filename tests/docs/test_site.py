@@ -116,7 +116,14 @@ def test_a_browser_asks_for_nothing_and_finds_what_it_searches_for(built):
         for name in ("index.html", "concepts.html", "howto/write-a-policy.html", "results.html"):
             page.goto((built / name).as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, f"{name} is wider than a telephone"
+        page.goto((built / "http.html").as_uri())
+        overflow = "(table) => table.scrollWidth - table.clientWidth"
+        assert page.locator(".md-typeset table").first.evaluate(overflow) <= 0, "routes are wider than a telephone"
         page.set_viewport_size({"width": 1280, "height": 900})
+        lines = "(paths) => paths.map((path) => path.getClientRects().length)"
+        assert set(page.locator("td:first-child:nth-last-child(2) > code:only-child").evaluate_all(lines)) == {1}, (
+            "a path is broken in the middle"
+        )
         page.click("input[name=query]")
         page.keyboard.type("bandit")
         page.wait_for_selector(".md-search-result__link", timeout=60_000)

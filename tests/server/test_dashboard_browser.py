@@ -133,6 +133,15 @@ def test_it_fits_and_follows_the_colours(board, see, scheme, width):
     assert seen.faults == []
 
 
+def test_without_a_draft_model_it_says_so(serve_engine, see):
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", draft=None))
+    engine.start()
+    with serve_engine(engine, ByteTokenizer(), ServerSettings(dashboard=True)) as server:
+        seen = see(f"{server.url}/dashboard")
+        seen.page.locator("#engine", has_text="no draft model").wait_for()
+    engine.close()
+
+
 def test_an_empty_server_says_what_to_do(start_server, see):
     with start_server(ServerSettings(dashboard=True)) as server:
         seen = see(f"{server.url}/dashboard")

@@ -3,17 +3,21 @@ language."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import runpy
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.docs.blocks import DOCUMENTS, SHELL, blocks
@@ -59,6 +63,34 @@ USE_OF_PAGE = """
     lines: elements.log.children.map((c) => [c.className, c.textContent]),
     options: elements.slo.children.map((c) => [c.value, c.textContent]), messages: messages.length,
   }));
+})();
+"""
+
+USE_OF_METER = """
+(async () => {
+  const meter = () => [elements.told.textContent, elements.bar.style.width];
+  const seen = [];
+  for (const most of ["21", "1", "0"]) {
+    elements.most.value = most;
+    elements.slo.value = "40";
+    await ask("hi");
+    seen.push(meter());
+  }
+  console.log(JSON.stringify(seen));
+})();
+"""
+USE_OF_STOP = """
+(async () => {
+  const until = async (done) => { while (!done()) await new Promise((soon) => setTimeout(soon, 1)); };
+  elements.most.value = "400";
+  document.getElementById("slo").value = "40";
+  const asked = ask("one");
+  await until(() => elements.log.children[1].textContent);
+  elements.stop.listeners.click();
+  await asked;
+  elements.most.value = "3";
+  await ask("two");
+  console.log(JSON.stringify(elements.log.children.map((line) => line.textContent)));
 })();
 """
 
@@ -123,10 +155,42 @@ def test_the_client_of_every_class(server, monkeypatch, capsys):
     assert sorted(request.slo_class for request in sent) == sorted(["default", "interactive", "chat", "batch"] * 4)
 
 
+def test_the_client_shows_no_time_where_one_event_brought_all(server, monkeypatch, capsys):
+    script = str(EXAMPLES / "mixed_slo_client.py")
+    monkeypatch.setattr("sys.argv", [script, "--base-url", f"{server.url}/v1", "--requests", "1", "--max-tokens", "3"])
+    runpy.run_path(script, run_name="__main__")
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [row[4].strip() for row in rows] == ["-"] * 4
+
+
+def test_the_client_counts_the_tokens_after_the_first_event(monkeypatch):
+    def event(tokens: int, *choices: str) -> SimpleNamespace:
+        usage = SimpleNamespace(completion_tokens=tokens)
+        texts = [SimpleNamespace(text=text) for text in choices]
+        return SimpleNamespace(choices=texts, usage=usage, metrics={"slo": {}})
+
+    async def create(**_: Any) -> AsyncIterator[SimpleNamespace]:
+        async def events() -> AsyncIterator[SimpleNamespace]:
+            for one in (event(3, "abc"), event(5, "de"), event(5)):
+                yield one
+
+        return events()
+
+    ask = runpy.run_path(str(EXAMPLES / "mixed_slo_client.py"))["ask"]
+    monkeypatch.setattr("time.perf_counter", iter([1.0, 1.1]).__next__)
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    assert asyncio.run(ask(client, "demo", "batch", "hi", 5)).tpot_ms == pytest.approx(50)
+
+
 def test_the_page_loads_nothing_from_elsewhere():
     assert set(re.findall(r"https?://[^\s\"'`<]+", PAGE)) == {SHOWN_URL}
     assert not re.search(r"\b(?:src|href)=|@import|url\(|import\s*\(", PAGE)
     assert "innerHTML" not in PAGE, "what a model says is text, never markup"
+
+
+class SlowChat(ByteTokenizer):
+    def apply_chat_template(self, messages, prompt=PLAIN_CHAT) -> list[int]:
+        return self.encode("slow ") + super().apply_chat_template(messages, prompt)
 
 
 def seen_on_page(use: str, url: str, folder: Path) -> Any:
@@ -148,7 +212,7 @@ def test_the_page_says_what_the_server_says(keyed, tmp_path):
 
 
 def test_the_page_streams_and_measures(server, tmp_path):
-    seen = seen_on_page(USE_OF_PAGE, server.url, tmp_path)
+    seen = seen_on_page(USE_OF_PAGE, f"{server.url}/", tmp_path)
     prompt = "user: hi ü\nassistant:"
     answer = (prompt.encode() * 2)[:21].decode(errors="replace")
     assert seen["lines"][:3] == [["user", "hi ü"], ["assistant", answer], ["user", "more"]]
@@ -162,3 +226,19 @@ def test_the_page_streams_and_measures(server, tmp_path):
     assert bytes(second.prompt_ids).decode().startswith(f"user: hi ü\nassistant: {answer}\nuser: more\n")
     assert seen["lines"][-1][0] == "assistant" and "no such route" in seen["lines"][-1][1]
     assert seen["messages"] == 4, "what failed is not part of the conversation"
+
+
+def test_the_meter_of_the_page_is_of_the_last_request(server, tmp_path):
+    several, one, refused = seen_on_page(USE_OF_METER, server.url, tmp_path)
+    assert re.fullmatch(r"\d+\.\d ms per token of 40\.0, (met|missed)", several[0])
+    assert one == ["one token, no time per token, met", "0%"]
+    assert refused == ["", "0"]
+
+
+def test_what_is_stopped_stays_in_the_conversation(start_server, tmp_path):
+    with start_server(tokenizer=SlowChat()) as server:
+        lines = seen_on_page(USE_OF_STOP, server.url, tmp_path)
+        asked = bytes(server.engine.submitted[-1].prompt_ids).decode()
+    shown, mark = lines[1].split("\n[")
+    assert shown and mark == "stopped]"
+    assert asked == f"slow user: one\nassistant: {shown}\nuser: two\nassistant:"

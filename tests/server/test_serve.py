@@ -271,7 +271,7 @@ def test_a_host_that_is_not_this_machine_is_told(host):
 def test_the_example_is_one_shell_command(server):
     command = example("http://h:1", server.state)
     assert re.fullmatch(r"curl http://h:1/v1/completions -H 'Content-Type: application/json' -d '\{.*\}'", command)
-    assert '"slo_tpot_ms": 20.0' in command
+    assert '"slo_tpot_ms": 40}' in command, "four times the baseline"
 
 
 def test_the_example_quotes_the_key(start_server):

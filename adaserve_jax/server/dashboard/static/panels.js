@@ -100,7 +100,7 @@ export class Panels {
   head(snapshot) {
     $("model").textContent = snapshot.model ?? "";
     document.title = snapshot.model ? `${snapshot.model} – adaserve` : "adaserve";
-    const draft = snapshot.draft ? `draft ${snapshot.draft}` : "no draft";
+    const draft = snapshot.draft ? `draft ${snapshot.draft}` : "no draft model";
     $("engine").textContent = snapshot.model
       ? `${snapshot.policy} · ${snapshot.device} · ${draft} · one token alone ${number(snapshot.baseline_ms)} ms` : "";
   }
