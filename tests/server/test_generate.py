@@ -244,7 +244,9 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert streamed.headers["x-adaserve-warning"] == "ignored fields: colour"
 
 
-@pytest.mark.parametrize("name", ["slo_tpot", "tpot_ms", "ttft_slo_ms", "e2e_ms", "deadline_ms", "max_queue", "SLO_TPOT_MS"])
+@pytest.mark.parametrize(
+    "name", ["slo_tpot", "tpot_ms", "ttft_slo_ms", "e2e_ms", "deadline_ms", "max_queue", "SLO_TPOT_MS"]
+)
 def test_an_unknown_field_that_looks_like_a_target_is_refused(server, name):
     before = len(server.engine.submitted)
     answer = server.post(prompt="x", **{name: 5})
