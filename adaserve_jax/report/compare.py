@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import INTERVALS, Section, Table, Text
@@ -32,7 +33,7 @@ from adaserve_jax.report.measures import (
 )
 from adaserve_jax.report.points import AXES, LoadSetting, Measured, PointGroup
 from adaserve_jax.report.sections import overview
-from adaserve_jax.report.view import View, condition_line, differing
+from adaserve_jax.report.view import BASELINE, View, condition_line, differing
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 from adaserve_jax.results.schema import ALL_CLASSES
 
@@ -78,7 +79,7 @@ def headline(view: View) -> Section:
     shown = settings if groups <= MOST_HEADLINE_ROWS else view.line
     texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
     texts += [Text(text, warns=True) for text in _how_paired(view.estimates, _pairs(view, settings))]
-    texts += [*_left_out(view, settings), *_repeats(view)]
+    texts += [*_left_out(view, settings), *_repeats(view.measured.groups.values())]
     return Section("headline", "Headline", (*texts, overview(view), _headline_table(view, shown)))
 
 
@@ -191,10 +192,9 @@ def _left_out(view: View, settings: Sequence[LoadSetting]) -> Iterator[Text]:
         yield Text(f"Not compared, as their points are invalid: {named}{more}.", warns=True)
 
 
-def _repeats(view: View) -> Iterator[Text]:
+def _repeats(groups: Iterable[PointGroup]) -> Iterator[Text]:
     """Yield a sentence on the limits of intervals of few repeats."""
-    groups = [group for group in view.measured.groups.values() if group.has_records]
-    fewest = min((len(group.points) for group in groups), default=ENOUGH_REPEATS)
+    fewest = min((len(group.points) for group in groups if group.has_records), default=ENOUGH_REPEATS)
     if fewest < ENOUGH_REPEATS:
         times = "once" if fewest == 1 else f"{fewest} times"
         yield Text(
@@ -258,6 +258,7 @@ def comparison(view: View, against: Measured) -> Section:
     items: list[Text | Table] = [Text(text, warns=True) for text in _other_differences(view, pairs, then)]
     if pairs:
         items += [Text(_tally(view.estimates, pairs, measure)) for measure in (ATTAINMENT, GOODPUT)]
+        items += _repeats(group for pair in pairs for group in (pair.ours, pair.theirs))
         items.append(_comparison_table(view, pairs, then))
     items += [Text(text) for text in _unmatched(view.measured, against, "this run")]
     items += [Text(text) for text in _unmatched(against, view.measured, then)]
@@ -286,7 +287,8 @@ def _unmatched(measured: Measured, other: Measured, where: str) -> Iterator[str]
     """Yield sentences on groups that are not compared, and why."""
     own, others = _by_key(measured), _by_key(other)
     axes = dict.fromkeys(("rate_rps", *measured.varied))
-    alone = [group for key, groups in own.items() if key not in others for group in groups]
+    invalid = {(point.served_by, point.setting) for point in other.points if not point.row.valid}
+    alone = [group for key, groups in own.items() if key not in others and key not in invalid for group in groups]
     several = [group for key, groups in own.items() if key in others and len(groups) > 1 for group in groups]
     for groups, why in ((alone, f"only in {where}"), (several, f"in {where} more than once")):
         if groups:
@@ -302,7 +304,14 @@ def _other_differences(view: View, pairs: Sequence[GroupPair], then: str) -> Ite
     now_points = [point for pair in pairs for point in pair.ours.points]
     then_points = [point for pair in pairs for point in pair.theirs.points]
     for name, here, there in differing(now_points, then_points):
-        yield f"The {name} differs: {here} now, {there} in {then}."
+        if name != BASELINE:
+            yield f"The {name} differs: {here} now, {there} in {then}."
+    now_ms, then_ms = (1e3 * fmean(point.row.baseline_s for point in each) for each in (now_points, then_points))
+    if f"{now_ms:.2g}" != f"{then_ms:.2g}":
+        yield (
+            f"One token alone took {now_ms:.3g} ms now and {then_ms:.3g} ms in {then}: targets that are multiples of "
+            "it differ as much."
+        )
     yield from _how_paired(view.estimates, pairs)
 
 

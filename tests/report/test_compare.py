@@ -42,6 +42,8 @@ def test_differences_by_hand():
     assert texts == [
         "Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at 0 not told apart.",
         "Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart.",
+        "Points were measured once: intervals hold which requests happened to come, and not what differs from run to "
+        "run, for which it takes 5 repeats.",
     ]
 
 
@@ -62,6 +64,12 @@ def test_unmatched_points_are_listed():
     ]  # fmt: skip
 
 
+def test_a_point_that_is_invalid_then_is_not_said_to_be_only_in_this_run():
+    late = point(requests(0), rate=2.0, valid=False, invalid_reason="client was late")
+    _, _, texts = compare([point(requests(0)), point(requests(0), rate=2.0)], [point(requests(0)), late])
+    assert not any("only in" in text for text in texts)
+
+
 def test_nothing_in_common():
     _, table, texts = compare([point(requests(0))], [point(requests(0), rate=2.0)])
     assert table is None
@@ -74,10 +82,14 @@ def test_other_conditions_are_warned_of():
     assert texts[:3] == [
         "The machine differs: a machine, 2 cores now, b machine in then.",
         "The commit differs: 0123456789ab now, fedcba987654 in then.",
-        "The time of one token alone, without speculation differs: 50.0 ms now, 60.0 ms in then.",
+        "One token alone took 50 ms now and 60 ms in then: targets that are multiples of it differ as much.",
     ]
-    _, _, near = compare([point(requests(0))], [point(requests(0), provenance=replace(PROVENANCE, baseline_s=0.051))])
-    assert not any("differs" in text for text in near)
+    near, same = (
+        compare([point(requests(0))], [point(requests(0), provenance=replace(PROVENANCE, baseline_s=baseline_s))])[2]
+        for baseline_s in (0.0513, 0.0502)
+    )
+    assert near[0].startswith("One token alone took 50 ms now and 51.3 ms in then: ")
+    assert not any("differ" in text for text in same[:1])
 
 
 def test_classes_have_rows_of_their_own():
@@ -131,7 +143,7 @@ def test_settings_of_the_engine_that_differ_are_told_where_they_were_noted():
     assert texts[0] == "The hash of the engine's settings differs: abababababab now, cdcdcdcdcdcd in then."
     old = replace(PROVENANCE, max_prefill_tokens=8)
     _, _, texts = compare([point(requests(0), provenance=now)], [point(requests(0), provenance=old)])
-    assert not any("differs" in text for text in texts)
+    assert not any(" differs: " in text for text in texts)
     fewer = replace(PROVENANCE, num_pages=64, extension_pages=0, elastic="auto")
     _, _, texts = compare([point(requests(0), provenance=fewer)], [point(requests(0))])
     assert texts[0] == "The number of KV pages differs: 64 now, not noted in then."
@@ -142,7 +154,7 @@ def test_versions_of_a_policys_file_are_compared_and_said_to_differ():
     _, table, texts = compare(now, then)
     expected = "The policy's file differs: mine.py (sha256 abababababab) now, mine.py (sha256 cdcdcdcdcdcd) in then."
     assert texts[0] == expected and table is not None
-    assert not any("differs" in text for text in compare(now, now)[2])
+    assert not any(" differs: " in text for text in compare(now, now)[2])
 
 
 def test_the_violation_ratio_where_ours_are_none_is_more_than_a_number():
