@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 
 from adaserve_jax.cli.options import LIST_METAVAR, comma_list, read_text
 from adaserve_jax.cli.terminal import check_writable, number_table, progress_bar, table_console, write_json
@@ -73,13 +74,14 @@ def perplexity(
 
 def _print(scores: list[Score]) -> None:
     """Print the table of scores to stdout."""
-    headers = ("weights", "MiB", "tokens", "perplexity", "change", "bits/byte", "KL mean", "KL max", "same likeliest")
+    headers = ("weights", "MiB", "tokens", "perplexity", "change", "bits/\nbyte", "KL\nmean", "KL\nmax", "same\ntop")
     table = number_table(headers)
+    table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)  # for a terminal of 80 columns
     for score in scores:
         change = score.perplexity / scores[0].perplexity - 1
         table.add_row(
             score.quantize, f"{score.weight_bytes / MIB:.1f}", str(score.tokens), f"{score.perplexity:.4f}",
-            f"{change:+.3%}", f"{score.bits_per_byte:.4f}", f"{score.kl_mean:.2e}", f"{score.kl_max:.2e}",
-            f"{score.same_likeliest:.2%}",
+            f"{change:+.2%}", f"{score.bits_per_byte:.3f}", f"{score.kl_mean:.1e}", f"{score.kl_max:.1e}",
+            f"{score.same_likeliest:.1%}",
         )  # fmt: skip
     table_console(table).print(table)

@@ -335,7 +335,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("queue time p50 / p99, ms", _times("queue_p50_s", "queue_p99_s")),
     ("end to end, mean, ms", _times("e2e_mean_s")),
     ("deadline, ms", lambda each: _range(each.e2e)),
-    ("end to end / deadline, p50 / p90 / p99", lambda each: _ratios(each.e2e.over)),
+    ("end to end / deadline, p50 to p99", lambda each: _ratios(each.e2e.over)),
     ("prompt tokens (of them cached)", lambda each: f"{each.summary.prompt_tokens:,} ({each.cached_tokens:,})"),
     ("output tokens", _count("output_tokens")),
     ("draft tokens verified", _count("drafted_tokens")),
@@ -360,16 +360,26 @@ def rows(report: ServedReport) -> Iterator[list[str]]:
 
 
 def print_table(report: ServedReport) -> None:
-    """Print the table to stdout; a pipe or a file gets its full width whatever the terminal."""
-    table = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for each in report.classes:
-        table.add_column(each.summary.slo_class, justify="right")
-    for row in rows(report):
-        table.add_row(*row)
-    console = table_console(table)
+    """Print the table to stdout: a narrow terminal gets the classes in several, a pipe or a file one of full width."""
+    names, cells = [each.summary.slo_class for each in report.classes], list(rows(report))
+
+    def grid(begin: int, end: int) -> Grid:
+        table = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        table.add_column("", no_wrap=True)
+        for name in names[begin:end]:
+            table.add_column(Styled(name), justify="right", no_wrap=True)
+        for label, *row in cells:
+            table.add_row(label, *row[begin:end])
+        return table
+
+    console = table_console(grid(0, len(names)))
     console.print(*head(report), sep="\n", markup=False, soft_wrap=True)
-    console.print(table)
+    begin = 0
+    while begin < len(names):
+        fits = (end for end in range(len(names), begin, -1) if _width(console, grid(begin, end)) <= console.width)
+        end = next(fits, begin + 1)
+        console.print(grid(begin, end))
+        begin = end
 
 
 def as_markdown(report: ServedReport) -> str:

@@ -184,7 +184,7 @@ class EngineCore:
             if error.code != SLO_INFEASIBLE or error.param != "slo_tpot_ms" or slo.relative is None:
                 raise
             said = f"slo_relative {slo.relative:g} is out of reach: {error}"
-            raise RequestError(said, param="slo_relative", code=SLO_INFEASIBLE) from error
+            raise RequestError(said, param="slo_relative", code=error.code) from error
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request and return their last chunks. Unknown ids are ignored."""

@@ -47,15 +47,13 @@ class Prefixes:
         At least one token is left to compute, because its logits are needed, and every token after which the prompt is
         still to be scored.
         """
-        found = self._find(state.page_keys, state.sequence, state.token_ids, state.num_reusable)
-        return np.array(found, np.int32)
+        return np.array(self._find(state.page_keys, state.sequence, state.token_ids, state.num_reusable), np.int32)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens of the prompt of a sequence that is not queued yet cached pages hold now."""
-        if sequence.sampling.prompt_logprobs is not None:
-            return 0
         tokens = np.asarray(sequence.prompt_ids, np.int32)
-        return len(self._find([], sequence, tokens, len(tokens) - 1)) * self._page_size
+        most = len(tokens) - 1 if sequence.sampling.prompt_logprobs is None else 0
+        return len(self._find([], sequence, tokens, most)) * self._page_size
 
     def _find(self, keys: list[bytes], sequence: Sequence, token_ids: np.ndarray, most_tokens: int) -> list[int]:
         """Return the cached pages of the first tokens, `most_tokens` at most; keys: as of `_key`."""

@@ -76,7 +76,8 @@ class Selector:
             chosen = self._by_throughput(planned, ranked, now)
         elif callable(self._policy.selector):
             budget, wanted = self._budget_and_need(planned, ranked, int(candidates.depth.max()), now)
-            offered = selection.Offered(_read_only(ranked.f), _read_only(wanted), budget - plan.num_decode)
+            f, wanted = (np.broadcast_to(each, each.shape) for each in (ranked.f, wanted))  # views for reading only
+            offered = selection.Offered(f, wanted, budget - plan.num_decode)
             chosen = selection.only_needed(ranked, selection.taken_by(self._policy.selector, offered), 0)
         else:
             return self._by_need(planned, candidates, ranked, now)
@@ -157,13 +158,6 @@ class Selector:
         step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, levels, width, load)
         wanted = need(planned.made_s - pace.start_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
-
-
-def _read_only(values: np.ndarray) -> np.ndarray:
-    """Return a view that a function of somebody else's cannot change."""
-    view = values.view()
-    view.flags.writeable = False
-    return view
 
 
 def _within_reach(candidates: CandidateTrees, remaining: np.ndarray) -> CandidateTrees:

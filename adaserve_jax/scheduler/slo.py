@@ -169,10 +169,7 @@ class Feasibility:
         self._least_tpot_s = None
 
     def judge(self, sequence: Sequence, cached_tokens: Callable[[Sequence], int] | None = None) -> FeasibilityVerdict:
-        """Return the verdict on a sequence. Without a second output token there is no time per token to miss.
-
-        cached_tokens: returns how many tokens of its prompt need not be computed; None: none.
-        """
+        """Return the verdict on a sequence; cached_tokens returns how much of its prompt need not be computed."""
         tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
         e2e_s = sequence.e2e_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
@@ -180,7 +177,7 @@ class Feasibility:
         rest = max(sequence.sampling.min_tokens, 1) - 1  # tokens behind the first that must come before a deadline
         has_pace = tpot_s is not None or thinking_s is not None
         token_s = self.least_tpot_s() if has_pace or (e2e_s is not None and rest) else 0.0
-        least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None
+        least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None  # one token has no time per token
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
             scored = sequence.sampling.prompt_logprobs is not None
@@ -202,8 +199,7 @@ class Feasibility:
             rate = self._controller.fastest_alone(self._alone)
             if not (is_finite(rate) and rate > 0):
                 raise ConfigError(
-                    "fastest_alone() of a policy's controller must return tokens per second, a finite number above 0, "
-                    f"got {rate!r:.80}; fix it"
+                    f"a controller's fastest_alone() must return a finite number above 0, got {rate!r:.40}"
                 )
             self._least_tpot_s = 1.0 / float(rate)
         return self._least_tpot_s

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from adaserve_jax.cli import perplexity as command
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
-from adaserve_jax.models.perplexity import cut
+from adaserve_jax.models.perplexity import Score, cut
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.program import run_program
 
@@ -19,9 +21,7 @@ def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[
     out = tmp_path / "result.json"
     assert run_program("perplexity", "--window", "256", "--max-tokens", "768", "--json", str(out)) == 0
     table = capsys.readouterr().out
-    assert all(
-        text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8", "int4")
-    )
+    assert all(text in table for text in ("perplexity", "change", "bits/", "KL", "same", "none", "int8", "int4"))
     result = json.loads(out.read_text())
     plain, int8, int4 = result["scores"]
     assert f"{plain['perplexity']:.4f}" in table and f"{int8['perplexity']:.4f}" in table
@@ -34,6 +34,22 @@ def test_quantised_weights_hardly_change_the_demo(capsys: pytest.CaptureFixture[
     assert 3.9 < plain["weight_bytes"] / int8["weight_bytes"] < 4
     assert 0.001 < int4["perplexity"] / plain["perplexity"] - 1 < 0.03
     assert 0.65 < int4["weight_bytes"] / int8["weight_bytes"] < 0.7
+
+
+def test_no_figure_is_cut_in_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    scores = [
+        Score(kind, weight_bytes=16_000_000_000, tokens=123_456, text_bytes=500_000, nats=297_000.0 + more,
+              kl_mean=1.2e-4, kl_max=3.6e-3, same_likeliest=0.98765)
+        for kind, more in (("none", 0.0), ("int8", 40.0), ("int4", 1400.0))
+    ]  # fmt: skip
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    command._print(scores)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "\u2026" not in shown and all(f"{each.perplexity:.4f}" in shown for each in scores)
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -62,6 +63,20 @@ def test_the_table_says_the_same(path):
     for label, values in cells(all_there_is(path, "--format", "markdown")).items():
         assert any(all(part in line for part in (label, *values)) for line in text.splitlines()), label
     assert "batch" not in all_there_is(path, "--class", "chat")
+
+
+@pytest.mark.parametrize("columns", [64, 84, 110])
+def test_a_narrow_terminal_gets_the_classes_in_several_tables(monkeypatch, path, columns):
+    """Rich takes stdout for a terminal of that width: no figure is cut or broken, and each has its label."""
+    whole = cells(all_there_is(path, "--format", "markdown"))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in all_there_is(path).splitlines()]
+    assert not any("\u2026" in line for line in shown)
+    lines = [line for line in shown if line.startswith("TTFT p50 / p90 / p99, ms")]
+    assert len(lines) == {64: 3, 84: 2, 110: 1}[columns]
+    values = [value for line in lines for value in re.split(" {2,}", line)[1:]]
+    assert values == whole["TTFT p50 / p90 / p99, ms"]
 
 
 def test_json_is_for_programs(path):

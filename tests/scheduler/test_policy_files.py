@@ -237,7 +237,7 @@ def test_prompts_alone_must_get_a_token(tmp_path):
 
 
 @pytest.mark.parametrize(("decided", "got"), [
-    ("None", r"decide\(\) of a policy's controller must return a Decision, got None"),
+    ("None", r"a controller's decide\(\) must return a Decision, got None"),
     ("(1, 1, 8, 0, True)", r"must return a Decision, got \(1, 1, 8, 0, True\)"),
     ("Decision(1, 1, 8, 8, 'no')", "whether to feed the draft, got 'no'"),
 ])  # fmt: skip
@@ -271,9 +271,7 @@ def test_a_speed_that_is_none_is_named(tmp_path, rate):
     text = ONE.replace("    def decide(", fast + "\n    def decide(")
     assert text != ONE
     run = Run.of(limits_of(), policy=written(tmp_path, text))
-    with pytest.raises(
-        ConfigError, match=r"fastest_alone\(\) of a policy's controller must return tokens per second, a fin"
-    ):
+    with pytest.raises(ConfigError, match=r"a controller's fastest_alone\(\) must return a finite number above 0, got"):
         run.add(request_of("r", tpot_slo_s=0.1))
 
 

@@ -124,7 +124,7 @@ def checked(decision: object, limits: Limits, load: Load) -> Decision:
     Raises ConfigError for a decision that no step can run: a controller's mistake, which nothing later would name.
     """
     if not isinstance(decision, Decision):
-        raise ConfigError(f"decide() of a policy's controller must return a Decision, got {decision!r:.80}; fix it")
+        raise ConfigError(f"a controller's decide() must return a Decision, got {decision!r:.80}; fix it")
     rows, max_width, feeds = load.num_decode, max(limits.max_width, 1), decision.feed_draft
     least_prefill = 1 if load.num_prefill and not rows else 0
     decided = (decision.depth, decision.width, decision.tree_token_cap, decision.prefill_tokens)
@@ -137,9 +137,8 @@ def checked(decision: object, limits: Limits, load: Load) -> Decision:
         and prefill_tokens >= least_prefill
         and isinstance(feeds, bool | np.bool_)
     ):
-        if all(type(value) is int for value in decided):
-            return decision
-        return Decision(*map(int, decided), feed_draft=bool(feeds))
+        is_plain = all(type(value) is int for value in decided)
+        return decision if is_plain else Decision(*map(int, decided), feed_draft=bool(feeds))
     undrafted = "" if limits.max_depth else " (there is no draft, or the policy has uses_draft=False)"
     raise ConfigError(
         f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}{undrafted}, a width of 1 "
