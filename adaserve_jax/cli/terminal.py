@@ -174,6 +174,7 @@ def point_line(done: int, total: int, rows: Sequence[ResultRow]) -> str:
 
 
 def say_next_step(out: Path) -> None:
-    """Name the folder of the rows and the command that makes a report of them."""
+    """Name what the folder holds and the command that makes a report of it."""
     folder = shlex.quote(str(out))
-    say(f"rows, requests and samples in {out}; for a report: adaserve report {folder} -o report.html", style="dim")
+    held = "rows, requests and samples" if (out / "samples.jsonl").exists() else "rows and requests"
+    say(f"{held} in {out}; for a report: adaserve report {folder} -o report.html", style="dim")

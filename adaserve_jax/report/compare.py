@@ -35,7 +35,7 @@ from adaserve_jax.report.points import AXES, LoadSetting, Measured, PointGroup
 from adaserve_jax.report.sections import overview
 from adaserve_jax.report.view import BASELINE, View, condition_line, differing
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
-from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.results.schema import ALL_CLASSES, SERVED
 
 OURS = "adaserve"
 """Policy that is compared with the others; the first policy where it was not measured."""
@@ -77,9 +77,12 @@ def headline(view: View) -> Section:
     settings = view.measured.settings
     groups = sum(len(view.measured.groups_at(setting)) for setting in settings)
     shown = settings if groups <= MOST_HEADLINE_ROWS else view.line
-    texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
+    judged = (ATTAINMENT, GOODPUT) if len(view.measured.policies) > 1 else ()
+    texts = [Text(verdict(view, measure, settings)) for measure in judged]
     texts += [Text(text, warns=True) for text in _how_paired(view.estimates, _pairs(view, settings))]
-    texts += [*_left_out(view, settings), *_repeats(view.measured.groups.values())]
+    texts += _left_out(view, settings)
+    if any(point.row.arrival_process != SERVED for point in view.measured.valid):  # a server's time comes once
+        texts += _repeats(view.measured.groups.values())
     return Section("headline", "Headline", (*texts, overview(view), _headline_table(view, shown)))
 
 

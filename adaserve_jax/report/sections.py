@@ -145,10 +145,12 @@ def by_class(view: View, measure: Measure) -> Figure:
         for policy, estimates in found.items()
         if any(each.value is not None for each in estimates)
     ]
+    drawn = (each for estimates in found.values() for each in estimates)
+    whiskers = "Whiskers: 95% intervals." if any(each.low is not None for each in drawn) else ""
     return Figure(
         key=f"{key_of(measure.name)}-by-class",
-        title=f"{titled(measure)} by class",
-        caption=f"{_explanation(measure)} {view.at_focus} Whiskers: 95% intervals.",
+        title=f"{titled(measure)} by class" if len(classes) > 1 else titled(measure),
+        caption=" ".join(filter(None, (_explanation(measure), view.at_focus, whiskers))),
         kind="bars",
         x_label="SLO class",
         panels=(_axes("", series, measure),),

@@ -18,8 +18,9 @@ from adaserve_jax.results.schema import ALL_CLASSES, SERVED, ResultRow
 
 MOST_PANELS = 6
 MOST_SLICES = 3
-RATE_TOLERANCE = 5e-4
-"""Relative distance from a given rate to the measured one: tables write four digits of it."""
+RATE_TOLERANCE = 0.05
+"""Relative distance from a given rate to the measured one: drawn arrivals come at a rate that is near the one asked
+for."""
 BASELINE = "time of one token alone, without speculation"
 BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other count as the same: each run measures its own."""

@@ -11,6 +11,7 @@ from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View
+from adaserve_jax.results.schema import SERVED
 from tests.report.made import PROVENANCE, folder, point, request, view_of
 
 
@@ -228,6 +229,14 @@ def test_cancelled_requests_are_counted_apart_from_those_without_a_target():
 def test_one_policy_alone_has_nothing_to_be_ahead_of():
     view = view_of(point(requests(4)))
     assert "nothing to compare" in verdict(view, ATTAINMENT, view.measured.settings)
+    (text,) = (item.text for item in headline(view).items if isinstance(item, Text))
+    assert text.startswith("Points were measured once: ")
+
+
+def test_what_a_server_served_is_neither_compared_nor_measured_once():
+    items = headline(view_of(point(requests(4), arrival_process=SERVED))).items
+    assert not any(isinstance(item, Text) for item in items)
+    assert [item.rows[0][0] for item in items if isinstance(item, Table)] == ["ar"]
 
 
 @pytest.mark.parametrize("has_records", [True, False])

@@ -77,6 +77,10 @@ def test_a_single_setting_has_bars_by_class():
     (panel,) = figures["attainment-by-class"].panels
     assert (figures["attainment-by-class"].kind, panel.series[0].x) == ("bars", ("all", "chat", "code"))
     assert panel.series[0].y == (0.75, 0.5, 1.0)
+    assert figures["attainment-by-class"].caption.endswith("Whiskers: 95% intervals.")
+    throughput = figures["throughput-by-class"]
+    assert throughput.title == "Throughput" and throughput.panels[0].series[0].x == ("all",)
+    assert "Whiskers" not in throughput.caption
 
 
 def test_percentiles_by_hand():
@@ -201,7 +205,7 @@ def test_rates_are_of_a_second_or_more():
 def test_a_chosen_rate_moves_the_focus():
     points = [point(requests(0), rate=rate) for rate in (1.0, 2.0, 4.0)]
     assert view_of(*points).focus.rate_rps == 2.0
-    assert view_of(*points, rate=4.0).focus.rate_rps == 4.0
+    assert [view_of(*points, rate=rate).focus.rate_rps for rate in (4.0, 4.12, 1.96)] == [4.0, 4.0, 2.0]
     traced = [point(requests(0), rate=rate) for rate in (1.2345678, 3.0)]
     assert [view_of(*traced, rate=rate).focus.rate_rps for rate in (1.23457, 1.235)] == [1.2345678] * 2
     with pytest.raises(ConfigError, match=r"expected a rate that was measured \(1, 2, 4 requests per second\), got 3"):
