@@ -202,6 +202,7 @@ class Assembly:
     def get_ready(self) -> None:
         """Compile, measure, connect to draft services and load what was learned before. Raises AdaServeError."""
         self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
+        self._defaults = GenerationDefaults.from_folder(self.executor.target_folder)  # read before minutes of compiling
         config, limits = self.config, self.executor.limits
         # Medusa heads may be fewer than max_depth, and trees smaller than suffix_depth
         find_policy(config.policy, longest_chain(config, limits.max_depth, limits.suffix_depth))
@@ -301,7 +302,7 @@ class Assembly:
             vocab_size=self.executor.target.config.vocab_size,
             baseline_s=self._baseline_s,
             deterministic=config.deterministic,
-            defaults=GenerationDefaults.from_folder(self.executor.target_folder),
+            defaults=self._defaults,
             drafts=config.draft_names,
             draft_vocabulary=self.executor.resolved.draft_vocabulary,
             kv_tokens=self.executor.limits.kv_tokens,

@@ -334,7 +334,7 @@ class ModelConfig:
         scalar = values.optional("query_pre_attn_scalar")
         if "attention_multiplier" in family.knows:  # scores times m are scores divided by the root of m^-2
             scalar = values.positive("attention_multiplier") ** -2
-        of_qkv, of_out, of_mlp = (bool(values.get(name)) for name in family.bias_settings)
+        of_qkv, of_out, of_mlp = (values.boolean(name) for name in family.bias_settings)
         num_kv_heads = values.integer("num_key_value_heads", default=heads)
         if heads % num_kv_heads:
             raise CheckpointError(
@@ -362,14 +362,14 @@ class ModelConfig:
             head_dim=head_dim,
             rope_theta=theta,
             rms_norm_eps=values.positive("rms_norm_eps"),
-            tie_embeddings=not is_eagle3 and bool(values.get("tie_word_embeddings")),
+            tie_embeddings=not is_eagle3 and values.boolean("tie_word_embeddings"),
             max_position=longest,
             eos_token_ids=_eos_ids(Path(folder), values),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or of_qkv,
             out_bias=of_out,
             mlp_bias=of_mlp,
-            qk_norm=family.qk_norm or bool(values.get("use_qk_norm")),
+            qk_norm=family.qk_norm or values.boolean("use_qk_norm"),
             joint_qk_norm=family.joint_qk_norm,
             late_qk_norms=family.late_qk_norms,
             windows=windows,
@@ -475,6 +475,8 @@ def _family(given: dict[str, Any], path: Path, *, is_eagle3: bool = False) -> Fa
             )
     if name in FAMILIES:
         return FAMILIES[name]
+    if isinstance(asked, str) and asked in FAMILIES:
+        raise UnsupportedModelError(f"{path}: architectures must be a list of one name, got {asked!r}")
     needs = f", which needs {NEEDED[name]}" if name in NEEDED else ""
     raise UnsupportedModelError(
         f"{path}: architectures {asked!r} is not supported{needs}; use one of {', '.join((*FAMILIES, *WITH_IMAGES))}"
@@ -519,7 +521,7 @@ def _experts(values: ConfigValues, family: Family, names: ExpertNames, layers: i
         experts,
         per_token,
         size,
-        normalised=family.normalised_experts or bool(values.get("norm_topk_prob")),
+        normalised=family.normalised_experts or values.boolean("norm_topk_prob"),
         names=names,
         dense_layers=dense,
         biased=names.stacked,
@@ -548,9 +550,11 @@ def _windows(values: ConfigValues, family: Family, layers: int) -> tuple[int | N
     """
     windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
     optional = "use_sliding_window" in family.knows
-    windowed = windowed and (not optional or bool(values.get("use_sliding_window")))
+    windowed = windowed and (not optional or values.boolean("use_sliding_window"))
     full, sliding = "full_attention", "sliding_attention"
     given = values.get("layer_types")
+    if isinstance(given, list) and given and len(given) != layers:
+        raise values.wrong("layer_types", given, f"one kind for each of {layers} layers (num_hidden_layers)")
     if optional and windowed and family.experts is None:
         first = values.get("max_window_layers")
         if not isinstance(first, int):

@@ -65,6 +65,13 @@ class ConfigValues:
         """Return a number above 0, or None if the key is absent or null. Raises CheckpointError."""
         return None if self.get(name) is None else self.positive(name)
 
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """Return true or false; absent and null mean the default. Raises CheckpointError."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return default if value is None else value
+
     def _integer(self, name: str, value: Any, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.wrong(name, value, f"an integer >= {least}")

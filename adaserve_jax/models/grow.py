@@ -95,6 +95,8 @@ def grow(
         "rms_norm_eps": grown.rms_norm_eps,
     }
     given = read_json(out / "config.json")
+    # what may grow has the same kind of layer everywhere
+    changed |= {name: given[name][:1] * shape.layers for name in ("layer_types", "no_rope_layers") if given.get(name)}
     if grown.experts is not None:
         # Values that the source may leave out, for which Mixtral assumes others.
         assumed = {"rope_theta": config.rope_theta, "max_position_embeddings": config.max_position}
@@ -164,7 +166,14 @@ def _mixtral_settings(config: ModelConfig, experts: ExpertConfig) -> dict[str, A
 def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> None:
     if dtype not in TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
-    if config.qkv_bias or config.mlp_bias or config.qk_norm or config.post_norms or config.fused_tensors:
+    if (
+        config.qkv_bias
+        or config.out_bias
+        or config.mlp_bias
+        or config.qk_norm
+        or config.post_norms
+        or config.fused_tensors
+    ):
         raise ConfigError(
             "a checkpoint with biases, further norms or fused tensors cannot grow; use a plain Llama or Mistral"
         )

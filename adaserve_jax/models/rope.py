@@ -154,7 +154,9 @@ def read_rope(
     name, given = _rope_of(top)
     if by_layer and _is_by_layer(given):
         name, given = f"{name}.full_attention", given["full_attention"]
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+    if not isinstance(given, dict):
+        raise top.wrong(name, given, "an object")
+    if any(isinstance(value, dict) for value in given.values()):
         raise top.unsupported(name, "one for all layers is")
     rope = ConfigValues(given, top.path, name)
     _refuse_unknown(rope, (*(_GROWTH_KEYS if growing else ()), *((_ALPHA,) if alpha_dim else ())))
@@ -272,7 +274,7 @@ def _scaling(rope: ConfigValues, name: str, top: ConfigValues) -> RopeScaling | 
     factor = rope.positive("factor") if has_factor else trained / original
     return YarnScaling(
         factor, original, _yarn_magnitude(rope, factor), rope.optional("beta_fast") or 32.0,
-        rope.optional("beta_slow") or 1.0, bool(rope.get("truncate", True)),
+        rope.optional("beta_slow") or 1.0, rope.boolean("truncate", True),
     )  # fmt: skip
 
 

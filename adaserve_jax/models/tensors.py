@@ -27,6 +27,12 @@ from adaserve_jax.models.text_model import text_name
 BLOCK_BYTES = 8 << 20
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_ADVICE = {
+    ".safetensors": f"it takes {_INDEX_FILE} beside it, or Hugging Face's names of files",
+    ".bin": "save the model with safe_serialization=True", ".gguf": "GGUF is not read, use Hugging Face's format",
+}  # fmt: skip
+"""What to do about weights in other files, by the ends of their names."""
+_LFS = b"version https://git-lfs"
 _ITEM_BYTES = 8  # of the widest type
 _TYPES = {
     "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64, "I8": np.int8, "U8": np.uint8,
@@ -100,7 +106,8 @@ class TensorFiles:
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing; expected the checkpoint's weights in it") from None
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+                advice = "it is a pointer of Git LFS, run git lfs pull" if _is_pointer(path) else "download it again"
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}; {advice}") from None
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
         """Compare names, shapes and types with those of config.json. Raises CheckpointError: the first difference.
@@ -245,12 +252,19 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / _SINGLE_FILE]
     index = folder / _INDEX_FILE
     if not index.exists():
-        raise CheckpointError(f"{folder}: expected {_SINGLE_FILE} or {_INDEX_FILE}, found neither")
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in _ADVICE)
+        found = f"found {others[0]}; {_ADVICE[Path(others[0]).suffix]}" if others else "found neither"
+        raise CheckpointError(f"{folder}: expected {_SINGLE_FILE} or {_INDEX_FILE}, {found}")
     weight_map = read_json(index).get("weight_map")
     names = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
     if not names or any(Path(name).name != name for name in names):
         raise CheckpointError(f"{index}: expected a weight_map from tensor names to names of files beside it")
     return [folder / name for name in names]
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS
 
 
 def first_difference(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str:

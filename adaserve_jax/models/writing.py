@@ -24,6 +24,8 @@ TORCH_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 """Names of the types in config.json."""
 _OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf", MODELOPT_FILE)
 """Ends of the names of files of weights, and of their format."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of the named chat templates that transformers 5 writes."""
 
 
 def with_type(settings: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def check_new(folder: Path) -> None:
 
 
 def copy_all_but_weights(source: Path, out: Path) -> None:
-    """Copy configuration, tokenizer and all other files of a checkpoint folder, but none of its folders.
+    """Copy configuration, tokenizer and all other files of a checkpoint folder, and its named chat templates.
 
     The copy's config.json is that of the text model alone, and no file names a quantised format, since weights are
     written in full precision.
@@ -51,6 +53,8 @@ def copy_all_but_weights(source: Path, out: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.endswith(_OF_WEIGHTS):
             shutil.copyfile(path, out / path.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, out / TEMPLATES)
     config = out / "config.json"
     if config.is_file():
         given = read_json(config)

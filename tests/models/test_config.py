@@ -362,6 +362,7 @@ def test_experts_and_mtp_layers_of_glm_are_read(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of one name, got 'LlamaForCausalLM'"),
     ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] is not supported; use one of Llama"),
     ({"architectures": "absent", "model_type": "gemma"}, "architectures 'gemma' is not supported"),
     (MISTRAL | {"attention_bias": True}, "attention_bias = True is not supported"),
@@ -441,6 +442,13 @@ def test_unsupported_settings_are_refused_by_name(tmp_path: Path, overrides: dic
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"layer_types": ["full_attention"]},
+        r"layer_types must be one kind for each of 2 layers \(num_hidden_layers\), got",
+    ),
+    ({"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    (QWEN2 | {"use_sliding_window": "false"}, "use_sliding_window must be true or false, got 'false'"),
     (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0 and at most 1, got 1.5"),
     (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor must give an even dimension, got 3"),
     (PHI3 | {"rope_scaling": {"type": "longrope"}}, "short_factor must be a list of numbers above 0, got None"),

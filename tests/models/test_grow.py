@@ -146,6 +146,17 @@ def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path
         grow(qwen, tmp_path / "other", shape)
 
 
+def test_lists_by_layer_grow_and_named_templates_are_copied(tmp_path: Path) -> None:
+    smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 1],
+               "layer_types": ["full_attention"] * 2}  # fmt: skip
+    source = write_checkpoint(tmp_path / "smollm3", **smollm3)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("TOOLS")
+    grown = grow(source, tmp_path / "grown", GrownShape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48))
+    assert ModelConfig.from_folder(tmp_path / "grown") == grown
+    assert (tmp_path / "grown" / "additional_chat_templates" / "tool_use.jinja").read_text() == "TOOLS"
+
+
 def test_what_would_grow_into_something_else_is_refused(tmp_path: Path) -> None:
     shape = GrownShape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48)
     granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 2.0}
@@ -153,6 +164,10 @@ def test_what_would_grow_into_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a checkpoint with multipliers cannot grow"):
         grow(source, tmp_path / "other", shape)
     smollm3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]}
+    seed_oss = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "attention_out_bias": True}
+    source = write_checkpoint(tmp_path / "seed_oss", **seed_oss)
+    with pytest.raises(ConfigError, match="with biases, further norms or fused tensors cannot grow"):
+        grow(source, tmp_path / "other", shape)
     source = write_checkpoint(tmp_path / "smollm3", **smollm3)
     with pytest.raises(ConfigError, match="a checkpoint with another rotary embedding cannot grow"):
         grow(source, tmp_path / "other", shape)

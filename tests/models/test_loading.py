@@ -124,11 +124,30 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a weight_map from tensor names to names of files beside it"):
         _load(folder)
     index.unlink()
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
+    expected = (
+        r"expected model\.safetensors or model\.safetensors\.index\.json, found model-00001-of-00002\.safetensors; it "
+    )
+    with pytest.raises(CheckpointError, match=expected):
         _load(folder)
-    (folder / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"found pytorch_model\.bin; save the model with safe_serialization=True"):
         _load(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"found model\.gguf; GGUF is not read"):
+        _load(folder)
+    (folder / "model.gguf").unlink()
+    with pytest.raises(CheckpointError, match="found neither"):
+        _load(folder)
+    whole = folder / "model.safetensors"
+    for held, advice in (
+        (b"no header", "download it again"),
+        (b"version https://git-lfs.x/spec/v1\noid", "git lfs pull"),
+    ):
+        whole.write_bytes(held)
+        with pytest.raises(
+            CheckpointError, match=rf"model\.safetensors is not a readable safetensors file: .*{advice}"
+        ):
+            _load(folder)
 
 
 def test_biases_and_head_norms_are_loaded(tmp_path: Path) -> None:
