@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from adaserve_jax.cluster.forwarding import RouterMetrics
+from adaserve_jax.cluster.targets import TargetSet
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.request_metrics import RequestMetrics
@@ -33,7 +37,7 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     """Labels of every sample by name, and the values that each label has."""
     engine = ScriptedEngine(EngineConfig())
     stats = StepStats(
-        accepted_per_position=[1], finished={"stop": 1}, elastic_moves={"expand": 1}, elastic_s={"expand": 1.0},
+        accepted_per_position=[1], finished={"stop": 1, "error": 1}, elastic_moves={"expand": 1}, elastic_s={"expand": 1.0},
         arms={"8": "off"},
         calibration_outcomes={"greedy": 1}, calibration_error={"greedy": {"raw": 0.1}},
     )  # fmt: skip
@@ -56,7 +60,12 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     ):
         metrics.observe_end(each)
     found: dict[str, dict[str, set[str]]] = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+
+    async def of_a_router() -> bytes:  # its pools live on an event loop
+        return generate_latest(RouterMetrics(TargetSet(["http://host:1"])).registry)
+
+    router = asyncio.run(of_a_router())
+    for family in text_string_to_metric_families((metrics.text() + router).decode()):
         for sample in family.samples:
             labels = found.setdefault(sample.name, {})
             for label, value in sample.labels.items():

@@ -21,7 +21,7 @@ from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.results.records import RequestRecord
-from adaserve_jax.results.run_folder import point_of
+from adaserve_jax.results.run_folder import SAMPLES, point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.types import Progress as ProgressCall
 
@@ -176,5 +176,5 @@ def point_line(done: int, total: int, rows: Sequence[ResultRow]) -> str:
 def say_next_step(out: Path) -> None:
     """Name what the folder holds and the command that makes a report of it."""
     folder = shlex.quote(str(out))
-    held = "rows, requests and samples" if (out / "samples.jsonl").exists() else "rows and requests"
+    held = "rows, requests and samples" if (out / SAMPLES).exists() else "rows and requests"
     say(f"{held} in {out}; for a report: adaserve report {folder} -o report.html", style="dim")

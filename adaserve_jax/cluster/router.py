@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from dataclasses import asdict
@@ -31,7 +32,7 @@ from adaserve_jax.server.auth import Keyring
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.middleware import BodyLimitMiddleware, HeaderLimitMiddleware, RequestBoundaryMiddleware
-from adaserve_jax.server.serve import listen
+from adaserve_jax.server.serve import listen, reload_certificate
 from adaserve_jax.server.settings import ServerSettings
 
 UNROUTED_PATHS = (
@@ -190,6 +191,7 @@ class RouterApp:
             self.targets.replace(checked_urls(tuple(urls)))
         else:
             raise ApiError(404, "expected /cluster/drain, /cluster/resume or /cluster/targets", code="not_found")
+        _log.warning("order %s: %s", order, fields.get("targets" if order == "targets" else "target"))
 
     def _authorize(self, scope: Scope, *, api_key_suffices: bool) -> None:
         """Raise ApiError unless the request has the cluster's token.
@@ -213,7 +215,7 @@ class RouterApp:
 
 
 async def run_router(settings: RouterSettings, listener: socket.socket | None = None) -> None:
-    """Route until SIGTERM or SIGINT, then drain.
+    """Route until SIGTERM or SIGINT, then drain. SIGHUP reads the certificate and its key again.
 
     listener: a bound socket to use instead of the port in the settings. Raises ConfigError.
     """
@@ -223,6 +225,12 @@ async def run_router(settings: RouterSettings, listener: socket.socket | None = 
     await router.start()
     targets = ", ".join(settings.targets) or "no target yet"
     print(f"adaserve routes on {url_of(own, router.settings)} to {targets}", flush=True)
+
+    def hang_up() -> None:
+        if config.ssl is not None:
+            reload_certificate(config.ssl, router.settings)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
     try:
         await DrainingServer(config, router).serve(sockets=[own])
     finally:

@@ -39,6 +39,7 @@ MAX_ANSWER_BYTES = 2**22
 MAX_TIMEOUTS = 2
 """Health checks in a row that may time out before a target counts as down, and loses the requests that have been silent
 for as long."""
+NOT_ASKED = "not asked yet"
 MAX_SECONDS = 3600.0
 MAX_REQUESTS = 2**16
 """Bounds on what a target's self-description may claim."""
@@ -88,7 +89,8 @@ class RouterTarget:
         self.pool = ConnectionPool(settings)
         self.healthy = False
         self.drained = False
-        self.detail = "not asked yet"
+        self.detail = NOT_ASKED
+        self.refuses_key = False
         self.in_flight: set[InFlightRequest] = set()
         self.exchanges: set[TargetExchange] = set()
         self.other_choices = 0
@@ -187,7 +189,7 @@ class TargetSet:
     def report(self, target: RouterTarget, healthy: bool, detail: str) -> None:
         """Record the health of a target."""
         was = target.available
-        if healthy != target.healthy:
+        if healthy != target.healthy or target.detail == NOT_ASKED:
             _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", detail)
         target.ejections += target.healthy and not healthy
         target.healthy, target.detail = healthy, detail
@@ -377,6 +379,13 @@ class TargetPoller:
                 status, body = await get(target, "/metrics", self._key)
         except (TimeoutError, TargetLost):
             return not facts
+        refuses = status in (401, 403)
+        if refuses and not target.refuses_key:
+            _log.warning(
+                "target %s refuses this router's key (%d): only what comes through this router counts as its load; set "
+                "--api-key, or ADASERVE_API_KEY, to the key of an operator", target.name, status,
+            )  # fmt: skip
+        target.refuses_key = refuses
         found = _LOAD.findall(body) if status == 200 else []
         if found:
             target.other_choices = max(round(sum(map(float, found))) - target.choices, 0)

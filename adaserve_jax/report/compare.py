@@ -172,13 +172,17 @@ def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
     axis_titles = (AXES[axis][0] for axis in axes)
     titles = ("policy", *axis_titles, "requests", *(heading(measure) for measure in HEADLINE))
     left_out = len(view.measured.settings) - len(settings)
-    caption = (
+    compared = (
         "Bold: ahead of every other policy here, and not by chance: the 95% interval of each difference excludes 0. "
-        f"Requests are paired where both policies had the same ones.{INTERVALS}"
-    ) + (f" {left_out} more settings are in the figures." if left_out else "")
+        "Requests are paired where both policies had the same ones."
+    )
+    several = len(view.measured.policies) > 1
+    caption = f"{compared if several else ''}{INTERVALS}".strip()
+    caption += f" {left_out} more settings are in the figures." if left_out else ""
     caption = f"{caption} {condition_line(view.measured.valid)}"
     numeric = frozenset(range(first - 1, len(titles)))
-    return Table("headline", "Policies side by side", caption, titles, tuple(rows), numeric, frozenset(strong))
+    title = "Policies side by side" if several else "What was measured"
+    return Table("headline", title, caption, titles, tuple(rows), numeric, frozenset(strong))
 
 
 def _left_out(view: View, settings: Sequence[LoadSetting]) -> Iterator[Text]:

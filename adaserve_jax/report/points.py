@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,6 +32,11 @@ AXIS_LABELS = {
 }  # fmt: skip
 """Labels of the axes with numbers, along which curves are drawn."""
 HASH_LETTERS = 12
+RATE_TOLERANCE = 0.05
+"""Relative distance from a given rate to the measured one: drawn arrivals come at a rate that is near the one asked
+for."""
+_RATE = re.compile(r"(.*@)(\d+(?:\.\d+)?)(/s.*)", re.DOTALL)
+"""Name of a point, in parts: before, at and after its rate."""
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
     "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
@@ -242,11 +249,27 @@ def measured(folders: Sequence[RunResults], beside: Sequence[RunResults] = ()) -
     )
 
 
+def find_rate(rates: Collection[float], asked: float) -> float | None:
+    """Return the one rate that is nearest to the one asked for; None beyond RATE_TOLERANCE, or if two are as near."""
+    near = sorted((abs(rate - asked), rate) for rate in rates if math.isclose(rate, asked, rel_tol=RATE_TOLERANCE))
+    tied = len(near) > 1 and math.isclose(near[0][0], near[1][0])
+    return near[0][1] if near and not tied else None
+
+
 def find_point(points: Sequence[MeasuredPoint], name: str) -> MeasuredPoint:
-    """Return the point of this name. Raises ConfigError listing all points if there is none."""
-    for point in points:
-        if point.name == name:
-            return point
+    """Return the point of this name, else the one whose name differs in the rate alone, as `find_rate` finds it.
+
+    Raises ConfigError listing all points if there is none.
+    """
+    named = {point.name: point for point in points}
+    if asked := _RATE.fullmatch(name):
+        alike = {float(at[2]): point for each, point in named.items()
+                 if (at := _RATE.fullmatch(each)) and (at[1], at[3]) == (asked[1], asked[3])}  # fmt: skip
+        rate = find_rate(alike, float(asked[2]))
+        if name not in named and rate is not None:
+            return alike[rate]
+    if name in named:
+        return named[name]
     known = ", ".join(repr(point.name) for point in points)
     raise ConfigError(f"expected one of the points {known}, got {name!r}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,20 @@ from typing import TypeVar
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Section, Series, Table, Text
 from adaserve_jax.report.estimates import Estimate, Estimates, listed, size
-from adaserve_jax.report.points import AXES, AXIS_LABELS, HASH_LETTERS, LoadSetting, Measured, MeasuredPoint, PointGroup
+from adaserve_jax.report.points import (
+    AXES,
+    AXIS_LABELS,
+    HASH_LETTERS,
+    LoadSetting,
+    Measured,
+    MeasuredPoint,
+    PointGroup,
+    find_rate,
+)
 from adaserve_jax.results.schema import ALL_CLASSES, SERVED, ResultRow
 
 MOST_PANELS = 6
 MOST_SLICES = 3
-RATE_TOLERANCE = 0.05
-"""Relative distance from a given rate to the measured one: drawn arrivals come at a rate that is near the one asked
-for."""
 BASELINE = "time of one token alone, without speculation"
 BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other count as the same: each run measures its own."""
@@ -85,14 +90,11 @@ class View:
         """Choose the focus at a rate, or at the middle rate for None. Raises ConfigError: no valid point has this
         rate."""
         rates = measured.rates
-        if rate is None:
-            rate = middle(rates)
-        else:
-            asked, rate = rate, min(rates, key=lambda each, wanted=rate: abs(each - wanted))
-            if not math.isclose(asked, rate, rel_tol=RATE_TOLERANCE):
-                known = ", ".join(f"{each:g}" for each in rates)
-                raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {asked:g}")
-        settings = [s for s in measured.settings if s.rate_rps == rate]
+        found = middle(rates) if rate is None else find_rate(rates, rate)
+        if found is None:
+            known = ", ".join(f"{each:.4g}" for each in rates)
+            raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {rate:g}")
+        settings = [s for s in measured.settings if s.rate_rps == found]
         most = max(len(measured.groups_at(s)) for s in settings)
         focus = middle([s for s in settings if len(measured.groups_at(s)) == most])
         return cls(measured, Estimates(), focus)

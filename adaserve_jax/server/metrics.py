@@ -46,6 +46,10 @@ class ServerMetrics:
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
+        self._refused = Counter(
+            "adaserve_refused_choices", "Choices that were refused, with or without a target, by code of the error.",
+            ("code",), registry=self.registry,
+        )  # fmt: skip
         self.records_dropped = Counter(
             "adaserve_records_dropped", "Choices that have no record: their file could not be written.",
             registry=self.registry,
@@ -89,6 +93,8 @@ class ServerMetrics:
         """Count a choice that ended; one that did not finish met no target, and a cancelled one is not judged."""
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
         measured = choice.measured
+        if status == "rejected":
+            self._refused.labels(choice.error_code or "").inc()
         outcomes = (
             ("all", measured.slo_met), ("tpot", measured.tpot_met), ("thinking_tpot", measured.thinking_tpot_met),
             ("ttft", measured.ttft_met), ("e2e", measured.e2e_met),

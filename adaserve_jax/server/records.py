@@ -183,6 +183,7 @@ class BatchThread(Generic[T]):
         self._work_once()
         left = len(self._taken) + len(self._waiting)
         if left:
+            _log.warning("%s: %d items were not written before the end", self._thread.name, left)
             self._dropped(left)
 
     def _work_once(self) -> None:
@@ -219,6 +220,7 @@ class Recorder:
         self._failing = False
         self._prune_at_s = 0.0
         self._dropped = state.metrics.records_dropped.inc
+        self._limit = limit
         self._thread: BatchThread[StampedChoice | ServedRecord] = BatchThread(
             "records", self._write, self._dropped, every_s=every_s, limit=limit
         )
@@ -266,7 +268,9 @@ class Recorder:
         if not self._failing:
             self._failing = True
             _log.warning(
-                "cannot write records to %s: %s; the server goes on, adaserve_records_dropped_total counts losses",
+                "cannot write records to %s: %s; the server goes on and keeps %d, then adaserve_records_dropped_total "
+                "counts losses",
                 self._store.path,
                 error,
+                self._limit,
             )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaserve_jax.results.run_folder import RunResults
+import pytest
+
+from adaserve_jax.cli.terminal import say_next_step
+from adaserve_jax.results.run_folder import SAMPLES, RunResults
 from tests.program import run_program
 
 
@@ -34,3 +37,13 @@ def test_a_default_ttft_target_leaves_a_traces_own(tmp_path: Path) -> None:
     own = ("--slos", "default:tpot=50,ttft=500")
     assert [target_s(), target_s("--ttft-slo", "0"), target_s("--ttft-slo", "2")] == [4.0, None, 2.0]
     assert [target_s(*own), target_s(*own, "--ttft-slo", "0"), target_s(*own, "--ttft-slo", "2")] == [0.5, 0.5, 2.0]
+
+
+def test_the_last_line_names_samples_only_where_there_are_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    say_next_step(tmp_path)  # as after `adaserve bench --url`
+    assert capsys.readouterr().err.startswith(f"rows and requests in {tmp_path}; for a report: ")
+    (tmp_path / SAMPLES).touch()
+    say_next_step(tmp_path)
+    assert capsys.readouterr().err.startswith(f"rows, requests and samples in {tmp_path}; for a report: ")

@@ -18,7 +18,7 @@ from adaserve_jax.cluster.targets import (
 from adaserve_jax.routing.routers import Assigned, RoutingPolicy, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import Machine
-from tests.bench.fake_server import FakeServer
+from tests.bench.fake_server import Act, Asked, FakeServer, answer
 
 CLASSES = SloClasses({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
 
@@ -103,3 +103,28 @@ def test_what_comes_to_a_target_that_hangs_already_is_given_up_after_two_checks_
 
     with FakeServer(lambda _: ["silence"]) as server:
         asyncio.run(go(server.url))
+
+
+def test_what_hides_a_target_from_its_router_is_told_once(caplog: pytest.LogCaptureFixture):
+    """A target that was never there, and one that refuses the router's key."""
+
+    def script(asked: Asked) -> list[Act]:
+        if "/health" in asked.route:
+            return answer("200 OK", b'{"status": "ok"}')
+        return answer("401 Unauthorized", b'{"error": {"message": "a key"}}')
+
+    async def go(url: str) -> None:
+        targets = TargetSet([url, "http://127.0.0.1:9"])
+        poller = TargetPoller(targets, Balancer("round-robin", None), every_s=0.01, timeout_s=5.0, key="wrong")
+        polling = asyncio.ensure_future(poller.run())
+        while len(caplog.records) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        polling.cancel()
+        await targets.close()
+
+    with FakeServer(script) as server:
+        asyncio.run(asyncio.wait_for(go(server.url), 20))
+    told = [record.getMessage() for record in caplog.records]
+    expected = "127.0.0.1:9 is down: ", " is up: ok", " refuses this router's key (401): only what comes through this"
+    assert len(told) == 3 and all(any(each in line for line in told) for each in expected)

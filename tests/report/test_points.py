@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.points import find_point, measured
+from adaserve_jax.report.points import find_point, find_rate, measured
 from adaserve_jax.report.view import warnings
 from tests.report.made import PROVENANCE, folder, point, request
 
@@ -71,6 +71,23 @@ def test_an_unknown_point_is_refused_with_those_that_there_are():
     assert find_point(found.points, "ar@2/s").setting.rate_rps == 2.0
     with pytest.raises(ConfigError, match=r"expected one of the points 'ar@1/s', 'ar@2/s', got 'ar@3/s'"):
         find_point(found.points, "ar@3/s")
+
+
+def test_a_point_is_found_by_a_rate_that_is_near_its_own():
+    rates = {"adaserve": 4.11866, "ar": 4.12, "b": 3.9, "c": 4.05, "d": 4.2}
+    found = measured([folder(*(point(ONE, policy=policy, rate=rate) for policy, rate in rates.items()))])
+    assert find_point(found.points, "adaserve@4/s").name == "adaserve@4.11866/s"
+    assert find_point(found.points, "ar@4/s").name == "ar@4.12/s"
+    with pytest.raises(ConfigError, match="got 'e@4/s'"):
+        find_point(found.points, "e@4/s")
+
+
+def test_a_rate_between_two_finds_neither():
+    assert find_rate((1.99665, 4.11866, 6.02837), 4.0) == 4.11866
+    assert find_rate((3.9, 4.1), 3.95) == 3.9
+    assert find_rate((3.9, 4.1), 4.0) is None
+    assert find_rate((4.0, 4.1), 4.0) == 4.0
+    assert find_rate((1.0, 2.0), 3.0) is find_rate((), 1.0) is None
 
 
 def test_a_folder_without_rows_is_refused():

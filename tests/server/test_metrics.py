@@ -196,3 +196,6 @@ def test_a_refusal_after_submit_counts_as_rejected(server):
     server.post(prompt="late-full", slo_class="batch", slo_ttft_ms=50, n=2)
     text = server.http.get("/metrics").text
     assert 'adaserve_slo_requests_total{class="batch",metric="ttft",outcome="rejected"} 2.0' in text
+    assert 'adaserve_refused_choices_total{code="queue_full"} 2.0' in text
+    server.post(prompt="late-full")  # without a target
+    assert 'adaserve_refused_choices_total{code="queue_full"} 3.0' in server.http.get("/metrics").text

@@ -289,7 +289,8 @@ class Link:
         self.generation += 1
         self._state, self._reason = "ready", ""
         self.load = Load(0.0, 0.0, 0, 0)
-        _log.info("draft service %s: connected, draft %s", self.address, welcome.draft_version)
+        level = logging.WARNING if self.generation > 1 else logging.INFO  # a loss was told as a warning
+        _log.log(level, "draft service %s: connected, draft %s", self.address, welcome.draft_version)
         self._changed(self)
         return None
 

@@ -282,7 +282,10 @@ class DraftServer:
         identity = self._identify(context)
         if identity is None:
             self.audit.refuse("unauthenticated")
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this draft service asks for a token that it knows")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "this draft service asks for a token of its --token-file; see the target's --drafter-token-file",
+            )
         why = self.audit.open(peer, self._settings.max_targets, self._settings.max_streams_per_peer)
         if why:
             self.audit.refuse("streams")
