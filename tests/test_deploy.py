@@ -37,7 +37,8 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     """Labels of every sample by name, and the values that each label has."""
     engine = ScriptedEngine(EngineConfig())
     stats = StepStats(
-        accepted_per_position=[1], finished={"stop": 1, "error": 1}, elastic_moves={"expand": 1}, elastic_s={"expand": 1.0},
+        accepted_per_position=[1], finished={"stop": 1, "error": 1}, elastic_moves={"expand": 1},
+        elastic_s={"expand": 1.0},
         arms={"8": "off"},
         calibration_outcomes={"greedy": 1}, calibration_error={"greedy": {"raw": 0.1}},
     )  # fmt: skip

@@ -7,8 +7,8 @@ Loads are shares of the capacity of so many replicas under the same policy, whic
 second while requests always wait; so policies have different rates at one load. Requests are of AdaServe's mix of
 classes and of one with as many of each; arrivals are Poisson, prompts and outputs log-normal. `fixed`: policies of
 fixed chains with every router, size and load. `sampled`: the SLO-aware router with samples of more and fewer replicas,
-beside all of them. `adaserve`: fewer requests. `million`: 1,000 replicas and 10^6 requests under three policies, each on
-one core.
+beside all of them. `adaserve`: fewer requests. `million`: 1,000 replicas and 10^6 requests under three policies, each
+on one core.
 
 Points are written to points.jsonl as they end, each with its commit, and those that it has are not run again.
 cpu_s: of the process that ran the point, with building its requests; peak_bytes: the most memory it had.
