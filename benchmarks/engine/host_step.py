@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from adaserve_jax.cli.terminal import table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
@@ -247,7 +247,7 @@ def main() -> None:
             f"{row['step_ms']:.3f}",
             "" if target is None else f"{target:g}",
         )
-    Console().print(table)
+    table_console(table).print(table)
     if args.out:
         about = {"commit": source_commit(), "machine": machine_name(), "numpy": np.__version__}
         args.out.write_text(json.dumps({**about, "targets_ms": TARGET_MS, "rows": rows}, indent=2) + "\n")

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from adaserve_jax.cli.terminal import table_console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -141,7 +141,7 @@ def main() -> None:
             row["policy"], str(row["most_running"]), f"{row['requests_per_minute']:,.0f}", f"{row['target']:,}",
             *(f"{value:.0f}" for value in row["phases_us"].values()),
         )  # fmt: skip
-    Console().print(table)
+    table_console(table).print(table)
     if options.out:
         settings = {"requests": options.requests, "repeats": options.repeats, "output_tokens": OUTPUT_TOKENS}
         report = {"commit": source_commit(), "machine": machine_name(), "simulated": machine.name, **settings}
