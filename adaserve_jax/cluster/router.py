@@ -223,14 +223,14 @@ async def run_router(settings: RouterSettings, listener: socket.socket | None = 
     config = http_config(router.app(), router.settings, lifespan="off", timeout_graceful_shutdown=int(ABORT_GRACE_S))
     own = listener or listen(router.settings)
     await router.start()
-    targets = ", ".join(settings.targets) or "no target yet"
-    print(f"adaserve routes on {url_of(own, router.settings)} to {targets}", flush=True)
 
     def hang_up() -> None:
         if config.ssl is not None:
             reload_certificate(config.ssl, router.settings)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+    targets = ", ".join(settings.targets) or "no target yet"
+    print(f"adaserve routes on {url_of(own, router.settings)} to {targets}", flush=True)
     try:
         await DrainingServer(config, router).serve(sockets=[own])
     finally:

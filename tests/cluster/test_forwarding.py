@@ -377,6 +377,8 @@ def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
         answers: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: answers.append(router.post()))
         waiting.start()
+        refused = router.order("targets", targets=server.url)
+        assert refused.status_code == 400 and "targets must be a list of URLs, got 'http" in refused.text
         assert router.order("targets", targets=[server.url]).status_code == 200
         waiting.join()
         assert answers[0].json()["choices"][0]["text"] == "x"

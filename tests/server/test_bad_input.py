@@ -59,7 +59,7 @@ def goes_on(server):
         ({"n": 64, "prompt": ["a"] * 3}, 400, "invalid_value", "n", "at most 128, got 3 times 64"),
         ({"temperature": -1}, 400, "invalid_value", "temperature", "from 0 to 100, got -1"),
         ({"temperature": "hot"}, 400, "invalid_value", "temperature", "got 'hot'"),
-        ({"top_p": -0.1}, 400, "invalid_value", "top_p", "(0, 1]"),
+        ({"top_p": -0.1}, 400, "invalid_value", "top_p", "a number above 0 and at most 1"),
         ({"stop": [""]}, 400, "invalid_value", "stop", "at most 16 strings of 1 to 1024 characters"),
         ({"stop": ""}, 400, "invalid_value", "stop", "at most 16 strings of 1 to 1024 characters, got ('',)"),
         ({"stop": "x" * 1025}, 400, "invalid_value", "stop", "at most 16 strings of 1 to 1024 characters"),
