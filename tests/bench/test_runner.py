@@ -131,7 +131,9 @@ def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: 
 
 def test_no_text_of_a_request_is_written(make_bench, workload, tmp_path: Path):
     run_bench(PLAN, workload, make_bench, tmp_path)
-    for file in tmp_path.glob("re*.jsonl"):
+    files = [each for each in tmp_path.rglob("*") if each.is_file() and each.name != "w.jsonl"]
+    assert {"plan.json", "results.jsonl", "requests.jsonl"} <= {each.name for each in files}
+    for file in files:
         assert "secret" not in file.read_text() and "words" not in file.read_text()
 
 

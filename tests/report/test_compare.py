@@ -209,10 +209,10 @@ def test_a_difference_within_chance_wins_nothing():
     assert headline(view).items[-1].strong == frozenset()
 
 
-def test_being_ahead_of_one_of_two_is_not_enough():
-    view = view_of(
-        point(requests(4), policy="a"), point(requests(5)[::-1], policy="b"), point(requests(30), policy="c")
-    )
+@pytest.mark.parametrize("order", ["abc", "acb", "cba"])
+def test_being_ahead_of_one_of_two_is_not_enough(order: str):
+    served = {"a": requests(4), "b": requests(5)[::-1], "c": requests(30)}
+    view = view_of(*(point(served[policy], policy=policy) for policy in order))
     assert "no policy is ahead" in verdict(view, ATTAINMENT, view.measured.settings)
 
 

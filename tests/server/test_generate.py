@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from adaserve_jax.models.config import GenerationDefaults
+from adaserve_jax.request_metrics import RequestMetrics
+from adaserve_jax.server.generation import response_metrics
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import CACHED
 from tests.server.sse import sse
@@ -267,3 +269,21 @@ def test_32_concurrent_streams_lose_and_mix_nothing(server):
         assert text == repeated(f"{TEXT}{i} ", 90 + i)
         assert metrics["slo"]["tpot_target_ms"] == pytest.approx(20 + 10 * (i % 3))
     assert server.state.slots.used == 0 and not server.state.in_flight
+
+
+def test_the_metrics_of_several_choices_are_of_the_slowest_and_of_all():
+    """Two choices that share an arrival: one of 3 tokens in time, one of 5 that is late and out of reach."""
+    quick = RequestMetrics(
+        10.0, 10.1, 10.5, 11.5, output_tokens=3, tpot_slo_s=1.0, verify_steps=2, accepted_tokens=1, slo_feasible=True
+    )
+    slow = RequestMetrics(
+        10.0, 10.2, 10.4, 18.4, output_tokens=5, tpot_slo_s=1.0, verify_steps=4, accepted_tokens=2, slo_feasible=False
+    )
+    for choices in ([quick, slow], [slow, quick]):
+        found = response_metrics(choices)
+        assert (found.time_to_first_token_ms, found.queue_time_ms, found.slo.tpot_ms) == (500.0, 200.0, 2000.0)
+        assert found.tokens_per_second == round(8 / 8.4, 3)
+        assert (found.speculative.verify_steps, found.speculative.accepted_tokens) == (6, 3)
+        assert (found.slo.met, found.slo.feasible) == (False, False)
+    alone = response_metrics([quick]).slo
+    assert (alone.met, alone.feasible, alone.tpot_ms) == (True, True, 500.0)

@@ -36,6 +36,7 @@ def test_tokens_are_known_by_their_place(tokens: Path):
         "",
         FIRST,
         f"Basic {FIRST}",
+        f"Digest {FIRST}",  # a scheme as long as Bearer
         "Bearer ",
         f"Bearer {FIRST}x",
         f"Bearer {FIRST[:-1]}",
@@ -91,6 +92,8 @@ def test_an_open_port_is_on_loopback(listen: str, tokens: Path):
     with pytest.raises(ConfigError) as raised:
         check_secured(settings)
     assert OPEN in str(raised.value) and listen in str(raised.value)
+    with pytest.raises(ConfigError, match=OPEN):  # a certificate of the service's own says nothing of who asks
+        check_secured(replace(settings, tls_cert="cert.pem", tls_key="key.pem"))
     check_secured(replace(settings, insecure=True))
     check_secured(replace(settings, token_file=str(tokens)))
     for here in ("127.0.0.1:0", "[::1]:0", "localhost:0", "127.8.9.1:5"):
