@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 DROPPED = """
-    import sys, time
+    import signal, sys, time
     import adaserve_jax.cli as cli, adaserve_jax.cli.app as app
 
     class Callback:
@@ -19,6 +19,7 @@ DROPPED = """
         time.sleep(30)
 
     app.main = run
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without
     try:
         cli.main()
     except KeyboardInterrupt:
