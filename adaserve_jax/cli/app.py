@@ -96,9 +96,10 @@ def main() -> None:
 def _variable_of(error: Any) -> str:
     """Return the environment variable that a wrong value came from, as the beginning of a message, or ""."""
     option = getattr(error, "param", None)
-    if option is None or error.ctx.get_parameter_source(option.name).name != "ENVIRONMENT":
+    if option is None or error.ctx is None:
         return ""
-    return f"{option.envvar} in the environment: "
+    source = error.ctx.get_parameter_source(option.name)
+    return f"{option.envvar} in the environment: " if source is not None and source.name == "ENVIRONMENT" else ""
 
 
 def _fail(message: str) -> int:

@@ -166,14 +166,8 @@ def _mixtral_settings(config: ModelConfig, experts: ExpertConfig) -> dict[str, A
 def _check(config: ModelConfig, shape: GrownShape, out: Path, dtype: str) -> None:
     if dtype not in TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
-    if (
-        config.qkv_bias
-        or config.out_bias
-        or config.mlp_bias
-        or config.qk_norm
-        or config.post_norms
-        or config.fused_tensors
-    ):
+    has_biases = config.qkv_bias or config.out_bias or config.mlp_bias
+    if has_biases or config.qk_norm or config.post_norms or config.fused_tensors:
         raise ConfigError(
             "a checkpoint with biases, further norms or fused tensors cannot grow; use a plain Llama or Mistral"
         )

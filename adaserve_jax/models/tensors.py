@@ -31,7 +31,7 @@ _ADVICE = {
     ".safetensors": f"it takes {_INDEX_FILE} beside it, or Hugging Face's names of files",
     ".bin": "save the model with safe_serialization=True", ".gguf": "GGUF is not read, use Hugging Face's format",
 }  # fmt: skip
-"""What to do about weights in other files, by the ends of their names."""
+"""Tell what to do about weights in other files, by the ends of their names."""
 _LFS = b"version https://git-lfs"
 _ITEM_BYTES = 8  # of the widest type
 _TYPES = {

@@ -262,14 +262,14 @@ def find_point(points: Sequence[MeasuredPoint], name: str) -> MeasuredPoint:
     Raises ConfigError listing all points if there is none.
     """
     named = {point.name: point for point in points}
+    if name in named:
+        return named[name]
     if asked := _RATE.fullmatch(name):
         alike = {float(at[2]): point for each, point in named.items()
                  if (at := _RATE.fullmatch(each)) and (at[1], at[3]) == (asked[1], asked[3])}  # fmt: skip
         rate = find_rate(alike, float(asked[2]))
-        if name not in named and rate is not None:
+        if rate is not None:
             return alike[rate]
-    if name in named:
-        return named[name]
     known = ", ".join(repr(point.name) for point in points)
     raise ConfigError(f"expected one of the points {known}, got {name!r}")
 

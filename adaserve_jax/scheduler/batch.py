@@ -49,11 +49,11 @@ class Prefixes:
         """
         return np.array(self._find(state.page_keys, state.sequence, state.token_ids, state.num_reusable), np.int32)
 
-    def cached_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens of the prompt of a sequence that is not queued yet cached pages hold now."""
+    def cached_tokens(self, sequence: Sequence, keys: list[bytes]) -> int:
+        """Return how many tokens of the prompt of a new sequence cached pages hold; fills its page_keys."""
         tokens = np.asarray(sequence.prompt_ids, np.int32)
         most = len(tokens) - 1 if sequence.sampling.prompt_logprobs is None else 0
-        return len(self._find([], sequence, tokens, most)) * self._page_size
+        return len(self._find(keys, sequence, tokens, most)) * self._page_size
 
     def _find(self, keys: list[bytes], sequence: Sequence, token_ids: np.ndarray, most_tokens: int) -> list[int]:
         """Return the cached pages of the first tokens, `most_tokens` at most; keys: as of `_key`."""

@@ -158,8 +158,8 @@ def taken_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
             return drafted
     raise ConfigError(
         f"a policy's selector must return, in integers, how many nodes of each of {rows} requests to verify, at "
-        f"most {offered.most} in all, got {returned if taken.dtype == object or not taken.size else taken.tolist()}; "
-        "fix the function"
+        f"most {offered.most} in all, got {returned.tolist() if isinstance(returned, np.ndarray) else returned}; fix "
+        "the function"
     )
 
 

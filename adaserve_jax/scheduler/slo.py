@@ -168,7 +168,7 @@ class Feasibility:
         """Drop the cached estimate after the tables have learned."""
         self._least_tpot_s = None
 
-    def judge(self, sequence: Sequence, cached_tokens: Callable[[Sequence], int] | None = None) -> FeasibilityVerdict:
+    def judge(self, sequence: Sequence, cached_tokens: Callable[[], int] | None = None) -> FeasibilityVerdict:
         """Return the verdict on a sequence; cached_tokens returns how much of its prompt need not be computed."""
         tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
         e2e_s = sequence.e2e_slo_s
@@ -180,9 +180,8 @@ class Feasibility:
         least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None  # one token has no time per token
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
-            scored = sequence.sampling.prompt_logprobs is not None
-            cached = 0 if cached_tokens is None else cached_tokens(sequence)
-            least_ttft_s = self.least_ttft_s(len(sequence.prompt_ids) - cached, scored=scored)
+            tokens = len(sequence.prompt_ids) - (0 if cached_tokens is None else cached_tokens())
+            least_ttft_s = self.least_ttft_s(tokens, scored=sequence.sampling.prompt_logprobs is not None)
         return FeasibilityVerdict(
             True,
             _if_below(tpot_s, least_tpot_s),
@@ -198,9 +197,7 @@ class Feasibility:
         if self._least_tpot_s is None:
             rate = self._controller.fastest_alone(self._alone)
             if not (is_finite(rate) and rate > 0):
-                raise ConfigError(
-                    f"a controller's fastest_alone() must return a finite number above 0, got {rate!r:.40}"
-                )
+                raise ConfigError(f"a controller's fastest_alone() must return a finite number above 0, got {rate!r}")
             self._least_tpot_s = 1.0 / float(rate)
         return self._least_tpot_s
 

@@ -220,7 +220,6 @@ class Recorder:
         self._failing = False
         self._prune_at_s = 0.0
         self._dropped = state.metrics.records_dropped.inc
-        self._limit = limit
         self._thread: BatchThread[StampedChoice | ServedRecord] = BatchThread(
             "records", self._write, self._dropped, every_s=every_s, limit=limit
         )
@@ -268,9 +267,8 @@ class Recorder:
         if not self._failing:
             self._failing = True
             _log.warning(
-                "cannot write records to %s: %s; the server goes on and keeps %d, then adaserve_records_dropped_total "
-                "counts losses",
+                "cannot write records to %s: %s; the server goes on and tries again; adaserve_records_dropped_total "
+                "counts those that it has no room to keep",
                 self._store.path,
                 error,
-                self._limit,
             )

@@ -126,9 +126,10 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         raise ConfigError(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with "
-            f"{'--host' if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else '--port'}"
+            f"{'--host' if is_host else '--port'}"
         ) from error
     listener.listen(BACKLOG)
     return listener

@@ -19,13 +19,13 @@ LEAST_F = float(np.finfo(np.float64).tiny)
 
 @compiled
 def _word(seed: Any, choice: Any) -> Any:
-    """u64, of the text of one sequence; arguments u64."""
+    """Return the word of the text of one sequence, u64; arguments u64."""
     return seed * _SEED + choice * _CHOICE
 
 
 @compiled
 def _mixed(value: Any) -> Any:
-    """splitmix64's last steps (u64)."""
+    """Return a u64 mixed by splitmix64's last steps."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
