@@ -36,6 +36,7 @@ LEVEL_SHARE = 0.1
 BASELINE_TOLERANCE = 0.25
 """Relative change of a target's baseline that counts; less is scatter from start to start."""
 MAX_ANSWER_BYTES = 2**22
+MAX_MODEL_NAME = 200
 MAX_TIMEOUTS = 2
 """Health checks in a row that may time out before a target counts as down, and loses the requests that have been silent
 for as long."""
@@ -80,6 +81,7 @@ class RouterTarget:
 
     healthy: result of the last health check. drained: gets nothing new, by order. other_choices: choices in flight
     that came from elsewhere, as of the last check. engine_restarts: how often its engine was started again, as it says.
+    model: name of the model that it serves, as it says; "" until it does.
     """
 
     def __init__(self, url: str):
@@ -96,6 +98,7 @@ class RouterTarget:
         self.other_choices = 0
         self.tokens_per_event = TOKENS_PER_EVENT
         self.engine_restarts = 0
+        self.model = ""
         self.requests = self.ejections = self.cuts = self.failures = 0
 
     @property
@@ -139,7 +142,7 @@ class RouterTarget:
             "url": self.url, "state": state, "detail": self.detail, "in_flight": len(self.in_flight),
             "choices": self.choices, "other_choices": self.other_choices, "requests": self.requests,
             "ejections": self.ejections, "cuts": self.cuts, "failures": self.failures,
-            "engine_restarts": self.engine_restarts,
+            "engine_restarts": self.engine_restarts, "model": self.model,
         }  # fmt: skip
 
 
@@ -397,6 +400,7 @@ class TargetPoller:
         _, version = await get(target, "/version", self._key)
         try:
             card = json.loads(models)["data"][0]
+            self._learn_model(target, str(card.get("id", ""))[:MAX_MODEL_NAME])
             targets = {
                 str(name): (_seconds(slo["tpot_ms"]), _seconds(slo["ttft_ms"]))
                 for name, slo in card["slo_classes"].items()
@@ -410,6 +414,17 @@ class TargetPoller:
                 self._balancer.learn(baseline_s, engine_requests)
         except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
             return  # not a server of this package, or one that asks for a key
+
+    def _learn_model(self, target: RouterTarget, model: str) -> None:
+        """Record what a target serves, and warn if another target serves something else."""
+        if model != target.model:
+            target.model = model
+            other = next((each for each in self._targets if each.model not in ("", target.model)), None)
+            if other is not None:
+                _log.warning(
+                    "target %s serves %r, target %s serves %r: the router sends any request to either; give each model "
+                    "a router of its own", target.name, target.model, other.name, other.model,
+                )  # fmt: skip
 
 
 def _seconds(milliseconds: Any) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -128,3 +129,29 @@ def test_what_hides_a_target_from_its_router_is_told_once(caplog: pytest.LogCapt
     told = [record.getMessage() for record in caplog.records]
     expected = "127.0.0.1:9 is down: ", " is up: ok", " refuses this router's key (401): only what comes through this"
     assert len(told) == 3 and all(any(each in line for line in told) for each in expected)
+
+
+def test_targets_that_serve_different_models_are_told_once(caplog: pytest.LogCaptureFixture):
+    def serving(model: str) -> Callable[[Asked], list[Act]]:
+        card = b'{"data": [{"id": "%s", "baseline_ms": 10, "slo_classes": {}}]}' % model.encode()
+        return lambda asked: answer("200 OK", card if "/v1/models" in asked.route else b'{"status": "ok"}')
+
+    async def go(*urls: str) -> list[str]:
+        targets = TargetSet(urls)
+        poller = TargetPoller(targets, Balancer("round-robin", None), every_s=0.01, timeout_s=5.0, key=None)
+        polling = asyncio.ensure_future(poller.run())
+        while not all(target.model for target in targets):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        polling.cancel()
+        models = [target.status()["model"] for target in targets]
+        await targets.close()
+        return models
+
+    with FakeServer(serving("qwen")) as one, FakeServer(serving("llama")) as two, FakeServer(serving("llama")) as three:
+        assert asyncio.run(asyncio.wait_for(go(two.url, three.url), 20)) == ["llama", "llama"]
+        assert not any("serves" in record.getMessage() for record in caplog.records)
+        assert asyncio.run(asyncio.wait_for(go(one.url, two.url), 20)) == ["qwen", "llama"]
+    told = [record.getMessage() for record in caplog.records if "serves" in record.getMessage()]
+    assert len(told) == 1 and "the router sends any request to either" in told[0]
+    assert "'qwen'" in told[0] and "'llama'" in told[0]
