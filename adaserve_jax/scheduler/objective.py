@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.scheduler.shapes import cumulated, kernels
-from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_capped
+from adaserve_jax.scheduler.shapes import kernels
+from adaserve_jax.scheduler.slo import HORIZON_TOKENS
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,15 @@ class BudgetQuestion:
     baseline_s: float
 
 
-def capped_need(need_rate: np.ndarray, step_time_s: float, depth: int) -> np.ndarray:
-    """Return A_cap in its horizon form, f64[R]; hopeless sequences need nothing, they are served best-effort."""
-    return need_capped(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth)
-
-
 def choose_budget(objective: Objective, f: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:
     """Return the most valuable budget of tree tokens, tree and prefill together on a bucket edge, and A_cap f64[R] for
-    it.
+    it in its horizon form; hopeless sequences need nothing, they are served best-effort.
 
     f: f64[R, C], f of the ranked candidates, 0 for absent ones.
     """
-    q = question
-    rows = len(q.need_rate)
-    present = np.count_nonzero(f)
-    low = np.searchsorted(q.edges, rows + q.prefill_tokens)
-    high = np.searchsorted(q.edges, min(rows + present, q.tree_token_cap) + q.prefill_tokens)
-    chosen = slice(int(low), int(high) + 1)
-    budget = np.minimum(q.edges[chosen] - q.prefill_tokens, q.tree_token_cap)
-    step_s = q.spent_s + q.verify_s[chosen]
-    best = 0
-    if len(budget) > 1:
-        (best_first,) = cumulated(np.sort(f, axis=None)[None, ::-1])
-        value = np.empty(len(budget))
-        kernels().value_budgets(
-            f, q.need_rate, step_s, budget, q.depth, best_first, objective.emit, q.prefill_weight * q.prefill_tokens,
-            q.baseline_s, value,
-        )  # fmt: skip
-        best = int(value.argmax())
-    return int(budget[best]), capped_need(q.need_rate, float(step_s[best]), q.depth)
+    q, need = question, np.empty(len(question.need_rate))
+    budget = kernels().choose_budget(
+        f, np.sort(f, axis=None), q.need_rate, q.edges, q.verify_s, q.spent_s, q.prefill_tokens, q.tree_token_cap,
+        q.depth, objective.emit, q.prefill_weight * q.prefill_tokens, q.baseline_s, need,
+    )  # fmt: skip
+    return budget, need

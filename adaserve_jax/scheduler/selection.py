@@ -1,20 +1,19 @@
-"""Selection of the candidate nodes to verify: AdaServe's Algorithm 2, corrected, and its baselines, as array
-operations.
+"""Selection of the candidate nodes to verify: AdaServe's Algorithm 2, corrected, and its baselines.
 
 f never increases along a path. So the nodes taken from one sequence are a prefix of its candidates sorted by (-f,
-depth, column), and every node comes with its parent.
+depth, column), and every node comes with its parent. `kernels.py` has the loops over rows and nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from adaserve_jax.errors import BudgetError, ConfigError
+from adaserve_jax.scheduler.shapes import kernels
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
 SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
@@ -22,6 +21,7 @@ SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
 _ROW_BITS, _COLUMN_BITS = 15, 10
 """Divide the 32 bits that break ties. The 7 bits left hold a node's depth, at most `EngineConfig.suffix_depth`."""
 _NEVER = np.iinfo(np.int64).max
+_NO_ORDER = np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +29,12 @@ class Ranked:
     """Candidates of every row, best first.
 
     key: i64[R, C], unique and comparable across rows, lower is better. f: f64[R, C], non-increasing along C, 0 for an
-    absent node. column: i64[R, C], index in the candidates. in_beam_order: column is 0, 1, ..., C - 1 in every row.
+    absent node. column: i64[R, C], index in the candidates.
     """
 
     key: np.ndarray
     f: np.ndarray
     column: np.ndarray
-    in_beam_order: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,51 +58,22 @@ SelectionFunction = Callable[[Offered], np.ndarray]
 def rank(candidates: CandidateTrees) -> Ranked:
     """Sort each row by (-f, depth, column). Keys of all rows compare by (-f, depth, row, column)."""
     cost = _cost(candidates)
-    rows, columns = cost.shape
-    depth = candidates.depth.astype(np.int64) << (_ROW_BITS + _COLUMN_BITS)
-    tie = (depth + np.arange(columns))[None, :] + (np.arange(rows) << _COLUMN_BITS)[:, None]
-    # the bits of a float >= 0 order as it does
-    key = (cost.view(np.int32).astype(np.int64) << 32) | tie
-    in_beam_order = _are_chains(candidates)
-    if not in_beam_order:
-        key.sort(axis=1)
-        cost = (key >> 32).astype(np.int32).view(np.float32)
-    column = key & ((1 << _COLUMN_BITS) - 1)
-    return Ranked(key, np.exp(-cost.astype(np.float64)), column, in_beam_order)
+    key, column, ordered = np.empty(cost.shape, np.int64), np.empty(cost.shape, np.int64), np.empty_like(cost)
+    bits = cost.view(np.int32)  # which order as a float >= 0 does
+    kernels().rank(bits, candidates.depth.copy(), _ROW_BITS, _COLUMN_BITS, key, ordered.view(np.int32), column)
+    return Ranked(key, _f(ordered), column)
 
 
 def _cost(candidates: CandidateTrees) -> np.ndarray:
-    """Return -log f >= 0, f32[R, C], in which no node costs less than its parent; inf for an absent node."""
-    if _are_chains(candidates):
-        log_f = np.minimum.accumulate(np.minimum(candidates.log_f, 0.0, dtype=np.float32), axis=1)
-        log_f[log_f != log_f] = -np.inf
-    else:
-        log_f = np.minimum(close_over_parents(candidates.log_f, candidates.parent), 0.0, dtype=np.float32)
-    return 0.0 - log_f  # which turns -0.0 into 0.0 too
+    """Return -log f >= 0, f32[R, C], in which no node costs less than its parent; inf for an absent node or NaN."""
+    cost = np.empty(candidates.log_f.shape, np.float32)
+    kernels().cost(candidates.log_f.copy("C"), candidates.parent.copy("C"), cost)
+    return cost
 
 
-def _are_chains(candidates: CandidateTrees) -> bool:
-    """Return whether each level has one node, whose parent is then the node of the level above."""
-    return len(candidates.depth) > 0 and int(candidates.depth[-1]) == len(candidates.depth)
-
-
-def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """Return log f, f32[R, C], in which no node is likelier than its parent or present without it; NaN counts as
-    absent.
-    """
-    rows, columns = log_f.shape
-    if not log_f.size:
-        return log_f
-    base = np.arange(rows)[:, None] * columns
-    flat_parent = parent + base
-    is_root_child = parent < 0
-    while True:
-        above = log_f.ravel()[np.where(is_root_child, 0, flat_parent)]
-        fine = is_root_child & (log_f == log_f) | (log_f <= above)
-        if fine.all():
-            return log_f
-        bounded = np.where(is_root_child, log_f, np.minimum(log_f, above))
-        log_f = np.where(np.isnan(bounded), -np.inf, bounded).astype(np.float32)
+def _f(cost: np.ndarray) -> np.ndarray:
+    """Return f, f64[R, C], of these costs."""
+    return np.exp(-cost.astype(np.float64))
 
 
 def slo_phase(
@@ -119,28 +89,10 @@ def slo_phase(
     rows = len(need)
     if budget < rows:
         raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
-    wanted, met = nodes_needed(f, need)
-    if max_slo_nodes:
-        wanted = np.minimum(wanted, max_slo_nodes)
-    served = _serving_order(wanted, met, need, order)
-    in_order = wanted[served]
-    spent = np.cumsum(in_order) - in_order
+    by = {"cheapest-first": _NO_ORDER, "slowest-first": -need, "fastest-first": need}[order]
     taken = np.empty(rows, np.int64)
-    taken[served] = np.clip(budget - rows - spent, 0, in_order)
+    kernels().slo_phase(f, need, by, budget - rows, max_slo_nodes or f.shape[1], taken)
     return taken
-
-
-def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Count the candidates until the expected tokens, 1 for the root included, reach `need`.
-
-    f: f64[R, C], as in slo_phase; need: f64[R]. Returns the counts, i64[R], and whether the need is reached, bool[R].
-    """
-    rows, columns = f.shape
-    reached = np.ones((rows, columns + 1))
-    np.cumsum(f, axis=1, out=reached[:, 1:])
-    reached[:, 1:] += 1.0
-    wanted = np.count_nonzero((reached[:, :-1] < need[:, None]) & (f > 0), axis=1)
-    return wanted, reached[:, -1] >= need
 
 
 def taken_by(function: SelectionFunction, offered: Offered) -> np.ndarray:
@@ -168,17 +120,9 @@ def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray
 
     Source: AdaServe Alg. 2 lines 18-22: one global top-k, ties by (depth, row, column).
     """
-    columns = ranked.key.shape[1]
-    chosen = np.arange(columns) < taken[:, None]
-    if left <= 0 or not chosen.size:
-        return chosen
-    rest = np.where(chosen | (ranked.f <= 0), _NEVER, ranked.key).ravel()
-    if left >= len(rest):
-        return ranked.f > 0
-    threshold = np.partition(rest, left - 1)[left - 1]
-    if threshold == _NEVER:
-        return ranked.f > 0
-    return chosen | (ranked.key <= threshold) & (ranked.f > 0)
+    chosen = np.empty(ranked.key.shape, bool)
+    kernels().throughput_phase(ranked.key, ranked.f, taken, left, chosen)
+    return chosen
 
 
 def equal_share(ranked: Ranked, left: int) -> np.ndarray:
@@ -267,60 +211,22 @@ def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, .
 
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
     """Return the trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
-    if ranked.in_beam_order:
-        return _pack(candidates, root_token, chosen, ranked.f)
-    rows, columns = chosen.shape
-    in_tree = np.zeros((rows, columns), bool)
-    f = np.zeros((rows, columns), np.float32)
-    place = (np.arange(rows)[:, None] * columns + ranked.column)[chosen]
-    in_tree.reshape(-1)[place] = True
-    f.reshape(-1)[place] = ranked.f[chosen]
-    return _pack(candidates, root_token, in_tree, f)
+    return _pack(candidates, root_token, ranked.f, ranked.column, chosen)
 
 
 def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
     """Return trees of every present candidate: the result of any rule whose budget holds them all."""
-    f = np.exp(-_cost(candidates).astype(np.float64))
-    return _pack(candidates, root_token, f > 0, f)
+    f = _f(_cost(candidates))
+    return _pack(candidates, root_token, f, np.arange(f.size).reshape(f.shape) % f.shape[1], f > 0)
 
 
-def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, f: np.ndarray) -> DraftTrees:
-    """Lay out all candidates, then drop those outside the trees. in_tree: bool[R, C], f: f[R, C], both in beam
-    order.
-    """
-    rows, columns = in_tree.shape
-    row, candidate, first_child = _layout(rows, columns)
-    token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
-    token[:, 0], token[:, 1:] = root_token, candidates.token
-    parent[:, 0] = -1
-    np.add(candidates.parent, first_child, out=parent[:, 1:])
-    depth[:, 0], depth[:, 1:] = 0, candidates.depth
-    packed_f = np.empty((rows, columns + 1), np.float32)
-    packed_f[:, 0], packed_f[:, 1:] = 1.0, f
-    token, parent, depth = token.reshape(-1), parent.reshape(-1), depth.reshape(-1)
-    packed_f = packed_f.reshape(-1)
-    if np.count_nonzero(in_tree) < in_tree.size:
-        keep = np.ones((rows, columns + 1), bool)
-        keep[:, 1:] = in_tree
-        (nodes,) = keep.reshape(-1).nonzero()
-        place = np.empty(keep.size, np.int32)
-        place[nodes] = np.arange(len(nodes), dtype=np.int32)
-        row, token, depth, candidate = row[nodes], token[nodes], depth[nodes], candidate[nodes]
-        packed_f = packed_f[nodes]
-        parent = np.where(candidate < 0, np.int32(-1), place[parent[nodes]])
-    return DraftTrees(row, token, parent, depth, candidate, packed_f)
-
-
-@lru_cache(maxsize=256)
-def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the layout of trees with all candidates: row and candidate, i32[R (1 + C)], and the index after each
-    root, i32[R, 1].
-    """
-    row = np.repeat(np.arange(rows, dtype=np.int32), columns + 1)
-    candidate = np.tile(np.arange(-1, columns, dtype=np.int32), rows)
-    for constant in (row, candidate):
-        constant.flags.writeable = False  # shared by the trees of many steps
-    return row, candidate, np.arange(1, rows * (columns + 1), columns + 1, dtype=np.int32)[:, None]
+def _pack(
+    candidates: CandidateTrees, root_token: np.ndarray, f: np.ndarray, column: np.ndarray, chosen: np.ndarray
+) -> DraftTrees:
+    # copies, because a kernel is compiled again for arrays that are read-only or lie in columns
+    given = candidates.token, candidates.parent, candidates.depth, root_token.astype(np.int32)
+    packed = kernels().pack(*(each.copy("C") for each in given), f, column, np.ascontiguousarray(chosen))
+    return DraftTrees(*packed)
 
 
 def roots_only(root_token: np.ndarray) -> DraftTrees:
@@ -354,9 +260,3 @@ def select_slo(
     taken = slo_phase(ranked.f, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
     chosen = rest(ranked, taken, budget - len(need) - int(taken.sum()))
     return pack(candidates, root_token, ranked, chosen)
-
-
-def _serving_order(wanted: np.ndarray, met: np.ndarray, need: np.ndarray, order: SloOrder) -> np.ndarray:
-    if order == "cheapest-first":
-        return np.argsort(np.where(met, wanted, wanted + (1 << 32)), kind="stable")
-    return np.argsort(-need if order == "slowest-first" else need, kind="stable")

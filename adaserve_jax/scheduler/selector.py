@@ -47,7 +47,7 @@ class Selector:
         self._takes_all = policy.selector in ("equal", "best") or (
             policy.selector in ("slo", "slo-equal") and policy.need != "horizon"
         )
-        if search_budget or has_text:
+        if policy.uses_draft or has_text:
             kernels()  # so that no step compiles them
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:

@@ -114,5 +114,11 @@ def kernels() -> ModuleType:
         rates, rates, empty, counts[0], empty, 1, _NO_TEXT, _NO_TEXT, value, counts[0], _NO_RATES, 1, 1.0, 1.0, 1.0,
         value.copy(), counts,
     )  # fmt: skip
-    loops.value_budgets(empty, rates, rates, counts[0, 0], 1, np.ones(2), 1.0, 1.0, 1.0, rates.copy())
+    loops.choose_budget(empty, rates, rates, counts[0, 0] + 1, rates, 1.0, 0, 1, 1, 1.0, 1.0, 1.0, rates.copy())
+    nodes, costs, chosen = np.full((1, 1), -1, np.int32), np.zeros((1, 1), np.float32), np.ones((1, 1), bool)
+    loops.cost(costs, nodes, costs.copy())
+    loops.rank(nodes, nodes[0], 1, 1, counts[0], nodes.copy(), counts[0].copy())
+    loops.slo_phase(empty, rates, rates, 1, 1, counts[0, 0])
+    loops.throughput_phase(counts[0], empty, counts[0, 0], 1, chosen)
+    loops.pack(nodes, nodes, nodes[0], nodes[0], empty, counts[0], chosen)
     return loops

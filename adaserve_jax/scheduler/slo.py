@@ -67,8 +67,7 @@ def need_rate(
     0 without a target (tpot_slo_s inf); inf if no rate can (hopeless: served best-effort). Times a step's seconds t it
     is the horizon form of A: h t / (tpot_slo (o + h) - l). Source: docs/equations.md, joint objective.
     """
-    time_left_s = tpot_slo_s * (num_decoded + horizon) - decode_time_s
-    return np.where(time_left_s > 0, horizon / np.where(time_left_s > 0, time_left_s, 1.0), np.inf)
+    return _rate(horizon, tpot_slo_s * (num_decoded + horizon) - decode_time_s)
 
 
 def is_demanding(tpot_slo_s: float, least_tpot_s: float) -> bool:
@@ -83,8 +82,12 @@ def paced_tpot_s(tpot_slo_s: float) -> float:
 
 def deadline_rate(now: float, deadline_s: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
     """Return f64[R], tokens per second that end a sequence by its deadline: 0 without one (inf), inf if it passed."""
-    left_s = deadline_s - now
-    return np.where(left_s > 0, tokens_left / np.where(left_s > 0, left_s, 1.0), np.inf)
+    return _rate(tokens_left, deadline_s - now)
+
+
+def _rate(tokens: np.ndarray | int, left_s: np.ndarray) -> np.ndarray:
+    """Return f64[R], tokens per second; inf where no time is left."""
+    return np.divide(tokens, left_s, out=np.full(left_s.shape, np.inf), where=left_s > 0)
 
 
 @dataclass(frozen=True)

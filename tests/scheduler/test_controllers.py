@@ -181,7 +181,7 @@ def test_budget_choice_equals_a_search_by_loops(rows):
             baseline_s=0.01,
         )
         budget, need = choose_budget(objective, f, question)
-        scores = {}
+        scores, lasts_s = {}, {}
         for edge, seconds in zip(edges, question.verify_s, strict=True):
             tokens = min(edge - question.prefill_tokens, 40)
             if tokens < rows:
@@ -203,8 +203,10 @@ def test_budget_choice_equals_a_search_by_loops(rows):
                     left, on_pace = left - cost, on_pace + 1
             emitted = rows + np.sort(f, axis=None)[::-1][: tokens - rows].sum()
             scores[tokens] = on_pace + (objective.emit * emitted + 0.3 * question.prefill_tokens) * 0.01 / step_s
+            lasts_s[tokens] = step_s
             if tokens - rows >= np.count_nonzero(f):
                 break
         assert scores[budget] == pytest.approx(max(scores.values()))
-        assert len(need) == rows
-        assert (need[np.isinf(rate)] == 0).all()
+        hopeless = np.isinf(rate)
+        assert len(need) == rows and (need[hopeless] == 0).all()
+        assert need[~hopeless] == pytest.approx(np.minimum(rate[~hopeless] * lasts_s[budget], 5.0))

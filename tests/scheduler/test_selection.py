@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from adaserve_jax.errors import BudgetError
 from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.shapes import kernels
 from adaserve_jax.types import CandidateTrees
 from tests.oracles import selection as oracle
 
@@ -95,7 +96,9 @@ def test_figure_5():
     first = [(0.7, 1, -1), (0.2, 1, -1), (0.3, 2, 0), (0.15, 2, 0), (0.25, 3, 2), (0.05, 3, 2)]
     second = [(0.5, 1, -1), (0.4, 1, -1), (0.35, 2, 0), (0.1, 2, 1), (0.08, 3, 2), (0.02, 3, 2)]
     requests, need = [first, second], [1.6, 1.8]
-    taken = selection.slo_phase(np.sort([[f for f, *_ in r] for r in requests])[:, ::-1], np.array(need), budget=8)
+    taken = selection.slo_phase(
+        np.sort([[f for f, *_ in r] for r in requests])[:, ::-1].copy(), np.array(need), budget=8
+    )
     assert taken.tolist() == [1, 2]
     trees = trees_of(requests, np.array([7, 8]), need, 8)
     assert trees.num_nodes == 8
@@ -127,13 +130,40 @@ def test_certain_chain_keeps_parents_before_children():
     assert trees.parent.tolist() == [-1, 0, 1, 2, -1, 4, 5]
 
 
-def test_child_likelier_than_its_parent_never_comes_alone():
-    parent = np.array([[-1, -1, 0, 1]], np.int32)
-    log_f = np.array([[-np.inf, -1.0, -0.1, np.nan]], np.float32)
-    closed = selection.close_over_parents(log_f, parent)
-    assert closed.tolist() == [[-np.inf, -1.0, -np.inf, -np.inf]]
-    unlikely_parent = selection.close_over_parents(np.array([[-3.0, -1.0, -0.1, -2.0]], np.float32), parent)
-    assert unlikely_parent.tolist() == [[-3.0, -1.0, -3.0, -2.0]]
+@pytest.mark.parametrize(("log_f", "closed"), [
+    ([-np.inf, -1.0, -0.1, np.nan], [-np.inf, -1.0, -np.inf, -np.inf]),
+    ([-3.0, -1.0, -0.1, -2.0], [-3.0, -1.0, -3.0, -2.0]),
+    ([0.5, np.nan, 0.2, -0.5], [0.0, -np.inf, 0.0, -np.inf]),
+])  # fmt: skip
+def test_child_likelier_than_its_parent_never_comes_alone(log_f, closed):
+    parent, token = np.array([[-1, -1, 0, 1]], np.int32), np.arange(4, dtype=np.int32)[None]
+    candidates = CandidateTrees(token, parent, np.array([log_f], np.float32), np.array([1, 1, 2, 2], np.int32))
+    ranked = selection.rank(candidates)
+    found = dict(zip(ranked.column[0].tolist(), ranked.f[0].tolist(), strict=True))
+    assert [found[column] for column in range(4)] == pytest.approx(np.exp(closed).tolist())
+
+
+def test_candidates_as_a_device_returns_them_compile_nothing_again():
+    """Arrays that are read-only or lie in columns have types of their own to numba."""
+    rows, columns = 3, 4
+    depth, parent = np.arange(1, 5, dtype=np.int32), np.tile(np.arange(-1, 3, dtype=np.int32), (rows, 1))
+    token = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    arrays = [token, parent, np.tile(np.log([0.9, 0.7, 0.5, 0.3]).astype(np.float32), (rows, 1)), depth]
+    expected = selection.rank(CandidateTrees(*arrays))
+    loops = kernels()
+    compiled = [loops.cost, loops.rank, loops.slo_phase, loops.throughput_phase, loops.pack]
+    before = [len(each.signatures) for each in compiled]
+    for order in ("C", "F"):
+        given = [np.array(each, order=order) for each in arrays]
+        for each in given:
+            each.flags.writeable = False
+        candidates, root = CandidateTrees(*given), np.broadcast_to(np.int32(7), rows)
+        ranked = selection.rank(candidates)
+        np.testing.assert_array_equal(ranked.key, expected.key)
+        assert selection.select_slo(candidates, root, ranked, np.full(rows, 1.5), budget=8).num_nodes == 8
+        assert selection.pack(candidates, root, ranked, selection.equal_share(ranked, 4)).num_nodes == 7
+        assert selection.pack_all(candidates, root).num_nodes == 15
+    assert [len(each.signatures) for each in compiled] == before
 
 
 def test_equal_share_fills_level_by_level():
@@ -210,7 +240,7 @@ def candidates_of(requests):
 @settings(max_examples=60, deadline=None)
 @given(candidate_sets(max_requests=4, max_levels=4, max_width=1), st.integers(0, 12), st.booleans())
 def test_chains_are_ranked_and_shared_as_any_tree_is(case, left, spoilt):
-    """A second column of absent nodes makes trees of the same chains, which take the general way."""
+    """A second column of absent nodes makes trees of the same chains, which rank and share alike."""
     chains = candidates_of(case[0])
     rows, columns = chains.log_f.shape
     if spoilt:
@@ -225,7 +255,6 @@ def test_chains_are_ranked_and_shared_as_any_tree_is(case, left, spoilt):
         np.repeat(chains.depth, 2),
     )
     found, expected = selection.rank(chains), selection.rank(trees)
-    assert found.in_beam_order and not expected.in_beam_order
     np.testing.assert_array_equal(found.f, expected.f[:, :columns])
     for rule in (selection.equal_share, selection.best_overall):
         np.testing.assert_array_equal(rule(found, left), rule(expected, left)[:, :columns])

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.controllers.joint import GRID
-from adaserve_jax.scheduler.objective import capped_need
-from adaserve_jax.scheduler.selection import nodes_needed
 from adaserve_jax.scheduler.shapes import (
     Shapes,
     all_on_pace,
@@ -94,26 +92,8 @@ def test_all_rows_are_on_pace_only_where_one_shape_and_edge_keeps_them_all():
     assert not all_on_pace(np.full(1, 1e300), np.full((2, 1), 0.1), two, tokens, GRID)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_budget_is_worth_the_rows_whose_needed_nodes_fit_and_its_tokens(seed: int) -> None:
-    """The nodes that rows need are those of `nodes_needed`, ties included, which the SLO phase goes by."""
-    rng = np.random.default_rng(seed)
-    f = -np.sort(-rng.integers(0, 5, (7, 6)) / 4, axis=1)
-    rates = rng.choice([0.0, 10.0, 25.0, 50.0, 75.0, 300.0, np.inf], 7)
-    budget, step_s, depth = np.arange(7, 40, 3), np.linspace(0.02, 0.06, 11), 4
-    best_first = np.concatenate([[0.0], np.cumsum(-np.sort(-f, axis=None))])
-    value = np.empty(len(budget))
-    kernels().value_budgets(f, rates, step_s, budget, depth, best_first, 0.5, 2.0, 0.03, value)
-    for edge, (tokens, seconds) in enumerate(zip(budget.tolist(), step_s.tolist(), strict=True)):
-        wanted, met = nodes_needed(f, capped_need(rates, seconds, depth))
-        spent = np.cumsum(np.sort(wanted[met & np.isfinite(rates)]))
-        rate = (0.5 * (7 + best_first[min(tokens - 7, f.size)]) + 2.0) * 0.03 / seconds
-        assert value[edge] == pytest.approx(np.count_nonzero(spent <= tokens - 7) + rate)
-    assert compiled_once()
-
-
 def compiled_once() -> bool:
     """Return whether no call had arguments of other types than those that the loops were compiled for."""
     loops = kernels()
-    compiled = (loops.gain, loops.all_on_pace, loops.value_options, loops.value_budgets)
+    compiled = (loops.gain, loops.all_on_pace, loops.value_options)
     return all(len(each.signatures) == 1 for each in compiled)
