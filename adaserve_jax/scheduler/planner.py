@@ -42,8 +42,8 @@ the next tokens slower than the last.
 SLACK_SHARE = 0.5
 """Share of the least slack that background work may use before the next step."""
 DEADLINE_RESERVE = 0.05
-"""Share of the time from arrival to a deadline that pacing keeps in reserve, until that is all there is: a sequence
-paced exactly ends a step too late."""
+"""Share of the time from arrival to a deadline that pacing keeps in reserve: a sequence paced exactly ends a step too
+late."""
 PROMPT_SHARE = 0.9
 """Share of its patience within which a prompt counts as in time: its last step still has to run."""
 PROMPTS_AHEAD = 64
@@ -204,14 +204,13 @@ class Planner:
     def _prompt_rates(self, prefill: list[SequenceState], now: float) -> np.ndarray:
         """Return `Load.prompt_rates` of the prompts that run, and then of the first ones that wait.
 
-        A prompt without a target has no rate, but those behind it wait for its tokens.
+        A sequence without a target for its first token has no rate, but those behind it wait for its tokens.
         """
-        prompts = [state for state in prefill if not state.num_output]
-        prompts += self._batch.queue.first_on_time(PROMPTS_AHEAD)
-        tokens = np.cumsum([state.pending for state in prompts])
+        prompts = [*prefill, *self._batch.queue.first_on_time(PROMPTS_AHEAD)]
+        tokens = np.cumsum([state.num_uncached for state in prompts])
         rates: list[float] = []
         for state, ahead in zip(prompts, tokens.tolist(), strict=True):
-            if state.patience_s is not None:
+            if state.patience_s is not None and not state.num_output:  # a preempted one has had its first token
                 left_s = state.sequence.arrival_s + PROMPT_SHARE * state.patience_s - now
                 rates.append(ahead / left_s if left_s > 0 else math.inf)
         return np.sort(np.array(rates))
@@ -269,7 +268,7 @@ class Planner:
             if rates and is_late:
                 share = LATE_SHARE
             elif rates and state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S:
-                whole = (self._pending_prompts() + state.pending) / PROMPT_STEPS
+                whole = (self._pending_prompts() + state.num_uncached) / PROMPT_STEPS
                 prefill_tokens = max(prefill_tokens, min(whole, self._max_prefill))
             if not self._controller.sustains(*asked, prefill_tokens, share, can_draft=can_draft):
                 return False
@@ -389,10 +388,9 @@ class Planner:
 
 
 def _paced_deadline_s(state: SequenceState, deadline_s: float, now: float) -> float:
-    """Return the time by which pacing ends a sequence: its deadline less the reserve, or itself once only that is
-    left."""
-    reserve_s = DEADLINE_RESERVE * (state.sequence.e2e_slo_s or 0.0)
-    return deadline_s - reserve_s if deadline_s - reserve_s > now else deadline_s
+    """Return the time by which pacing ends a sequence: its deadline less the reserve, which is at most half of the time
+    that is left."""
+    return deadline_s - min(DEADLINE_RESERVE * (state.sequence.e2e_slo_s or 0.0), max(deadline_s - now, 0.0) / 2)
 
 
 def _cut_chunks(prefill: list[SequenceState], tokens: int, positions: int) -> list[int]:

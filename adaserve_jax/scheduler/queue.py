@@ -48,16 +48,15 @@ LEAST_LATE_SHARE = 0.5
 
 
 def order_key(
-    sequence: Sequence, ordering: Ordering, patience_s: float | None = None, output_tokens: float = 1.0
+    sequence: Sequence, ordering: Ordering, patience_s: float | None, output_tokens: float = 1.0
 ) -> float:  # fmt: skip
     """Return the key of admission, seconds on the engine's clock; the lower key is served sooner.
 
     `hybrid` puts a due time back by the work on the prompt: between the earliest deadline and the shortest prompt
     first. `goodput` prefers sequences that earn more per step: output_tokens, a bound on its length, is also the number
     of its steps. The share of steps that earn nothing but output is turned into at most PATIENCE_S seconds of waiting.
-    patience_s: seconds from arrival within which the first token must come; None: the TTFT target.
+    patience_s: seconds from arrival within which the first token must come; None: PATIENCE_S.
     """
-    patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
     if ordering == "deadline":
         return deadline_key_s(sequence.arrival_s, sequence.priority, patience_s)
     if ordering == "hybrid":
@@ -71,7 +70,7 @@ def order_key(
 
 
 def deadline_key_s(arrival_s: float, priority: int, patience_s: float | None) -> float:
-    """Return the key of admission under `deadline` ordering. patience_s: as of `order_key`; None: PATIENCE_S."""
+    """Return the key of admission under `deadline` ordering. patience_s: as of `order_key`."""
     patience_s = PATIENCE_S if patience_s is None else min(patience_s, PATIENCE_S)
     return arrival_s + AGEING_S * bounded_priority(priority) + patience_s
 

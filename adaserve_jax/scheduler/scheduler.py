@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,7 +204,7 @@ class Scheduler:
         if self.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
         prefixes, page_keys = self.batch.prefixes, list[bytes]()
-        cached = None if prefixes is None else partial(prefixes.cached_tokens, sequence, page_keys)
+        cached = 0 if prefixes is None else prefixes.cached_tokens(sequence, page_keys)
         verdict = self._feasibility.judge(sequence, cached)
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
             raise verdict.refusal(sequence)
@@ -223,7 +222,7 @@ class Scheduler:
             least_tpot_s=verdict.token_s,
             flow=0 if self.batch.shares is None else self.batch.shares.open(sequence),
         )
-        state.page_keys = page_keys
+        state.page_keys, state.cached_tokens = page_keys, cached
         self._added += 1
         self._states[name] = state
         self.batch.queue.add(state)

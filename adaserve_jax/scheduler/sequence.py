@@ -69,8 +69,9 @@ class SequenceState:
     counts i64[NUM_COUNTS], times f64[NUM_TIMES] and token_ids i32[at least num_tokens] are arrays of the sequence's own
     while it waits. While it runs they are views of its slot in the `SlotTable`, which advances all rows of a step at
     once. slot and num_pages are valid only then. page_keys holds the keys of its full pages that the prefix cache asked
-    for so far. cached_tokens counts the prompt tokens found there when it was first scheduled. num_scored counts the
-    positions of the prompt after which its next token has been scored; all of them if the request does not ask.
+    for so far. cached_tokens counts the prompt tokens found there when it came, and once it was scheduled those found
+    then. num_scored counts the positions of the prompt after which its next token has been scored; all of them if the
+    request does not ask.
 
     The TPOT target in force counts time from PACE_START_S, and tokens behind the first PACE_TOKENS (prompt included):
     from the first token, and from the closing mark once a sequence with a thinking target has ended its thinking.
@@ -103,7 +104,7 @@ class SequenceState:
         sequence: as it is scheduled; targets that are out of reach are taken out. max_total: most tokens, prompt and
         output together. order_key: seconds; lower is served sooner. number: position in the order of arrival. asked:
         the sequence as it came, where its targets differ. feasible: whether its targets are; None without targets.
-        patience_s: seconds from arrival within which its first token must come for its targets; None: its TTFT target.
+        patience_s: seconds from arrival within which its first token must come for its targets; None: none says.
         prompt_s: seconds that its prompt takes alone. flow: index of what its tenant sends in its class, where shares
         are kept fair. least_tpot_s: seconds per token that the machine would give it alone; 0: unknown.
         """
@@ -111,7 +112,7 @@ class SequenceState:
         self.flow = flow
         self._asked = sequence if asked is None else asked
         self._feasible = feasible
-        self.patience_s = sequence.ttft_slo_s if patience_s is None else patience_s
+        self.patience_s = patience_s
         """Seconds from arrival within which the first token must come for the targets; None without any that says."""
         self.prompt_s = prompt_s
         self.least_tpot_s = least_tpot_s
@@ -140,6 +141,11 @@ class SequenceState:
     @property
     def pending(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens that are still to be computed; of a prompt that waits, without those found in the prefix cache."""
+        return self.pending - (0 if self.is_running or self.preemptions else self.cached_tokens)
 
     @property
     def num_output(self) -> int:
@@ -223,7 +229,7 @@ class SequenceState:
             accepted_tokens=counts[ACCEPTED_TOKENS],
             accepted_steps=tuple(self.accepted_steps.tolist()),
             preemptions=self.preemptions,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=0 if first_scheduled_s is None else self.cached_tokens,
             tpot_slo_s=asked.tpot_slo_s,
             ttft_slo_s=asked.ttft_slo_s,
             slo_class=asked.slo_class,

@@ -6,7 +6,6 @@ Symbols: docs/equations.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -171,8 +170,8 @@ class Feasibility:
         """Drop the cached estimate after the tables have learned."""
         self._least_tpot_s = None
 
-    def judge(self, sequence: Sequence, cached_tokens: Callable[[], int] | None = None) -> FeasibilityVerdict:
-        """Return the verdict on a sequence; cached_tokens returns how much of its prompt need not be computed."""
+    def judge(self, sequence: Sequence, cached_tokens: int) -> FeasibilityVerdict:
+        """Return the verdict on a sequence. cached_tokens: tokens of its prompt that need not be computed."""
         tpot_s, ttft_s, thinking_s = sequence.tpot_slo_s, sequence.ttft_slo_s, sequence.thinking_tpot_slo_s
         e2e_s = sequence.e2e_slo_s
         if tpot_s is None and ttft_s is None and thinking_s is None and e2e_s is None:
@@ -183,7 +182,7 @@ class Feasibility:
         least_tpot_s = token_s if sequence.sampling.max_tokens > 1 else None  # one token has no time per token
         least_ttft_s = 0.0
         if ttft_s is not None or e2e_s is not None:
-            tokens = len(sequence.prompt_ids) - (0 if cached_tokens is None else cached_tokens())
+            tokens = len(sequence.prompt_ids) - cached_tokens
             least_ttft_s = self.least_ttft_s(tokens, scored=sequence.sampling.prompt_logprobs is not None)
         return FeasibilityVerdict(
             True,

@@ -273,20 +273,23 @@ def test_a_request_that_is_late_leaves_room_for_those_that_have_a_pace(monkeypat
 def test_requests_without_a_ttft_target_start_where_their_prompts_fit_beside_the_others_pace() -> None:
     """A short prompt fits at once, a longer one when those before it are computed, a long one when others ended."""
 
-    def waited(prompt: int) -> float:
+    def waited(prompt: int, seen: bool = False) -> float:
         run = Run.of(limits_of(), policy="adaserve")
+        if seen:
+            run.serve([request_of("seen", prompt=prompt, tokens=1)])
         for index in range(3):
-            run.scheduler.add(request_of(f"runs{index}", tokens=60, tpot_slo_s=0.02, ttft_slo_s=1.0))
+            run.add(request_of(f"runs{index}", tokens=60, tpot_slo_s=0.02, ttft_slo_s=1.0, arrival_s=run.clock.now()))
         run.step()
         arrival_s = run.clock.now()
-        run.scheduler.add(request_of("waits", prompt=prompt, arrival_s=arrival_s, tpot_slo_s=0.2))
+        run.add(request_of("waits", prompt=prompt, arrival_s=arrival_s, tpot_slo_s=0.2))
         while run.scheduler.has_work:
             run.step()
         return run.last["waits"].metrics.first_scheduled_s - arrival_s
 
     assert waited(20) == 0.0
-    assert 0.0 < waited(28) < 0.05
+    assert 0.0 < waited(36) < 0.05
     assert waited(150) > 0.2
+    assert waited(150, seen=True) == 0.0, "of a prompt that is cached, only its last page is to be computed"
 
 
 def test_a_request_without_a_ttft_target_waits_for_the_others_pace_no_longer_than_stated(

@@ -88,7 +88,7 @@ def test_a_deadline_out_of_reach_takes_nothing_from_others() -> None:
 
 
 def test_a_deadline_counts_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pacing keeps a twentieth of its time in reserve, and uses it when that is all there is."""
+    """Pacing keeps a twentieth of its time in reserve, or half of what is left: no instant asks for all at once."""
     run = Run.of(limits_of(), policy="adaserve")
     begun_s = run.clock.now()
     run.add(request_of("urgent", tokens=60, e2e_slo_s=2.0, arrival_s=begun_s))
@@ -101,10 +101,10 @@ def test_a_deadline_counts_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) 
         return decide(load)
 
     monkeypatch.setattr(run.scheduler.controller, "decide", noted)
-    for left_s in (0.5, 0.05, -0.01):
+    for left_s in (0.5, 0.101, 0.099, 0.05, -0.01):
         run.clock.advance(begun_s + 2.0 - left_s - run.clock.now())
         run.step()
-    assert 0 < rates[0] < rates[1] < np.inf == rates[2]
+    assert 0 < rates[0] < rates[1] < 1.5 * rates[2] and rates[2] < 1.5 * rates[3] < np.inf == rates[4]
 
 
 def test_admission_goes_by_the_latest_time_to_start() -> None:

@@ -27,7 +27,7 @@ class Waiting:
             name, np.ones(prompt, np.int32), SamplingParams(), 0, arrival_s, tenant=tenant, slo_class=slo_class
         )
         state = SequenceState(
-            sequence, max_total=100, order_key=order_key(sequence, "arrival"), number=self._added,
+            sequence, max_total=100, order_key=order_key(sequence, "arrival", None), number=self._added,
             flow=self.shares.open(sequence),
         )  # fmt: skip
         self._added += 1

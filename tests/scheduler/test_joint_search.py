@@ -158,6 +158,27 @@ def test_prompts_ask_for_what_keeps_their_targets(monkeypatch: pytest.MonkeyPatc
     assert loads[0].prompt_rates == pytest.approx([260 / 1.8, 200 / 0.9])
 
 
+def test_prompts_ask_for_what_is_not_cached_behind_what_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots: a preempted request runs before the prompt, of which the last page is not cached."""
+    loads, decide = [], CorrectedController.decide
+    monkeypatch.setattr(CorrectedController, "decide", lambda self, load: loads.append(load) or decide(self, load))
+    run = Run.of(limits_of(max_requests=2), policy="adaserve")
+    run.serve([request_of("seen", prompt=64, tokens=1)])
+    arrival_s = run.clock.now()
+    again = request_of("again", prompt=16, ttft_slo_s=1.0, arrival_s=arrival_s, cache_salt="other")
+    run.add(again)
+    run.step()
+    run.step()
+    (state,) = run.scheduler.batch.running
+    run.scheduler.batch.preempt(state)
+    run.add(request_of("prompt", prompt=64, ttft_slo_s=2.0, arrival_s=arrival_s))
+    now = run.clock.now()
+    computed_again = state.num_tokens - len(run.scheduler.batch.prefixes.find(state)) * 8
+    run.step()
+    assert computed_again > 0 and state.num_output > 0
+    assert loads[-1].prompt_rates == pytest.approx([(computed_again + 8) / (arrival_s + 1.8 - now)])
+
+
 def test_requests_without_a_ttft_target_start_while_little_of_the_budget_is_taken() -> None:
     """With one, all sixteen start at once: the pace of all takes a third of the budget."""
     started = {}

@@ -429,8 +429,8 @@ class TestPriority:
     def test_priorities_are_strict_and_others_age(self):
         low = request_of("low", arrival_s=0.0, priority=1)
         later = replace(request_of("high"), arrival_s=1e6)
-        assert order_key(later, "priority") < order_key(low, "priority")
-        assert order_key(later, "arrival") > order_key(low, "arrival")
+        assert order_key(later, "priority", None) < order_key(low, "priority", None)
+        assert order_key(later, "arrival", None) > order_key(low, "arrival", None)
 
 
 def test_most_prefill_tokens_of_a_step():

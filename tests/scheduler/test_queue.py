@@ -16,7 +16,13 @@ def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="
         ttft_slo_s=ttft_slo_s,
         priority=priority,
     )
-    return SequenceState(request, max_total=20, order_key=order_key(request, ordering), number=sequence)
+    return SequenceState(
+        request,
+        max_total=20,
+        order_key=order_key(request, ordering, ttft_slo_s),
+        number=sequence,
+        patience_s=ttft_slo_s,
+    )
 
 
 def drain(queue, now=0.0):
@@ -118,7 +124,8 @@ def waiting(number, ordering, *, prompt, output=1.0, arrival_s=0.0, ttft_slo_s=4
         f"r{number}", np.ones(prompt, np.int32), SamplingParams(), seed=0, arrival_s=arrival_s, ttft_slo_s=ttft_slo_s
     )
     return SequenceState(
-        request, max_total=5000, order_key=order_key(request, ordering, output_tokens=output), number=number,
+        request, max_total=5000, order_key=order_key(request, ordering, ttft_slo_s, output), number=number,
+        patience_s=ttft_slo_s,
         prompt_s=prompt_s,
     )  # fmt: skip
 
