@@ -188,7 +188,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request and return their last chunks. Unknown ids are ignored."""
-        self._deliver_rest()
+        self.deliver_rest()
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
         for choice in choices:
@@ -221,9 +221,9 @@ class EngineCore:
             return self._constraints.edits(plan, trees, sequence_ids) if constrained else None
 
         chunks = self._end_overdue()
-        step = begin_step(self.scheduler, self.executor, self.clock, edit, self._deliver_rest)
+        step = begin_step(self.scheduler, self.executor, self.clock, edit, self.deliver_rest)
         if step is None:
-            self._deliver_rest()
+            self.deliver_rest()
             return chunks
         stuck: list[str] = []
         if step.edits is not None:
@@ -238,10 +238,10 @@ class EngineCore:
             lambda result: chunks.extend(self._take(result, sequence_ids, stuck, at_once)),
         )  # fmt: skip
         if not self.scheduler.has_work:
-            self._deliver_rest()
+            self.deliver_rest()
         return chunks
 
-    def _deliver_rest(self) -> None:
+    def deliver_rest(self) -> None:
         """Decode and deliver what the last step left."""
         if self._undelivered:
             assert self._deliver is not None
@@ -269,7 +269,7 @@ class EngineCore:
     def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str], at_once: bool) -> list[OutputChunk]:
         """Return the chunks of a committed step, after ending choices that cannot go on.
 
-        at_once: those with text too; otherwise `_deliver_rest` makes them later.
+        at_once: those with text too; otherwise `deliver_rest` makes them later.
         """
         step, updates = result.step, result.updates
         if self._learner is not None:

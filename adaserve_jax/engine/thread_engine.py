@@ -279,6 +279,7 @@ class LocalEngine:
                         self._core.learn()
                     if self._assembly.calibration_file is not None:
                         self._assembly.calibration_file.save_if_due()
+            self._core.deliver_rest()
         except BaseException as cause:  # a panic of native code is no Exception
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
@@ -301,8 +302,6 @@ class LocalEngine:
         return not stopping
 
     def _add(self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None) -> None:
-        with self._lock:
-            self._queued -= request.sampling.n
         try:
             with contained("parameters"):
                 self._core.add(request, arrival_s, shared, self._draft_of(request))
@@ -312,6 +311,9 @@ class LocalEngine:
             router = self._assembly.router
             if router is not None and request.draft_tag and request.learn:
                 router.learn(request.draft_tag, request.prompt_ids, request.tenant)  # from accepted requests only
+        finally:
+            with self._lock:  # last, so that `max_waiting` counts the request at every moment
+                self._queued -= request.sampling.n
 
     def _draft_of(self, request: GenerateRequest) -> int:
         """Return the index of the draft that speculates for the request; the router learns nothing from it yet."""

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from adaserve_jax.engine.llm import LLM
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.types import CostSamples, Progress, SamplingParams, Sequence
-from tests.engine.simulated import Machine
+from tests.engine.simulated import Machine, Spelling
 from tests.waiting import PATIENCE_S, wait_until
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
@@ -104,6 +105,36 @@ def test_closing_ends_open_requests_and_an_engine_starts_once(engine: LocalEngin
         engine.submit(request_of("late"), Reader())
     with pytest.raises(EngineDeadError, match="starts once"):
         engine.start()
+
+
+def test_what_ended_in_the_last_step_before_a_close_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where text is decoded beside the next step, which does not come."""
+    machine = Machine(EngineConfig())
+    machine.leaves_host_free = True
+    monkeypatch.setattr(assembly, "load_executor", lambda *_, **__: machine)
+    monkeypatch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+    engine, long, short = LocalEngine(EngineConfig()), Reader(), Reader()
+    began, both, steps = threading.Event(), threading.Event(), iter(range(9))
+    closing = threading.Thread(target=engine.close)
+
+    def close_in_the_second_step() -> None:
+        if next(steps) == 0:
+            began.set()
+            both.wait(PATIENCE_S)
+        else:
+            closing.start()
+            wait_until(lambda: not engine.is_alive())
+
+    engine.start()
+    machine.before_step = close_in_the_second_step
+    engine.submit(request_of("long"), long)
+    assert began.wait(PATIENCE_S)
+    engine.submit(request_of("short", replace(LONG, max_tokens=1)), short)
+    both.set()
+    assert long.end().error == "the engine was closed"
+    end = short.end()
+    assert end.finish_reason == "length" and len(end.token_ids) == 1
+    closing.join(PATIENCE_S)
 
 
 def test_nothing_works_before_start() -> None:
