@@ -280,6 +280,7 @@ class LocalEngine:
                     if self._assembly.calibration_file is not None:
                         self._assembly.calibration_file.save_if_due()
             self._core.deliver_rest()
+            self._core.deliver_rest()
         except BaseException as cause:  # a panic of native code is no Exception
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")

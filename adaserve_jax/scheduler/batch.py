@@ -176,18 +176,23 @@ class Batch:
                 preempted = self.blocked_on_pages = True
         return preempted
 
-    def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Hold pages for num_tokens[i] tokens of slots[i], which each lack a page or more.
+    def reserve_for_trees(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Hold pages for num_tokens[i] tokens of the decode rows in slots[i], as far as each lacks some.
 
-        Returns bool[n], True for slots that got all pages they lack; the others got none.
+        Returns bool[n], True for rows that hold all of them now; the others got none.
         """
-        if self._reserve_all(slots, num_tokens):
-            return np.ones(len(slots), bool)
-        rows = range(len(slots))
-        return np.array([self._reserve_all(slots[row : row + 1], num_tokens[row : row + 1]) for row in rows], bool)
+        holds = num_tokens <= self.table.num_pages[slots] * self.limits.page_size
+        if np.count_nonzero(holds) < len(slots):
+            rows = (~holds).nonzero()[0]
+            if self._reserve_all(slots[rows], num_tokens[rows]):
+                holds[rows] = True
+            else:
+                for row in rows.tolist():
+                    holds[row] = self._reserve_all(slots[row : row + 1], num_tokens[row : row + 1])
+        return holds
 
     def _reserve_all(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Hold pages for all of these slots, or take none and return False."""
+        """Hold pages for all of these slots, which each lack some, or take none and return False."""
         missing = -(-num_tokens // self.limits.page_size) - self.table.num_pages[slots]
         assert missing.min() > 0, "only slots that lack pages ask for some"
         wanted = int(missing.sum())

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from adaserve_jax.memory.residency import Residency
-from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load, checked
-from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.draft_planner import DraftPlanner
 from adaserve_jax.scheduler.output_lengths import LOWER, OutputLengths
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.sequence import SequenceState
@@ -31,16 +29,6 @@ if TYPE_CHECKING:  # numba is imported where text drafts alone
 _NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
 """Weight of a step in the moving average of prefill tokens per step."""
-CROWDED_SHARE = 0.5
-"""Share of the slots above which the engine counts as loaded."""
-HOLD_S = 3.0
-"""Seconds for which the engine counts as loaded after the last loaded step."""
-TARGET_SHARE = 0.9
-"""Share of a TPOT target within which background work must leave a sequence, because chance and arrivals may make
-the next tokens slower than the last.
-"""
-SLACK_SHARE = 0.5
-"""Share of the least slack that background work may use before the next step."""
 DEADLINE_RESERVE = 0.05
 """Share of the time from arrival to a deadline that pacing keeps in reserve: a sequence paced exactly ends a step too
 late."""
@@ -63,8 +51,6 @@ MOST_PATIENT_S = 90.0
 """Seconds after which a sequence with neither TTFT target nor deadline has waited enough, and asks like one in time,
 whatever its prompt.
 """
-PACE_RATE = 0.1
-"""Weight of a new step in the moving averages of its seconds and of its tokens per row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +120,7 @@ class Planner:
         text alone. extends_horizon: a sequence may catch up until the least length that it can be expected to have, if
         that is later.
         """
-        self._batch = batch
+        self.batch = batch
         self._text = text
         self._lengths = lengths
         self._extends_horizon = extends_horizon
@@ -143,15 +129,15 @@ class Planner:
         self._text_without_draft = text_without_draft
         self._controller = controller
         self._draft = draft
-        self._max_prefill = max_prefill
-        self._prefill_per_step = 0.0
+        self.max_prefill = max_prefill
+        self.prefill_per_step = 0.0
         self._horizon = horizon
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide and lay out a step; return None if nothing can run."""
-        batch = self._batch
+        batch = self.batch
         if not batch.grow_decode_rows():
-            batch.admit(now, self._starter(now))
+            batch.admit(now, self._admission(now))
         if not batch.running:
             return None
         decode, prefill = self._rows()
@@ -169,7 +155,7 @@ class Planner:
             draft_lag=self._draft.lag_in_step(lag),
             can_speculate=can_speculate,
             num_prefill=len(prefill),
-            prefill_tokens=sum(_cut_chunks(prefill, self._max_prefill, free_positions)),
+            prefill_tokens=sum(_cut_chunks(prefill, self.max_prefill, free_positions)),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
@@ -187,7 +173,7 @@ class Planner:
             free_positions //= 2  # a long prompt would else stop speculation
         most = min(decision.prefill_tokens, self._limits.max_tokens - len(decode))
         chunks = _cut_chunks(prefill, most, free_positions)
-        self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
+        self.prefill_per_step += PREFILL_RATE * (sum(chunks) - self.prefill_per_step)
         slots = decode
         if chunks:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
@@ -206,7 +192,7 @@ class Planner:
 
         A sequence without a target for its first token has no rate, but those behind it wait for its tokens.
         """
-        prompts = [*prefill, *self._batch.queue.first_on_time(PROMPTS_AHEAD)]
+        prompts = [*prefill, *self.batch.queue.first_on_time(PROMPTS_AHEAD)]
         tokens = np.cumsum([state.num_uncached for state in prompts])
         rates: list[float] = []
         for state, ahead in zip(prompts, tokens.tolist(), strict=True):
@@ -220,90 +206,38 @@ class Planner:
         decode, prefill = self._rows()
         return None if prefill else self._measure(decode, now)[0]
 
+    def sustains(self, rates: np.ndarray, others: int, prefill_tokens: float, share: float) -> bool:
+        """Return `Controller.sustains` of these rates, with the draft as it is."""
+        return self._controller.sustains(rates, others, prefill_tokens, share, can_draft=self._draft.can_draft)
+
     def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
         """Return the slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
-        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
+        running, slots, table = self.batch.running, self.batch.slots, self.batch.table
         decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
         if np.count_nonzero(decodes) == len(slots):
             return slots.copy(), []
         prefill = [running[row] for row in (~decodes).nonzero()[0]]
         return slots[decodes], sorted(prefill, key=lambda state: state.rank)
 
-    def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
-        """Return a function that says whether one more sequence may start; None if the controller admits everything.
-
-        It may start if it and the running sequences that still can meet their targets can all be kept on pace. A
-        sequence that is late, or whose target is out of reach, counts with its root only; one without a target may
-        always start. The running rows are measured when the function is first asked, and every yes counts for the next
-        question.
-        """
+    def _admission(self, now: float) -> Callable[[SequenceState], bool] | None:
+        """Return `PaceAdmission.may_start` of this plan; None if the controller admits everything."""
         if type(self._controller).sustains is Controller.sustains:
             return None
-        rates: list[float] = []
-        others = -1
-        by_flow: list[tuple[int, float]] = []
+        return PaceAdmission(self, now).may_start
 
-        def may_start(state: SequenceState) -> bool:
-            nonlocal rates, others
-            if state.is_untargeted:
-                if others >= 0:  # the running rows are measured already, without it
-                    others += 1
-                    by_flow.append((state.flow, 0.0))
-                return True
-            if others < 0:
-                decode, prefill = self._rows()
-                needed = self._measure(decode, now)[0].need_rate(now)
-                starting = [self._start_rate(running, now) for running in prefill]
-                known = [*needed.tolist(), *starting]
-                flows = self._batch.table.flow[np.concatenate([decode, [s.slot for s in prefill]]).astype(int)]
-                by_flow.extend(zip(flows.tolist(), known, strict=True))
-                rates = [rate for rate in known if 0 < rate < math.inf]
-                others = len(known) - len(rates)
-            is_late = self._batch.queue.is_late(state)
-            rate = 0.0 if is_late else self._pace_rate(state, state.tpot_slo_s, state.deadline_s, now)
-            more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            can_draft, reserve = self._draft.can_draft, self._reserve(state, by_flow)
-            asked = np.array([*more, *(each for each in reserve if each)]), beside + reserve.count(0.0)
-            share, prefill_tokens = DUE_SHARE, self._prefill_per_step
-            if rates and is_late:
-                share = LATE_SHARE
-            elif rates and state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S:
-                whole = (self._pending_prompts() + state.num_uncached) / PROMPT_STEPS
-                prefill_tokens = max(prefill_tokens, min(whole, self._max_prefill))
-            if not self._controller.sustains(*asked, prefill_tokens, share, can_draft=can_draft):
-                return False
-            by_flow.append((state.flow, rate))
-            rates, others = more, beside
-            return True
+    def running_rates(self, now: float) -> list[tuple[int, float]]:
+        """Return flow and rate of each running sequence: tokens per second that it needs, 0 without a target in force,
+        inf if it is hopeless. One whose prompt is not computed needs the pace of its targets."""
+        table, (decode, prefill) = self.batch.table, self._rows()
+        rates = self._measure(decode, now)[0].need_rate(now).tolist()
+        for state in prefill:
+            slot = state.slot
+            targets = float(table.tpot_slo_s[slot]), float(table.deadline_s[slot])
+            rates.append(0.0 if table.misses_ttft(slot, now) else self.pace_rate(state, *targets, now))
+        slots = [*decode.tolist(), *(state.slot for state in prefill)]
+        return list(zip(table.flow[slots].tolist(), rates, strict=True))
 
-        return may_start
-
-    def _pending_prompts(self) -> int:
-        """Return the tokens of the running sequences' prompts that are not computed."""
-        table, slots = self._batch.table, self._batch.slots
-        pending = table.num_tokens[slots] - table.num_computed[slots]
-        return int(pending[pending > 1].sum())
-
-    def _reserve(self, state: SequenceState, running: list[tuple[int, float]]) -> list[float]:
-        """Return the rates, of running sequences by flow, for which a start leaves room: none where shares are not kept
-        fair or the sequence's flow runs no more than its share; otherwise as much again as the other flows need.
-        """
-        if self._batch.shares is None:
-            return []
-        if not self._batch.shares.over_share(np.array([flow for flow, _ in running], np.int64))[state.flow]:
-            return []
-        return [rate if 0 < rate < math.inf else 0.0 for flow, rate in running if flow != state.flow]
-
-    def _start_rate(self, state: SequenceState, now: float) -> float:
-        """Return the rate that a running sequence needs whose prompt is not computed; 0 if its target was or will be
-        dropped.
-        """
-        table = self._batch.table
-        if table.misses_ttft(state.slot, now):
-            return 0.0
-        return self._pace_rate(state, float(table.tpot_slo_s[state.slot]), float(table.deadline_s[state.slot]), now)
-
-    def _pace_rate(self, state: SequenceState, tpot_slo_s: float | None, deadline_s: float, now: float) -> float:
+    def pace_rate(self, state: SequenceState, tpot_slo_s: float | None, deadline_s: float, now: float) -> float:
         """Return the tokens per second that keep a sequence on the targets in force; 0 without any, or if the deadline
         has passed. deadline_s: inf without one.
         """
@@ -315,7 +249,7 @@ class Planner:
 
     def _least_left(self, slot: int) -> int:
         """Return the fewest tokens that a running sequence can be expected to write still; 0 where it is unknown."""
-        state = self._batch.table.states[slot]
+        state = self.batch.table.states[slot]
         assert state is not None, "decode rows run"
         name, written = state.sequence.slo_class, state.num_output
         return self._lengths.learned_left(name, state.prompt_len, written, LOWER) or 0
@@ -326,7 +260,7 @@ class Planner:
 
     def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
         """Return pace, tokens to max_total, and tokens that the draft lacks, of the decode rows in these slots."""
-        table = self._batch.table
+        table = self.batch.table
         num_tokens = table.num_tokens[decode]
         remaining = table.max_total[decode] - num_tokens
         start_s = table.pace_start_s[decode]
@@ -357,7 +291,7 @@ class Planner:
         scored: ScoredPrompts | None, *, from_text: bool,
     ) -> StepPlan:  # fmt: skip
         """Lay out the arrays of a step. from_text: text already seen proposes trees."""
-        table = self._batch.table
+        table = self.batch.table
         num_decode = len(slots) - len(chunks)
         num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
         prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
@@ -385,6 +319,66 @@ class Planner:
             scored=scored,
             adapters=adapters if adapters.any() else None,
         )
+
+
+class PaceAdmission:
+    """Judge of one plan's starts: whether one more sequence may start beside those that run.
+
+    It may if it and the running sequences that still can meet their targets can all be kept on pace. A sequence that is
+    late, or whose target is out of reach, counts with its root only; one without a target may always start. The running
+    rows are measured when the first question comes, and every yes counts for the next one.
+    """
+
+    def __init__(self, planner: Planner, now: float):
+        self._planner = planner
+        self._now = now
+        self._running: list[tuple[int, float]] | None = None
+        """Flow and rate of each sequence that runs or was told to start, as from `Planner.running_rates`."""
+
+    def may_start(self, state: SequenceState) -> bool:
+        """Return whether a waiting sequence may start, and count it if so."""
+        if state.is_untargeted:
+            if self._running is not None:  # else it is measured with the others, once it runs
+                self._running.append((state.flow, 0.0))
+            return True
+        planner, now = self._planner, self._now
+        if self._running is None:
+            self._running = planner.running_rates(now)
+        is_late = planner.batch.queue.is_late(state)
+        own = 0.0 if is_late else planner.pace_rate(state, state.tpot_slo_s, state.deadline_s, now)
+        running = [rate for _, rate in self._running]
+        share, prefill_tokens = DUE_SHARE, planner.prefill_per_step
+        if any(map(_is_paced, running)):
+            if is_late:
+                share = LATE_SHARE
+            elif state.patience_s is None and now - state.sequence.arrival_s < MOST_PATIENT_S:
+                prefill_tokens = max(prefill_tokens, min(self._prompt_share(state), planner.max_prefill))
+        rates = [*running, own, *self._reserve(state)]
+        paced = np.array([rate for rate in rates if _is_paced(rate)])
+        if not planner.sustains(paced, len(rates) - len(paced), prefill_tokens, share):
+            return False
+        self._running.append((state.flow, own))
+        return True
+
+    def _prompt_share(self, state: SequenceState) -> float:
+        """Return the prompt tokens per step with which its prompt, and those that run, are computed in PROMPT_STEPS."""
+        table, slots = self._planner.batch.table, self._planner.batch.slots
+        pending = table.num_tokens[slots] - table.num_computed[slots]
+        return (int(pending[pending > 1].sum()) + state.num_uncached) / PROMPT_STEPS
+
+    def _reserve(self, state: SequenceState) -> list[float]:
+        """Return the rates for which a start leaves room: none where shares are not kept fair or the sequence's flow
+        runs no more than its share; otherwise as much again as the other flows need.
+        """
+        shares, running = self._planner.batch.shares, self._running or []
+        if shares is None or not shares.over_share(np.array([flow for flow, _ in running], np.int64))[state.flow]:
+            return []
+        return [rate for flow, rate in running if flow != state.flow]
+
+
+def _is_paced(rate: float) -> bool:
+    """Return whether a rate is that of a target in force that can still be met."""
+    return 0 < rate < math.inf
 
 
 def _paced_deadline_s(state: SequenceState, deadline_s: float, now: float) -> float:
@@ -435,182 +429,3 @@ def _scored_prompts(prefill: list[SequenceState], chunks: list[int], num_decode:
         return None
     row_ids, counts, tops = np.array(rows, np.int32).T
     return ScoredPrompts(row_ids, counts, tops, np.concatenate(at), np.concatenate(token))
-
-
-class DraftPlanner:
-    """Planner of the draft's part of a step, for a local draft or a draft service."""
-
-    def __init__(
-        self, batch: Batch, cost: CostTable, *, used: bool, calibrated: bool = True,
-        calibrator: Calibrator | None = None, residency: Residency | None = None, several_drafts: bool = False,
-        remote: bool = False,
-    ):  # fmt: skip
-        """Set up for one draft.
-
-        cost: its limit of catch-up tokens bounds what the draft is fed in a step, or with a draft service what the step
-        waits for; a service is fed any number of tokens while the target goes on. used: plans have a draft at all.
-        calibrator: source of new chances, which plans carry to the draft. residency: whether the draft is on the
-        device; None: always. several_drafts: plans name the draft model of each row. remote: a draft service drafts.
-        """
-        self._batch = batch
-        self._limits = batch.limits
-        self._cost = cost
-        self.used = used
-        """True if plans may have a draft."""
-        self._calibrated = calibrated
-        self._calibrator = calibrator
-        self._residency = residency
-        self._several_drafts = several_drafts
-        self.remote = remote
-        self.is_away = False
-        """True while no draft service can be asked."""
-
-    @property
-    def is_resident(self) -> bool:
-        """False from an expansion into the draft's memory until the draft is back."""
-        return self._residency is None or self._residency.draft_is_here
-
-    @property
-    def can_draft(self) -> bool:
-        """False while plans have a draft that cannot be asked now."""
-        return not self.used or (self.is_resident and not self.is_away)
-
-    def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
-        """Return bool[num_decode], rows that can use a draft.
-
-        A row whose draft needs several steps to catch up decodes without a tree until then, and can use the draft only
-        if tokens are left afterwards. remaining, lag: i64[num_decode], tokens to the end and tokens that the draft
-        lacks.
-        """
-        if not (self.used and self.can_draft):
-            return np.zeros(len(lag), bool)
-        catching_up = (lag - 1) // self._cost.max_catchup_tokens
-        return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
-
-    def lag_in_step(self, lag: np.ndarray) -> np.ndarray:
-        """Return the part of the lag that a step waits for."""
-        return np.minimum(lag, self._limits.max_depth + 1) if self.remote else lag
-
-    def plan(
-        self, decision: Decision, slots: np.ndarray, can_speculate: np.ndarray, lag: np.ndarray, chunks: list[int],
-        due_s: np.ndarray | None,
-    ) -> DraftPlan | None:  # fmt: skip
-        """Return the draft's part of a step; None if the draft is neither searched nor fed.
-
-        Rows that speculate are fed first, shortest lag first; then lagging rows, with half of what is left if prompts
-        wait too; then the prefill chunks.
-
-        slots: i64[R]. can_speculate: bool[num_decode]. lag: i64[num_decode], tokens that the draft lacks. chunks:
-        prefill tokens of the last rows. due_s: f64[num_decode], as in `DraftPlan`.
-        """
-        if not (self.used and self.can_draft and (decision.depth or decision.feed_draft)):
-            return None
-        num_decode = len(slots) - len(chunks)
-        counts = np.zeros(len(slots), np.int64)
-        speculates = np.zeros(num_decode, bool)
-        room = self._cost.max_catchup_tokens
-        if decision.depth:
-            speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
-            np.multiply(lag, speculates, out=counts[:num_decode])
-            room -= int(counts.sum())
-        if self.remote:
-            room = len(slots) * self._limits.max_context
-        if decision.depth and np.count_nonzero(speculates) < num_decode:
-            lagging = room // 2 if chunks else room
-            behind = can_speculate & ~speculates & (lag > 1)
-            for index in behind.nonzero()[0].tolist():
-                counts[index] = min(int(lag[index]), lagging)
-                lagging -= int(counts[index])
-                room -= int(counts[index])
-        draft_ctx = self._batch.table.draft_computed[slots]
-        if decision.feed_draft and chunks:
-            behind = self._batch.table.num_computed[slots] - draft_ctx
-            for index, chunk in enumerate(chunks, num_decode):
-                ahead = 1 if self._limits.draft_is_head else chunk
-                counts[index] = min(int(behind[index]) + ahead, room)
-                room -= int(counts[index])
-        if not np.count_nonzero(counts):
-            return None
-        return DraftPlan(
-            depth=decision.depth if np.count_nonzero(speculates) else 0,
-            width=max(decision.width, 1),
-            catchup_tokens=self._batch.table.gather(slots, draft_ctx, counts),
-            catchup_counts=counts.astype(np.int32),
-            draft_ctx=draft_ctx.astype(np.int32),
-            speculates=speculates,
-            calibrated=self._calibrated,
-            chances=self._calibrator.unsent if self._calibrator is not None else None,
-            drafts=self._batch.table.draft[slots] if self._several_drafts else None,
-            due_s=due_s,
-        )
-
-    def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
-        """Return bool[num_decode], rows whose lag fits this step's catch-up and that hold the pages of their trees."""
-        speculates, most = can, self._cost.max_catchup_tokens
-        if int(lag.sum()) > most:
-            order = np.argsort(np.where(speculates, lag, most + 1), kind="stable")
-            fits = speculates[order] & (np.cumsum(lag[order]) <= most)
-            speculates = np.zeros(len(lag), bool)
-            speculates[order] = fits
-        table = self._batch.table
-        # the deepest node that selection may take is emitted beside one more token
-        ends = np.minimum(table.num_tokens[slots] + depth, table.max_total[slots] - 1)
-        lacking = speculates & (ends > table.num_pages[slots] * self._limits.page_size)
-        if not np.count_nonzero(lacking):
-            return speculates
-        got = speculates.copy()
-        got[lacking] = self._batch.reserve(slots[lacking], ends[lacking])
-        return got
-
-
-def row_slack_s(
-    decode_time_s: np.ndarray, tpot_slo_s: np.ndarray, num_decoded: np.ndarray, horizon: np.ndarray, token_s: float
-) -> np.ndarray:
-    """Return f64[R], seconds that a row may stand still and be on its target again within `horizon` tokens.
-
-    Assumes one token every `token_s`: the slack is 0 where `need_rate` is 1 / token_s. inf without a target, below 0 if
-    the row is late anyway.
-    """
-    return tpot_slo_s * (num_decoded + horizon) - decode_time_s - horizon * token_s
-
-
-class SlackTracker:
-    """Estimate of how long the step loop may do something else without endangering a TPOT target."""
-
-    def __init__(self, capacity: int):
-        """Start without steps. capacity: most sequences that can run at once."""
-        self._crowded = CROWDED_SHARE * capacity
-        self._loaded_s = -math.inf
-        self._step_s = self._tokens = 0.0
-
-    def observe(self, now: float, running: int, waiting: int, step_s: float, emitted: np.ndarray) -> None:
-        """Take in a step that ended.
-
-        waiting: sequences left without a slot. emitted: i32[num_decode], tokens.
-        """
-        if waiting or running > self._crowded:
-            self._loaded_s = now
-        if len(emitted):
-            rate = PACE_RATE if self._tokens else 1.0
-            self._step_s += rate * (step_s - self._step_s)
-            self._tokens += rate * (int(emitted.sum()) / len(emitted) - self._tokens)
-
-    def is_loaded(self, now: float) -> bool:
-        """Return whether sequences waited for a slot, or more than half of the slots were taken, less than HOLD_S
-        ago.
-        """
-        return now - self._loaded_s < HOLD_S
-
-    def seconds(self, pace: Pace, now: float) -> float:
-        """Return the seconds that the row with the least slack leaves; 0 before the first decode step if a target
-        runs.
-        """
-        if not (np.isfinite(pace.tpot_slo_s) | np.isfinite(pace.deadline_s)).any():
-            return math.inf
-        if not self._tokens:
-            return 0.0
-        token_s = self._step_s / self._tokens
-        target_s = TARGET_SHARE * pace.tpot_slo_s
-        slack = row_slack_s(now - pace.start_s, target_s, pace.num_decoded, pace.horizon, token_s)
-        slack = np.minimum(slack, pace.deadline_s - now - pace.tokens_left * token_s)
-        return max(SLACK_SHARE * float(slack.min()), 0.0)

@@ -28,14 +28,16 @@ from adaserve_jax.scheduler.commit import (
 from adaserve_jax.scheduler.controllers.base import SoloSpeed
 from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.draft_planner import DraftPlanner
 from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.output_lengths import UPPER, OutputLengths
-from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SlackTracker
+from adaserve_jax.scheduler.planner import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts, find_policy, longest_chain, sources_of
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.scheduler.slack import SlackTracker
 from adaserve_jax.scheduler.slo import Feasibility
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
@@ -274,7 +276,7 @@ class Scheduler:
         planned = self._expect(plan)
         self._merged = self._corrected = None
         if candidates.log_f.size and self._knows_adapters(plan):
-            self._corrected = candidates = self._adapters.corrected(candidates, _slots(plan))
+            self._corrected = candidates = self._adapters.corrected(candidates, _adapter_slots(plan))
         if self._text is not None and planned.text is not None:
             self._merged = self._text.merge(candidates, planned.text)
             candidates = self._merged.candidates
@@ -408,7 +410,7 @@ class Scheduler:
             weighed = candidates if self._corrected is None else self._corrected
             expected = self._acceptance.observe(weighed, plan.draft.width, drafted, trees, accepted, edited, columns)
             if self._knows_adapters(plan):
-                self._adapters.observe(candidates, trees, accepted, _slots(plan), edited, columns)
+                self._adapters.observe(candidates, trees, accepted, _adapter_slots(plan), edited, columns)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
@@ -483,7 +485,7 @@ class Scheduler:
         return self._in_flight
 
 
-def _slots(plan: StepPlan) -> np.ndarray:
+def _adapter_slots(plan: StepPlan) -> np.ndarray:
     """Return i32[num_decode], the adapter slots of the decode rows."""
     if plan.adapters is None:
         return np.zeros(plan.num_decode, np.int32)

@@ -124,11 +124,10 @@ class TextDrafter:
         if not there.any():
             return None
         deepest = np.where(there, candidates.depth, 0).max(axis=1)
-        ends = table.num_tokens[slots] + deepest
-        lacking = (ends > table.num_pages[slots] * limits.page_size) & (deepest > 0)
-        if np.count_nonzero(lacking):
-            got = self._batch.reserve(slots[lacking], ends[lacking])
-            short = lacking.nonzero()[0][~got]
+        proposed = deepest.nonzero()[0]
+        holds = self._batch.reserve_for_trees(slots[proposed], table.num_tokens[slots[proposed]] + deepest[proposed])
+        short = proposed[~holds]
+        if len(short):
             room = table.num_pages[slots[short]] * limits.page_size - table.num_tokens[slots[short]]
             log_f = candidates.log_f.copy()
             log_f[short] = np.where(candidates.depth <= room[:, None], log_f[short], np.float32(-np.inf))

@@ -85,7 +85,7 @@ KNOBS = (
     Knob("planner", "PROMPT_SHARE", (0.7, 0.8, 1.0)),
     Knob("planner", "PROMPTS_AHEAD", (8, 256)),
     Knob("planner", "PREFILL_RATE", (0.01, 0.05)),
-    Knob("planner", "PACE_RATE", (0.05, 0.2)),
+    Knob("slack", "PACE_RATE", (0.05, 0.2)),
     Knob("slo", "DEMANDING_SHARE", (0.6, 0.9)),
     Knob("slo", "RESERVE", (0.0, 0.02, 0.04)),
     Knob("queue", "LATE_PROMPTS", (1.0, 3.0, 12.0)),

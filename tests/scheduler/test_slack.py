@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.planner import CROWDED_SHARE, HOLD_S, SLACK_SHARE, TARGET_SHARE, SlackTracker, row_slack_s
+from adaserve_jax.scheduler.slack import CROWDED_SHARE, HOLD_S, SLACK_SHARE, TARGET_SHARE, SlackTracker, row_slack_s
 from adaserve_jax.scheduler.slo import need_rate
 from tests.scheduler.harness import Run, limits_of, random_load, request_of
 
