@@ -60,7 +60,11 @@ class EngineConfig(Settings):
     )
     max_requests: int = setting(0, "most requests that run at once; 0: auto by device", Panel.SIZE, ge=0)
     max_context: int = setting(
-        0, "most tokens of one request, prompt and output; 0: what the models support", Panel.SIZE, ge=0
+        0,
+        "most tokens of one request, prompt and output; 0: what the models support, at most 2048 on a CPU and 8192 "
+        "elsewhere",
+        Panel.SIZE,
+        ge=0,
     )
     max_waiting: int = setting(1024, "most choices that wait for their first step; more are refused", Panel.SIZE, ge=1)
     page_size: Literal[8, 16, 32, 64, 128] = setting(64, "tokens per KV page: 8, 16, 32, 64 or 128", Panel.SIZE)
@@ -69,7 +73,7 @@ class EngineConfig(Settings):
         0, "largest packed length of one target step, tree and prefill tokens; 0: auto by device", Panel.SIZE, ge=0
     )
     token_edges: tuple[int, ...] = setting(
-        (), "packed lengths that are compiled; empty: powers of two up to max_batch_tokens",
+        (), "packed lengths that are compiled; empty: 1, 4, 8, 16, ... and max_batch_tokens",
         Panel.DEVICES, expected="increasing integers >= 1",
     )  # fmt: skip
     row_edges: tuple[int, ...] = setting(

@@ -23,7 +23,7 @@ from adaserve_jax.sampling import RowSampling, SamplingParams, is_finite, requir
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_TARGET = 1e-9
-"""Values of targets up to this are refused as 0 is: rates that they ask for could not be reckoned with."""
+"""Targets up to this, in milliseconds or as multiples, are refused as 0 is: no rate that they ask for can be planned."""
 
 
 @dataclass(frozen=True)

@@ -346,8 +346,8 @@ def load_executor(
         pair = find_pair(config)
         chances = find_chances(config, pair)
         resolved = resolve_pair(config, pair, elastic=elastic, training_bytes=training_bytes)
-        if resolved.weight_format:
-            _log.info("weights of the target: %s", resolved.weight_format)
+        if config.quantize == "auto" and resolved.config.quantize != "none":
+            _log.warning("weights in full do not fit the memory: %s", resolved.weight_format)
         if resolved.draft_vocabulary:
             level = logging.INFO if all(each.share == 1 for each in pair.vocabularies) else logging.WARNING
             _log.log(level, "draft of another vocabulary: %s", resolved.draft_vocabulary)
