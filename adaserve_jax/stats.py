@@ -257,6 +257,7 @@ class ServiceState:
         "drafter_queue_seconds", "Seconds of work that wait at the service, as it said last.", "service", default=0.0
     )
     reason: str = ""
+    connected: int = gauge("drafter_connected", "1 while the service has admitted this engine.", "service")
 
 
 @dataclass

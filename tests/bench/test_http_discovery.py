@@ -116,7 +116,10 @@ def test_a_server_of_this_package_is_told_salts_and_targets_and_says_its_baselin
     [
         (fake.answer("404 Not Found", b"{}"), {}, "GET /v1/models answered 404; name the model"),
         (fake.answer("401 Unauthorized", b"{}"), {"model": "m"}, "answered 401; give the API key"),
+        (fake.answer("403 Forbidden", b"{}"), {"model": "m"}, "answered 403; give the API key"),
         (fake.answer("200 OK", b"<html>"), {"model": "m"}, "must answer with a JSON object"),
+        (fake.answer("200 OK", b"[" * 200_000), {"model": "m"}, "must answer with a JSON object"),
+        (fake.answer("200 OK", b'{"data": {"id": "m"}}'), {}, "lists no model; name the model"),
         (fake.answer("200 OK", b"[]"), {}, "must answer with a JSON object"),
         (fake.answer("200 OK", b'{"data": []}'), {}, "lists no model; name the model"),
         (["close"], {}, "failed .*closed connection.*; is the server running"),
@@ -135,6 +138,64 @@ def test_a_server_without_a_list_is_measured_by_the_named_model():
 
     with FakeServer(script) as server:
         assert opened(server, model="mine", baseline_s=1.0).about.target == "mine"
+
+
+@pytest.mark.parametrize(("name", "context"), [("second", 64), (None, 32), ("unlisted", 0)])
+def test_of_several_models_the_named_one_is_measured_or_else_the_first(name, context):
+    """What is no entry of a model is passed over."""
+    cards = [None, {"max_model_len": 16}, {"id": 7}, *({"id": each, "max_model_len": most} for each, most in (
+        ("first", 32), ("second", 64)))]  # fmt: skip
+
+    def script(request: Asked) -> Sequence[Act]:
+        listed = fake.answer("200 OK", json.dumps({"data": cards}).encode())
+        return listed if request.route == "/v1/models" else fake.plain(2)
+
+    with FakeServer(script) as server:
+        about = opened(server, model=name, baseline_s=1.0).about
+        assert (about.target, about.max_context) == (name or "first", context)
+        assert server.asked[-1].body["model"] == (name or "first")
+
+
+@pytest.mark.parametrize(("owner", "said", "given_s", "found_s"), [
+    ("adaserve", 8, None, 0.008), ("adaserve", 8.0, 0.5, 0.5), ("somebody", 8.0, None, None),
+    ("adaserve", True, None, None), ("adaserve", -8.0, None, None), ("adaserve", "8", None, None),
+])  # fmt: skip
+def test_a_baseline_is_the_given_one_or_what_our_own_server_says_or_else_measured(owner, said, given_s, found_s):
+    """None: measured, by three requests after the one that finds how the server counts."""
+    card = {"id": "m", "owned_by": owner, "baseline_ms": said}
+
+    def script(request: Asked) -> Sequence[Act]:
+        if request.route == "/version":
+            return fake.answer("200 OK", b"{}")
+        return models(card) if request.route == "/v1/models" else fake.plain(request.body["max_tokens"])
+
+    with FakeServer(script) as server:
+        about = opened(server, baseline_s=given_s).about
+        assert sum(bool(request.body) for request in server.asked) == (4 if found_s is None else 1)
+        assert found_s is None or about.baseline_s == found_s
+
+
+def test_a_baseline_is_measured_where_no_tokens_are_counted():
+    def script(request: Asked) -> Sequence[Act]:
+        if request.route == "/v1/models":
+            return models()
+        return stream(token("x"), 0.05, token("x"), 0.05, token("x", finish="length"), fake.DONE)
+
+    with FakeServer(script) as server:
+        assert opened(server).about.baseline_s > 0
+
+
+@pytest.mark.parametrize(("acts", "times"), [
+    (fake.answer("422 Unprocessable Entity", b"{}"), 3),
+    (fake.answer("404 Not Found", b"{}"), 3),
+    (fake.answer("500 Internal Server Error", b"oops"), 1),
+    (stream(token("x"), fake.event({"error": {"message": "boom", "code": "engine_error"}})), 1),
+])  # fmt: skip
+def test_what_a_server_refuses_is_asked_for_with_less_and_a_failure_ends_the_search(acts, times):
+    with FakeServer(lambda request: models() if request.route == "/v1/models" else acts) as server:
+        with pytest.raises(ConfigError, match="must answer a request for 2 tokens of model 'fake-model' with a stream"):
+            opened(server)
+        assert sum(bool(request.body) for request in server.asked) == times
 
 
 @pytest.mark.parametrize(

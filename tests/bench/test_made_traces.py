@@ -21,6 +21,7 @@ from adaserve_jax.workloads.traces import (
     PEAKS,
     Trace,
     TraceRequest,
+    adjusted,
     fluctuating_trace,
     intensity_rps,
     load_trace,
@@ -132,6 +133,44 @@ def test_a_reshaping_does_all_of_it() -> None:
     assert reshape(FOUR, Reshaping(), 0) is FOUR
 
 
+def test_a_ttft_target_is_that_of_every_request_or_of_those_without_and_the_hash_says_so() -> None:
+    own, free = SLO(tpot_ms=50.0, ttft_ms=500.0), SLO(relative=1.2)
+    one, other = TraceRequest(0.0, 5, 9, own, "chat"), TraceRequest(1.0, 6, 9, free, "code")
+    mixed, whole, bare = (Trace("t", "hash", requests) for requests in ((one, other), (one,), (other,)))
+    every, kept = (adjusted(mixed, ttft_slo_s=2.0, keeps_own=keeps_own) for keeps_own in (False, True))
+    assert [each.slo for each in every.requests] == [replace(own, ttft_ms=2000.0), replace(free, ttft_ms=2000.0)]
+    assert [each.slo for each in kept.requests] == [own, replace(free, ttft_ms=2000.0)]
+    assert [each.prompt_tokens for each in kept.requests] == [5, 6] and kept.name == "t"
+    assert len({mixed.sha256, every.sha256, kept.sha256, adjusted(mixed, ttft_slo_s=3.0).sha256}) == 4
+    assert adjusted(whole, ttft_slo_s=2.0, keeps_own=True) is whole and adjusted(mixed) is mixed
+    assert adjusted(bare, ttft_slo_s=2.0, keeps_own=True) == adjusted(bare, ttft_slo_s=2.0), "none to keep"
+
+
+def test_a_time_scale_moves_times_and_is_in_name_and_hash() -> None:
+    slower = adjusted(FOUR, time_scale=2.0)
+    assert slower.requests == tuple(replace(each, due_s=2 * each.due_s) for each in FOUR.requests)
+    assert slower.name == "t times x 2" and adjusted(FOUR, time_scale=1.0) is FOUR
+    assert len({FOUR.sha256, slower.sha256, adjusted(FOUR, time_scale=3.0).sha256}) == 3
+    both = adjusted(FOUR, time_scale=2.0, ttft_slo_s=2.0)
+    assert both.sha256 not in {slower.sha256, adjusted(FOUR, ttft_slo_s=2.0).sha256}
+
+
+def test_one_request_without_lengths_is_refused() -> None:
+    known = WorkloadItem("p", (), 8, "chat", CHAT, 1.0, None, 0.0, lengths=Lengths(10, 9))
+    with pytest.raises(ConfigError, match="workload w has texts and not the lengths that a simulation needs"):
+        traces.trace_of(Workload("w", "hash", (known, replace(known, lengths=None))))
+
+
+def test_a_request_without_a_target_is_saved_as_such(tmp_path: Path) -> None:
+    made = Trace("t", "hash", tuple(
+        TraceRequest(float(at), 5, 9, slo, "late-night")
+        for at, slo in enumerate((SLO(), SLO(ttft_ms=9.0), SLO(tpot_ms=50.0), SLO(relative=1.2)))
+    ))  # fmt: skip
+    save_trace(made, tmp_path / "t.jsonl")
+    read = load_trace(tmp_path / "t.jsonl").requests
+    assert read == (*(replace(each, slo=SLO()) for each in made.requests[:2]), *made.requests[2:])
+
+
 @pytest.mark.parametrize("name", ["saved.jsonl", "saved.jsonl.gz"])
 def test_a_saved_trace_is_read_as_it_was(tmp_path: Path, name: str) -> None:
     made = fluctuating_trace(seed=3, ttft_slo_s=4.0)
@@ -178,3 +217,14 @@ def test_lengths_and_targets_come_from_a_trace_where_one_is_given() -> None:
         fluctuating_trace(seed=1, like=FOUR)
     drawn = [r.prompt_tokens for r in fluctuating_trace(seed=1).requests if r.slo_class == "code"]
     assert np.median(drawn) == pytest.approx(118, rel=0.15)
+
+
+def test_whatever_decides_a_fluctuating_trace_is_in_its_hash() -> None:
+    like = trace_of((0.0, "code", 9000), (1.0, "chat", 22), (2.0, "summarization", 33))
+    changes = ({}, {"seed": 2}, {"rate_rps": 0.5}, {"ttft_slo_s": 2.0}, {"ttft_slo_s": 4.0}, {"like": like},
+               {"like": replace(like, sha256="other")})  # fmt: skip
+    made = [fluctuating_trace(**({"seed": 1, "rate_rps": 0.4} | each)) for each in changes]
+    assert len({each.sha256 for each in made}) == len(changes)
+    assert {each.slo.ttft_s for each in made[3].requests} == {2.0}
+    own = fluctuating_trace(seed=1, rate_rps=0.4, like=like, ttft_slo_s=2.0, max_context=512)
+    assert own == made[5], "what the trace says holds"

@@ -354,6 +354,33 @@ def test_targets_that_refuse_to_begin_are_not_lost_to_a_request():
     assert len(asked) == len(set(asked)) == 5
 
 
+@pytest.mark.parametrize("code, sent", [
+    ("engine_restarting", 3), ("engine_dead", 3), ("aborted", 3),
+    ("not_ready", 5), ("engine_stalled", 5), ("overloaded", 5), ("queue_full", 5),
+])  # fmt: skip
+def test_a_request_is_given_up_after_three_targets_that_may_have_begun_and_no_others(code, sent):
+    """A target that is busy or refuses has not begun, so that every one is asked."""
+    status = "429 Too Many Requests" if code in forwarding.BUSY_CODES else "503 Service Unavailable"
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(target(lambda _: error(status, code)))) for _ in range(5)]
+        with routed(*(server.url for server in servers), poll_every=5.0, most_wait=0.0) as router:
+            assert router.post().json()["error"]["code"] == code
+    assert sum(asked.route == GENERATION for server in servers for asked in server.asked) == sent
+
+
+def test_a_router_that_stops_holds_it_against_no_target():
+    with FakeServer(target(lambda _: ["silence"])) as server, routed(server.url) as router:
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: answers.append(router.post()))
+        waiting.start()
+        wait_until(lambda: any(asked.route == GENERATION for asked in server.asked))
+        router.loop.call_soon_threadsafe(router.router.abort_all)
+        waiting.join()
+        assert answers[0].json()["error"]["code"] == "target_lost"
+        (shown,) = router.router.status()["targets"]
+        assert (shown["state"], shown["ejections"]) == ("up", 0)
+
+
 @pytest.mark.parametrize("code, sent", [("overloaded", 2), ("queue_full", 2), ("rate_limited", 1)])
 def test_a_429_is_told_once_every_target_that_may_have_room_was_asked(code, sent):
     script = target(lambda _: error("429 Too Many Requests", code))

@@ -1,5 +1,7 @@
 """When the draft's memory becomes pages, and when it comes back: by sequences of steps made by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from adaserve_jax.errors import ConfigError
@@ -71,6 +73,18 @@ class TestContract:
     def test_at_once_when_nothing_runs_or_waits(self) -> None:
         idle = PagePressure(free_pages=120, blocked_on_pages=False, waiting=0, running=0)
         assert expanded().due(idle, False) == "contract"
+
+    def test_who_was_turned_away_and_has_left_keeps_no_draft_away(self) -> None:
+        left = PagePressure(free_pages=120, blocked_on_pages=True, waiting=0, running=0)
+        assert expanded().due(left, None) == "contract"
+
+    @pytest.mark.parametrize(("waiting", "running"), [(1, 0), (0, 1)])
+    def test_who_waits_or_runs_has_the_minimum_stay_and_what_it_is_turned_away_for(
+        self, waiting: int, running: int
+    ) -> None:
+        pressure = PagePressure(free_pages=120, blocked_on_pages=False, waiting=waiting, running=running)
+        assert swaps(expanded(), [(pressure, False)] * 6) == [None] * 5 + ["contract"]
+        assert swaps(expanded(), [(replace(pressure, blocked_on_pages=True), False)] * 9) == [None] * 9
 
     def test_what_is_left_then_is_not_short(self) -> None:
         """The least spare at which it contracts, and the same after that."""

@@ -185,6 +185,19 @@ def test_missing_halves_layers_and_files_are_refused(base: Path, tmp_path: Path)
         read(base, adapter)
 
 
+@pytest.mark.parametrize("excluded", [["layers.1.self_attn.q_proj"], r".*layers\.1\..*", [], None])
+def test_what_exclude_modules_leaves_out_is_not_missed(base: Path, tmp_path: Path, excluded: list[str] | str | None):
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1, modules=("q_proj",), exclude_modules=excluded)
+    weights = adapter / "adapter_model.safetensors"
+    save_file({name: each for name, each in load_file(weights).items() if ".layers.1." not in name}, weights)
+    if not excluded:
+        with pytest.raises(CheckpointError, match=r"has nothing for model\.layers\.1\.self_attn\.q_proj"):
+            read(base, adapter)
+        return
+    matrices = read(base, adapter)
+    assert change(matrices, "layers.0.qkv").any() and not change(matrices, "layers.1.qkv").any()
+
+
 def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, seed=1)
     tensors = load_file(adapter / "adapter_model.safetensors")

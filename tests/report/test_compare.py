@@ -175,6 +175,21 @@ def test_differences_of_independent_samples_are_not_called_paired():
     assert any(text.startswith(said) for text in texts)
 
 
+def test_where_one_setting_of_two_is_not_paired_the_intervals_are_not_called_paired():
+    moved = [replace(each, due_s=each.due_s + 0.5) for each in requests(4)]
+    paired = [point(requests(4), policy=policy) for policy in "ab"]
+    unpaired = [point(each, policy=policy, rate=2.0) for each, policy in ((requests(4), "a"), (moved, "b"))]
+    for points, differences in (
+        ([*paired, *unpaired], "differences, not all paired"),
+        ([*paired, *(point(requests(4), policy=policy, rate=2.0) for policy in "ab")], "paired differences"),
+    ):
+        view = view_of(*points)
+        assert verdict(view, ATTAINMENT, view.measured.settings) == (
+            "Attainment, joint: at none of 2 settings is one policy ahead of every other beyond chance (95% intervals "
+            f"of {differences})."
+        )
+
+
 def test_ahead_at_one_rate_and_not_at_the_other():
     view = view_of(
         point(requests(4), policy="ours", rate=2.0), point(requests(20), policy="theirs", rate=2.0),

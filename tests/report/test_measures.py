@@ -1,6 +1,7 @@
 """Every figure of a group against the summary of the same requests, which has its own tests; pooling by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,14 @@ def test_requests_with_and_without_a_target_are_told_apart():
     columns = MeasureColumns.of([([request(0), request(1, tpot_slo=None), request(2)], 1.0)])
     assert columns.mask(WITH_TARGET).tolist() == [True, False, True]
     assert columns.mask(WITHOUT_TARGET).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("target", ["tpot_slo_s", "ttft_slo_s", "e2e_slo_s"])
+def test_a_target_of_any_kind_alone_is_one(target: str):
+    free = request(0, tpot_slo=None)
+    columns = MeasureColumns.of([([free, replace(free, due_s=1.0, **{target: 9.0})], 1.0)])
+    assert columns.mask(WITH_TARGET).tolist() == [False, True]
+    assert columns.mask(WITHOUT_TARGET).tolist() == [True, False]
 
 
 def test_interval_holds_the_value_and_widens_a_sure_share():

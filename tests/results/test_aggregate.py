@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import STATUSES, RecordColumns, ServedReport, report_of, summarize
+from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.results.records import RequestRecord, Status, violation_cause
-from tests.results.made import OTHER_RUN, RUN, records_file
+from tests.results.made import OTHER_RUN, RUN, begun, records_file
 
 
 def record(
@@ -88,6 +89,15 @@ def test_latency_and_concurrency_by_hand():
     assert record(offsets=(0.0,)).e2e_s == 0.5
     nobody = summarize([], wall_s=1.0)[0]
     assert (nobody.e2e_mean_s, nobody.running_mean, nobody.busy_throughput_tps) == (None, 0.0, None)
+
+
+def test_time_with_several_requests_is_busy_once():
+    """Two within 0 to 4 s, one from there over its end to 5 s, and one from 7 to 8 s. A late one begins late."""
+    records = [
+        replace(record(ttft=(end - start) / 2, offsets=(0.0, (end - start) / 2)), due_s=start - late, late_s=late)
+        for start, end, late in ((7, 8, 0), (3.5, 5, 1), (1, 2, 0.5), (0, 4, 0), (2.5, 3, 2))
+    ]
+    assert summarize(records, wall_s=10.0)[0].busy_throughput_tps == pytest.approx(5 * 2 / (5 + 1))
 
 
 def test_joint_and_tpot_only_differ_by_the_ttft_target():
@@ -259,6 +269,19 @@ def test_all_classes_together(path):
     assert (every.tpot.least_s, every.tpot.most_s) == (0.125, 0.125)
     assert every.tpot.over[:2] == (2.0, pytest.approx(2 + 0.8 * 2))  # 1, 2 (aborted), 4
     assert (every.ttft.least_s, every.ttft.over[0]) == (0.25, 2.0)
+
+
+def test_failed_choices_that_the_server_stopped_are_counted_apart(tmp_path):
+    store = RecordStore.open(tmp_path / "endings.sqlite")
+    store.add([
+        begun(ending, 1000.0, ended=1001.0, ttft=0.5, last=1.0, tokens=2, ending=ending, slo_class=slo_class)
+        for ending, slo_class in (
+            ("abort", "batch"), ("abort", "chat"), ("error", "chat"), ("cancelled", "chat"), ("stop", "chat"),
+        )
+    ])  # fmt: skip
+    store.close()
+    found = report(tmp_path / "endings.sqlite").classes
+    assert [(each.summary.failed, each.aborted) for each in found] == [(3, 2), (1, 1), (2, 1)]  # all, batch, chat
 
 
 def test_each_class_has_its_own_choices_and_the_same_wall_time(path):

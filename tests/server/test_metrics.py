@@ -150,6 +150,7 @@ def test_each_draft_service_has_its_gauges_and_one_state():
         ("adaserve_drafter_sessions", service): 0,
         ("adaserve_drafter_busy", service): 0,
         ("adaserve_drafter_queue_seconds", service): 0,
+        ("adaserve_drafter_connected", service): 0,
     }
 
 

@@ -6,11 +6,13 @@ import http.client
 import io
 import json
 import logging
+import math
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,18 +28,18 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.adapters import AdapterTable
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.request_metrics import RequestMetrics
-from adaserve_jax.results.record_store import RecordStore, read_records
+from adaserve_jax.results.record_store import PRUNE_ROWS, RecordStore, read_records
 from adaserve_jax.results.records import ServedRecord, served_record, unstarted_metrics
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.dashboard.requests import record_of
 from adaserve_jax.server.observers import EndedChoice, Origin
-from adaserve_jax.server.records import Recorder, Retention
+from adaserve_jax.server.records import BatchThread, Recorder, RecordMaker, Retention, StampedChoice
 from adaserve_jax.server.serve import Observability, WarmUpBar
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
-from tests.results.made import made
+from tests.results.made import RUN, made
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 KEPT = Retention(86_400.0, 2**30)
 
@@ -193,6 +195,59 @@ def test_old_records_are_removed_while_serving(start_server, path):
         server.post(prompt="new", max_tokens=1)
         recorder.close()
     assert [each.prompt_tokens for each in read(path)] == [3]
+
+
+def test_more_old_records_than_one_round_removes_are_gone_after_the_next(start_server, path):
+    def held() -> int:
+        return read_records(path, since_unix_s=math.inf)[1].choices
+
+    store = RecordStore.open(path)
+    store.add(made()[:1] * (2 * PRUNE_ROWS + 1))  # of 1970
+    with start_server() as server:
+        recorder = Recorder(server.state, store, KEPT, every_s=0.01)
+        wait_until(lambda: held() <= PRUNE_ROWS + 1)
+        recorder.close()  # a round more
+    assert held() <= 1
+
+
+def test_items_that_are_worked_on_take_room_as_those_that_wait_do():
+    begun, may_end = threading.Event(), threading.Event()
+    done: list[int] = []
+    dropped: list[int] = []
+
+    def work(items: list[int]) -> list[int]:
+        if items:
+            begun.set()
+            may_end.wait(PATIENCE_S)
+        done.extend(items)
+        return []
+
+    batches = BatchThread("worked", work, dropped.append, every_s=0.001, limit=3)
+    batches.put(1)
+    begun.wait(PATIENCE_S)
+    for item in (2, 3, 4):
+        batches.put(item)
+    assert dropped == [1]
+    may_end.set()
+    assert batches.close(PATIENCE_S) and done == [1, 2, 3]
+
+
+def test_a_missed_target_is_judged_by_the_acceptance_of_all_choices_so_far():
+    """A step took 0.15 s and drafted 3: of 0.065 s a token it takes 44% to have been enough. Its own are 17%."""
+    missed = RequestMetrics(
+        arrival_s=0.0, first_scheduled_s=0.0, first_token_s=0.5, last_token_s=0.8, output_tokens=4, verify_steps=2,
+        drafted_tokens=6, accepted_tokens=1, tpot_slo_s=0.065,
+    )  # fmt: skip
+    undrafted = replace(missed, drafted_tokens=0, accepted_tokens=0)
+    accepted = replace(missed, drafted_tokens=10, accepted_tokens=10, tpot_slo_s=None)
+
+    def causes(*choices: RequestMetrics) -> list[str | None]:
+        maker = RecordMaker()
+        ended = (EndedChoice(Origin("r"), 0, "stop", None, "chat", None, None, metrics) for metrics in choices)
+        return [maker.make(StampedChoice(each, RUN, 0.0)).cause for each in ended]
+
+    assert causes(undrafted, missed) == ["budget", "budget"]
+    assert causes(undrafted, accepted, missed, undrafted) == ["budget", None, "low_acceptance", "budget"]
 
 
 WATCHED = """

@@ -10,15 +10,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.client import EngineStats
+from adaserve_jax.engine.client import EngineStats, GenerateRequest
 from adaserve_jax.engine.process_engine import ProcessEngine
-from adaserve_jax.engine.supervisor import SupervisedEngine
+from adaserve_jax.engine.supervisor import SupervisedEngine, Suspects
+from adaserve_jax.errors import EngineRestartingError, RequestError
+from adaserve_jax.server.auth import Account
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SamplingParams
 from tests.conftest import ROOT
 from tests.server.conftest import Running, serving
 from tests.server.scripted import GATE, ByteTokenizer
@@ -177,6 +182,31 @@ def test_an_idle_engine_does_not_stall():
         assert place.status("/health") == (200, "ok")
 
 
+@pytest.mark.parametrize(("limit_s", "age_s", "status"), [(0.0, 1e6, "ok"), (2.0, 2.0, "ok"), (2.0, 2.5, "stalled")])
+def test_a_step_stalls_beyond_the_watchdogs_limit_and_never_where_that_is_0(
+    start_server, limit_s: float, age_s: float, status: str
+):
+    with start_server(ServerSettings(watchdog=limit_s)) as server:
+        own = server.engine.stats()
+        server.engine.stats = lambda: replace(own, step_age_s=age_s)
+        assert server.http.get("/health").json()["status"] == status
+
+
+def test_who_waited_too_long_may_come_again_once_the_queue_is_as_short_as_it_may_be(start_server):
+    """64 choices have ten tokens left of a second each, so that the next one would wait 10 s, of which it may 2."""
+    with start_server(ServerSettings(max_queue_wait=2.0)) as server:
+        state = server.state
+        assert state.retry_after_s() is None, "nothing is known"
+        server.engine.stats = lambda: EngineStats(StepStats(running=64, waiting=9))
+        state.admission.observe_tokens(1.0, 1)
+        held = state.slots.reserve(Account(), 64 + 9, 0.0, 10)
+        for tokens, wait_s in ((0, 10.0 - 2.0), (7, 3.0 - 2.0), (2, 0.0)):
+            for choice in range(64):
+                held.received(choice, tokens)
+            assert state.retry_after_s() == pytest.approx(wait_s)
+        held.release()
+
+
 def test_a_server_drains_while_its_engine_starts_again():
     with site() as place:
         place.may_start.clear()
@@ -249,3 +279,33 @@ def test_an_engine_that_ends_or_comes_back_in_the_midst_of_a_look_is_not_called_
         assert server.state.health().status == "ok"
         engine.is_alive = lambda: False
         assert server.state.health().status == "dead"
+
+
+def asked(name: str, **other: Any) -> GenerateRequest:
+    return replace(GenerateRequest(name, [1, 2], draft_tag="code", adapter="sql"), **other)
+
+
+@pytest.mark.parametrize(
+    "other", [{"prompt_ids": [1, 3]}, {"sampling": SamplingParams(n=2)}, {"draft_tag": "chat"}, {"adapter": "law"}]
+)
+def test_a_retry_of_what_crashes_the_engine_is_known_by_all_that_it_asks_for(other: dict[str, Any]):
+    suspects = Suspects(600.0, lambda: 0.0)
+    for name in ("first", "second"):
+        suspects.engine_died([asked(name)])
+    with pytest.raises(RequestError, match="crashed 2 times in a row while this request was running") as caught:
+        suspects.watch(asked("third"), print)
+    assert caught.value.code == "crashes_engine"
+    assert suspects.watch(asked("third", **other), print) is print
+
+
+def test_suspects_run_side_by_side_again_long_after_their_last_crash():
+    now = [0.0]
+    suspects, pair = Suspects(600.0, lambda: now[0]), [asked("a"), asked("b", prompt_ids=[5])]
+    for now[0] in (0.0, 100.0):
+        suspects.engine_died(pair)
+    suspects.watch(pair[0], print)
+    now[0] = 699.0
+    with pytest.raises(EngineRestartingError, match="they are tried one at a time"):
+        suspects.watch(pair[1], print)
+    now[0] = 700.0
+    assert [suspects.watch(each, print) for each in pair] == [print, print] and not suspects

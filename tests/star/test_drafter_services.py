@@ -99,6 +99,21 @@ def test_a_service_that_was_killed_and_started_again_gets_every_text_anew() -> N
     assert typist.steps(2) == [[True, True]] * 2
 
 
+def test_an_idle_target_comes_back_to_its_service_as_its_metrics_are_read() -> None:
+    scene = Scene.of()
+
+    def connected() -> int:
+        return scene.drafter.stats().services[scene.service.address].connected
+
+    assert connected() == 1
+    scene.service.cut()
+    assert connected() == 0
+    scene.world.sleep(1.0)
+    assert connected() == 0, "it begins to connect"
+    scene.world.sleep(0.1)
+    assert connected() == 1
+
+
 def test_a_service_that_is_away_is_tried_again_ever_more_seldom_and_found_when_it_is_there() -> None:
     scene = Scene.of(connected=False)
     scene.service.up = False

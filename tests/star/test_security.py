@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,25 @@ def test_hosts():
     assert is_loopback("localhost") and not is_loopback("0.0.0.0")
     with pytest.raises(ConfigError, match="there is no host"):
         is_loopback("no.such.host.invalid")
+
+
+def test_a_host_is_on_loopback_if_all_of_its_addresses_are(monkeypatch: pytest.MonkeyPatch):
+    def resolved(*addresses: str) -> None:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+
+    resolved("127.0.0.1", "::1")
+    assert is_loopback("here")
+    for addresses in (("127.0.0.1", "192.0.2.7"), ("192.0.2.7", "127.0.0.1")):
+        resolved(*addresses)
+        assert not is_loopback("here-and-there")
+        with pytest.raises(ConfigError, match=OPEN):
+            check_secured(DraftServiceSettings(listen="here-and-there:7070"))
+
+
+def test_a_name_that_no_host_can_have_is_refused_as_one_that_none_has():
+    with pytest.raises(ConfigError, match="there is no host 'x{70}' to listen on; give one of this machine's"):
+        is_loopback("x" * 70)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.suffix.kernels import BINS, DEPTH_CLASSES, KINDS, gumbel
-from adaserve_jax.suffix.source import SuffixSource, TextRows, level_widths, prior_chances, source_bytes
+from adaserve_jax.suffix.source import MOST_SALTS, SuffixSource, TextRows, level_widths, prior_chances, source_bytes
 from adaserve_jax.tree.sampling import gumbel_noise
 from adaserve_jax.types import CandidateTrees
 from tests.oracles.suffix import continuations
@@ -102,6 +104,38 @@ def test_texts_are_proposed_within_their_salt_only() -> None:
     assert (9,) in paths(mine) and (4,) not in paths(other)
     assert (4, 5, 6) in paths(beside.propose(rows_of([text], ["theirs"]), CERTAIN))
     assert not paths(beside.propose(rows_of([text], ["nobody's"]), CERTAIN))
+
+
+class Salt(str):
+    """A salt of which a test sees whether it is remembered."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_of_more_salts_than_are_remembered_those_without_a_text_are_dropped() -> None:
+    """The store holds 1024 texts of 3 tokens. Each salt reads its own, before and after the others were dropped."""
+    source, kept = SuffixSource(4, DEPTH, 4096), []
+
+    def keep(number: int) -> None:
+        salt = Salt(f"user {number}")
+        kept.append(weakref.ref(salt))
+        source.keep(np.array([7, 8, 100 + number], np.int32), salt)
+
+    def remembered() -> list[int]:
+        return [number for number, salt in enumerate(kept) if salt() is not None]
+
+    def proposed(number: int) -> set[tuple[int, ...]]:
+        return paths(source.propose(rows_of([[7, 8]], [f"user {number}"], number=number), CERTAIN))
+
+    for number in range(MOST_SALTS):
+        keep(number)
+    assert remembered() == list(range(MOST_SALTS))
+    keep(MOST_SALTS)
+    assert remembered() == list(range(MOST_SALTS + 1 - 1024, MOST_SALTS + 1))
+    keep(MOST_SALTS + 1)
+    for number in (MOST_SALTS - 900, MOST_SALTS - 1, MOST_SALTS, MOST_SALTS + 1):
+        assert proposed(number) == {(100 + number,)}
+    assert not proposed(0) and not proposed(MOST_SALTS + 2)
 
 
 def test_the_oldest_texts_make_room_and_ends_do_not_run_into_the_next_text() -> None:

@@ -123,7 +123,9 @@ class RemoteDrafter:
         self._send(frames)
 
     def stats(self) -> DrafterStats:
-        """Return counts since the start, and the present state of the services."""
+        """Return counts since the start, and the present state of the services; connect where it is time to, so that an
+        idle target comes back to a service that was away."""
+        self._connect_links()
         with self._changed:
             links = self._links
             return replace(

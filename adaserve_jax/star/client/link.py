@@ -195,7 +195,7 @@ class Link:
         load, breaker = self.load, self.breaker.state
         reason = "it did not answer in time" if self.ready and breaker == "open" else self._reason
         version = "" if self.welcome is None else self.welcome.draft_version
-        return ServiceState(breaker, version, self.sessions, load.busy, load.queue_s, reason)
+        return ServiceState(breaker, version, self.sessions, load.busy, load.queue_s, reason, int(self.ready))
 
     def connect_if_due(self) -> None:
         """Begin to connect if it is time to; return at once. Called without the lock."""
