@@ -90,7 +90,8 @@ class ToolCalls:
 
     format: how the model writes a call, a name of `constraints.tool_formats.FORMATS`. tools: pairs of a name and the
     JSON schema, as text, of its arguments. required: the text is calls and nothing else. parallel: several calls may
-    follow each other. answer: JSON schema of a text that calls nothing; None: any text.
+    follow each other. answer: JSON schema of a text that calls nothing; None: any text. lenient: names of the tools of
+    whose schemas keywords that cannot be enforced are left out; those of others are refused.
     """
 
     format: str
@@ -98,6 +99,7 @@ class ToolCalls:
     required: bool = False
     parallel: bool = True
     answer: str | None = None
+    lenient: tuple[str, ...] = ()
 
     @property
     def are_optional(self) -> bool:

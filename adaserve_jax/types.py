@@ -23,7 +23,8 @@ from adaserve_jax.sampling import RowSampling, SamplingParams, is_finite, requir
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 NO_TARGET = 1e-9
-"""Targets up to this, in milliseconds or as multiples, are refused as 0 is: no rate that they ask for can be planned."""
+"""Targets up to this, in milliseconds or as multiples, are refused as 0 is: the rates that they ask for cannot be
+planned."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.http_client.connection import STALE_S, HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.routing.fleet import Assigned
+from adaserve_jax.server.json_size import excess
 from adaserve_jax.server.settings import DEFAULT_CLASS, USUAL_TIERS
 
 PROMPT_FIELDS = {
@@ -23,6 +24,9 @@ PROMPT_FIELDS = {
 _TEXT_FIELDS = ("content", "text", "output", "arguments")
 BYTES_PER_TOKEN = 4
 """Estimate for text; lists of token ids are counted."""
+MAX_VALUES, MAX_PARTS = 2**18, 2**15
+"""Most values, and lists, objects and named members among them, of a body that is parsed: the router serves all
+clients in one thread."""
 MAX_CHOICES = 64
 """Choices of one request that are counted."""
 MAX_BUFFERED_BYTES = 2**18
@@ -44,6 +48,10 @@ class SloClasses:
     targets: Mapping[str, tuple[float | None, float | None]]
     baseline_s: float
 
+    def of(self, name: str) -> tuple[float | None, float | None]:
+        """Return the targets of a class; none for an unknown one."""
+        return self.targets.get(name, (None, None))
+
 
 @dataclass(frozen=True)
 class ParsedRequest:
@@ -62,8 +70,12 @@ class ParsedRequest:
 def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> ParsedRequest | None:
     """Read what routing needs from a request's body; None if it generates nothing, so that any target will do.
 
-    The body is not validated: the target does that, and a field that cannot be read counts as absent. now: seconds.
+    The body is not validated: the target does that, and a field that cannot be read counts as absent. One that holds
+    very many values is not even parsed, and counts by its length. now: seconds.
     """
+    if path in PROMPT_FIELDS and excess(body, MAX_VALUES, MAX_PARTS):
+        tokens = len(body) // BYTES_PER_TOKEN
+        return ParsedRequest(Assigned(DEFAULT_CLASS, tokens, now, *classes.of(DEFAULT_CLASS)), 1, False)
     fields = json_object(body) if path in PROMPT_FIELDS else None
     if fields is None:
         return None
@@ -71,7 +83,7 @@ def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> Pa
     if not isinstance(name, str):
         tier = fields.get("service_tier")
         name = USUAL_TIERS.get(tier, tier) if isinstance(tier, str) else DEFAULT_CLASS
-    tpot_s, ttft_s = classes.targets.get(name, (None, None))
+    tpot_s, ttft_s = classes.of(name)
     relative = _number(fields.get("slo_relative"))
     own_tpot_s, own_ttft_s = _seconds(fields.get("slo_tpot_ms")), _seconds(fields.get("slo_ttft_ms"))
     if own_tpot_s is None and relative is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from adaserve_jax.constraints.grammar_source import field_of, refuse, schema_grammar, translate
+from adaserve_jax.constraints.grammar_source import field_of, refuse, translate
 from adaserve_jax.constraints.masks import all_but, has, num_words
 from adaserve_jax.constraints.sandbox import BoundedWork, contained
 from adaserve_jax.constraints.tool_formats import free_text
@@ -115,13 +115,27 @@ class Vocabulary:
             refuse(f"it takes more than {COMPILE_LIMIT_S:g} s to prepare; make it simpler", kind)
 
     def _compile(self, kind: GrammarKind, source: GrammarSource) -> LLMatcher:
-        grammar = translate(kind, source, self._matcher_class, self._special)
         try:
-            return self._start(grammar, kind)
+            return self._start(translate(kind, source, self._matcher_class, self._special), kind)
         except RequestError:
-            for name, schema in source.tools if isinstance(source, ToolCalls) else ():
-                self._start(schema_grammar(schema, self._matcher_class, kind, name), kind, name)
-            raise
+            relaxed = self._unenforced(kind, source) if isinstance(source, ToolCalls) else frozenset()
+            if not relaxed:
+                raise
+        return self._start(translate(kind, source, self._matcher_class, self._special, relaxed), kind)
+
+    def _unenforced(self, kind: GrammarKind, calls: ToolCalls) -> frozenset[str]:
+        """Return the lenient tools whose schemas cannot be enforced. Raises RequestError for one that is not
+        lenient."""
+        found: set[str] = set()
+        for name, schema in calls.tools:
+            alone = ToolCalls(calls.format, ((name, schema),), required=True)
+            try:
+                self._start(translate(kind, alone, self._matcher_class, self._special), kind, name)
+            except RequestError:
+                if name not in calls.lenient:
+                    raise
+                found.add(name)
+        return frozenset(found)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         return self._matcher_class(self._tokens, grammar, log_level=_SILENT, limits=self._limits)

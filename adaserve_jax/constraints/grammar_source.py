@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote
 
-from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, ONE_BY_ONE, OPTIONS_KEY, SAID, lark
+from adaserve_jax.constraints.tool_formats import DEFINITIONS, FORMATS, NOT_ONE_BY_ONE, OPTIONS_KEY, SAID, lark
 from adaserve_jax.errors import RequestError
 from adaserve_jax.sampling import (
     MAX_SCHEMA_CHARS,
@@ -103,35 +103,34 @@ def refuse(why: str, kind: GrammarKind = "json_schema", tool: str = "") -> NoRet
     )
 
 
-def translate(kind: GrammarKind, source: GrammarSource, matcher: type[LLMatcher], special: Mapping[str, int]) -> str:
+def translate(
+    kind: GrammarKind, source: GrammarSource, matcher: type[LLMatcher], special: Mapping[str, int],
+    relaxed: Collection[str] = (),
+) -> str:  # fmt: skip
     """Return llguidance's form of a grammar. Takes deep recursion. Raises RequestError: it cannot be enforced.
 
-    special: ids of the tokenizer's special tokens by their texts, without those that end a text.
+    special: ids of the tokenizer's special tokens by their texts, without those that end a text. relaxed: names of
+    tools whose schemas are relaxed (`read_schema`).
     """
     if isinstance(source, ToolCalls):
-        return matcher.grammar_from_lark(lark(source, _schemas_of(source), special))
+        return matcher.grammar_from_lark(lark(source, _schemas_of(source, relaxed), special))
     if isinstance(source, tuple):
         return matcher.grammar_from_regex("|".join(map(_literally, source)))
     if kind == "regex":
         return matcher.grammar_from_regex(source)
     if kind == "grammar":
         return matcher.grammar_from_lark(_with_json_options(_as_lark(source)))
-    return schema_grammar(source, matcher)
-
-
-def schema_grammar(text: str, matcher: type[LLMatcher], kind: GrammarKind = "json_schema", tool: str = "") -> str:
-    """Return llguidance's form of a schema, that of a tool's arguments if there is one. Raises RequestError."""
     try:
         # As text, since the library refuses a dict with integers of more than 64 bits.
-        return matcher.grammar_from_json_schema(json.dumps(read_schema(text, kind, tool)))
+        return matcher.grammar_from_json_schema(json.dumps(read_schema(source)))
     except ValueError as error:
-        refuse(str(error), kind, tool)
+        refuse(str(error))
 
 
-def _schemas_of(calls: ToolCalls) -> list[str]:
+def _schemas_of(calls: ToolCalls, relaxed: Collection[str]) -> list[str]:
     """Return the checked schemas of tools, and then that of an answer, if there is one. Raises RequestError."""
     texts = [*calls.tools, *([("response_format", calls.answer)] if calls.answer is not None else [])]
-    schemas = [read_schema(text, "tool_calls", name) for name, text in texts]
+    schemas = [read_schema(text, "tool_calls", name, relaxed=name in relaxed) for name, text in texts]
     if FORMATS[calls.format].arguments is not None:
         for (name, _), schema in zip(calls.tools, schemas, strict=False):
             _check_one_by_one(schema, name)
@@ -141,8 +140,8 @@ def _schemas_of(calls: ToolCalls) -> list[str]:
 def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
     """Raise RequestError unless arguments of this schema can be written one by one."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if unknown := sorted(schema.keys() - ONE_BY_ONE):
-        refuse(f"{unknown[0]!r} does not hold where arguments are written one by one", "tool_calls", tool)
+    if joining := sorted(schema.keys() & NOT_ONE_BY_ONE):
+        refuse(f"{joining[0]!r} does not hold where arguments are written one by one", "tool_calls", tool)
     for part in _schemas(schema):
         reference = part.get("$ref")
         if isinstance(reference, str) and not reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
@@ -153,8 +152,12 @@ def _check_one_by_one(schema: dict[str, Any], tool: str) -> None:
         refuse("properties must declare what is required", "tool_calls", tool)
 
 
-def read_schema(text: str, kind: GrammarKind = "json_schema", tool: str = "") -> dict[str, Any]:
+def read_schema(
+    text: str, kind: GrammarKind = "json_schema", tool: str = "", *, relaxed: bool = False
+) -> dict[str, Any]:  # fmt: skip
     """Parse a schema, that of a tool's arguments if there is one, and add the options under which it is enforced.
+
+    relaxed: let any text fit the patterns, and leave out keywords and formats that llguidance does not know.
 
     Raises RequestError: the text is too long, no JSON, no object, nested too deeply, sets options itself, or has a
     number, pattern or text that cannot be enforced.
@@ -167,7 +170,11 @@ def read_schema(text: str, kind: GrammarKind = "json_schema", tool: str = "") ->
         refuse(f"at most {MAX_NESTING} objects and arrays inside each other, got far more", kind, tool)
     except ValueError as error:
         refuse(f"it is not JSON: {error}", kind, tool)
-    return _checked(schema, kind, tool)
+    if relaxed:
+        for part in _schemas(schema):
+            if "pattern" in part:
+                part["pattern"] = ""  # any text, which is written as JSON all the same
+    return _checked(schema, kind, tool) | ({OPTIONS_KEY: {**OPTIONS, "lenient": True}} if relaxed else {})
 
 
 def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:

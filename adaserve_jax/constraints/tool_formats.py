@@ -59,8 +59,12 @@ _ANY = "~/[a&&b]/"
 DEFINITIONS = {"$defs", "definitions"}
 OPTIONS_KEY = "x-guidance"
 """Key of a schema's options, by which llguidance enforces it."""
-ONE_BY_ONE = SAID | DEFINITIONS | {"$schema", "properties", "required", "additionalProperties", OPTIONS_KEY}
-"""Keywords that the schema of arguments may have which are written one by one."""
+NOT_ONE_BY_ONE = {
+    "$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "if",
+    "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames", "then",
+    "unevaluatedProperties",
+}  # fmt: skip
+"""Keywords that join arguments, which a schema cannot have where they are written one by one."""
 
 
 @dataclass(frozen=True)

@@ -364,14 +364,17 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
+CONTEXT_IS = "this model's maximum context length is"
+"""Begins what is said of a prompt that is too long, by which clients such as litellm know that it is."""
+
+
 def check_prompt(prompt_tokens: int, most: int, param: str = "prompt") -> None:
     """Raise RequestError, naming the field `param`, unless a prompt has a token and leaves room for one in `most`."""
     if prompt_tokens == 0:
         raise RequestError(f"{param} must have at least one token, got none", param=param, code="empty_prompt")
     if prompt_tokens >= most:
         raise RequestError(
-            f"prompt must leave room for one of the {most} tokens that prompt and output may have together, got "
-            f"{prompt_tokens} tokens; shorten it",
+            f"{CONTEXT_IS} {most} tokens, prompt and output together, got a prompt of {prompt_tokens}; shorten it",
             param=param,
             code="context_length_exceeded",
         )

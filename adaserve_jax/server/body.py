@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, cast
 
-import numpy as np
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from adaserve_jax.engine.client import check_prompt
+from adaserve_jax.engine.client import CONTEXT_IS, check_prompt
 from adaserve_jax.errors import RequestError
 from adaserve_jax.sampling import MAX_ALLOWED_IDS
 from adaserve_jax.server.errors import ApiError, invalid
+from adaserve_jax.server.json_size import excess
 from adaserve_jax.server.state import ServerState
 
 MAX_VALUES = 2**18
@@ -30,8 +30,6 @@ MAX_MEMBERS = MAX_ALLOWED_IDS
 LARGE_BYTES = 2**16
 """Bytes above which bodies are checked one at a time, so that events of streams are sent between them."""
 _LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens"))
-_STRUCTURE = b',:[{"'
-_NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
 
 
 class BoundedRoute(APIRoute):
@@ -69,23 +67,9 @@ def check_values(body: bytes, most: int, most_parts: int) -> None:
     parsing it."""
     if b"\0" in body:  # as in UTF-16, whose bytes would be miscounted; JSON in UTF-8 has none
         raise ApiError(400, "the body must be JSON in UTF-8, got a NUL byte in it", code="invalid_json")
-    if sum(map(body.count, (b",", b"[", b"{", b":"))) < min(most, most_parts):
-        return
-    # Each value but the first follows a comma or an opening bracket; those inside of strings do not count.
-    if b"\\" in body:
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = np.frombuffer(body.translate(None, _NOT_STRUCTURE), np.uint8)
-    is_outside = np.cumsum(marks == ord('"'), dtype=np.uint8) % 2 == 0
-    counts = np.bincount(marks[is_outside], minlength=256)
-    containers = counts[ord("[")] + counts[ord("{")]
-    if containers + counts[ord(":")] >= most_parts:
-        raise _too_many(f"{most_parts} lists, objects and named members")
-    if containers + counts[ord(",")] >= most:
-        raise _too_many(f"{most} JSON values")
-
-
-def _too_many(what: str) -> ApiError:
-    return ApiError(400, f"the body must hold at most {what}, got more; send several requests", code="too_many_values")
+    if what := excess(body, most, most_parts):
+        told = f"the body must hold at most {what}, got more; send several requests"
+        raise ApiError(400, told, code="too_many_values")
 
 
 def check_parts(body: object, max_context: int, max_choices: int, longest_token: int) -> None:
@@ -119,8 +103,8 @@ def check_text(characters: int, max_context: int, longest_token: int, param: str
     """Raise RequestError if a text of so many characters has more tokens than the context, whatever it says."""
     if characters > max_context * longest_token:
         raise RequestError(
-            f"{param} must fit a context of {max_context} tokens, which a text so long exceeds in any case; got "
-            f"{characters} characters, shorten it",
+            f"{CONTEXT_IS} {max_context} tokens, which {param} so long exceeds in any case; got {characters} "
+            "characters, shorten it",
             param=param,
             code="context_length_exceeded",
         )
@@ -137,19 +121,20 @@ def _texts(messages: list[Any], max_context: int, param: str) -> Iterable[str]:
     count = len(messages)
     for message in messages:
         named = message if isinstance(message, dict) else {}
-        content = named.get("content", named.get("output", named.get("arguments")))
-        parts = content if isinstance(content, list) else [{"text": content}]
-        count += len(parts) - 1
+        contents = [named.get(name) for name in ("content", "output", "arguments")]
+        listed = [part for content in contents if isinstance(content, list) for part in content]
+        count += max(len(listed) - 1, 0)
         if count > max_context:
             raise RequestError(
-                f"{param} must have at most {max_context} messages and parts, one for each token of the context; "
-                "send fewer",
+                f"{CONTEXT_IS} {max_context} tokens, so {param} must have at most as many messages and parts; send "
+                "fewer",
                 param=param,
                 code="context_length_exceeded",
             )
         calls = named.get("tool_calls")
         functions = [_member(call, "function") for call in calls] if isinstance(calls, list) else []
-        texts = [_member(part, "text") for part in parts] + [_member(function, "arguments") for function in functions]
+        texts = [*contents, *(_member(part, "text") for part in listed)]
+        texts += [_member(function, "arguments") for function in functions]
         yield from (text for text in texts if isinstance(text, str))
 
 

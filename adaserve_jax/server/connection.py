@@ -103,11 +103,12 @@ def two_lengths() -> ApiError:
     )  # fmt: skip
 
 
-class ReceiveTimeoutProtocol(H11Protocol):
-    """HTTP protocol that closes a connection whose client takes too long to send a request.
+class TimeoutProtocol(H11Protocol):
+    """HTTP protocol that closes a connection whose client takes too long to send a request, or to read an answer.
 
     The client gets `receive_timeout` seconds for the headers, from the connection or the first byte, and again for the
-    body. uvicorn only limits the time between requests.
+    body. uvicorn only limits the time between requests. A client that has read nothing for as long, while more of its
+    answer waits than a connection buffers, is cut off: what it leaves unread is held in memory.
 
     A request with two lengths of its body is refused, and nothing that follows it is read. A target in absolute form,
     `GET http://host/path`, is served as its path.
@@ -118,6 +119,7 @@ class ReceiveTimeoutProtocol(H11Protocol):
         self._receive_timeout = receive_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: object = None
+        self._unread: asyncio.TimerHandle | None = None
         self._inner_app, self.app = self.app, self._with_direct_body
 
     async def _with_direct_body(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +147,32 @@ class ReceiveTimeoutProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
+        self._watch_reader(False)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch_reader(False)
+
+    def _watch_reader(self, waits: bool) -> None:
+        """Begin or end to watch whether the client reads; while it is watched, nothing is written."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        if waits:
+            left = self.transport.get_write_buffer_size()
+            self._unread = self.loop.call_later(self._receive_timeout, self._check_reader, left)
+
+    def _check_reader(self, left: int) -> None:
+        """Cut off a client that has read nothing since `left` bytes were left to be read."""
+        if self.transport.get_write_buffer_size() < left:
+            self._watch_reader(True)
+        else:
+            self.transport.abort()
 
     def _await(self, part: object) -> None:
         """Start the timer for a part of a request: headers (IDLE), a body (SEND_BODY), or none."""
@@ -166,7 +193,7 @@ class ReceiveTimeoutProtocol(H11Protocol):
 
 def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
     """Return uvicorn's configuration for these settings. Raises ConfigError (see `tls_options`)."""
-    protocol: Any = partial(ReceiveTimeoutProtocol, settings.receive_timeout)
+    protocol: Any = partial(TimeoutProtocol, settings.receive_timeout)
     tls = tls_options(settings)
     return uvicorn.Config(
         app,

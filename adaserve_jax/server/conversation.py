@@ -18,12 +18,16 @@ from typing import Any
 from adaserve_jax.constraints.tool_formats import ToolFormat
 from adaserve_jax.models.chat_prompt import ChatPrompt
 from adaserve_jax.server.errors import invalid
+from adaserve_jax.server.json_size import excess
 from adaserve_jax.server.parse import run_sized
 from adaserve_jax.server.schema import ChatBody, Message, TokenizeBody, Tool
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import TextCodec
 
 NEWER_ROLES = {"developer": "system"}
+TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_ARGUMENTS = 16_384
+"""Most values in the arguments of an earlier call."""
 _KNOWS_TOOLS = re.compile(r"\{[{%](?:(?!\{[{%])[^}])*?\btools\b")
 """A tag that names tools; the search ends at the next tag, or it would go to the end of the text from each of them."""
 _RESERVED = frozenset((
@@ -57,6 +61,8 @@ def chat_prompt(body: ChatBody | TokenizeBody, settings: ServerSettings) -> Chat
             )
     given = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     variables |= {name: value for name, value in given.items() if value is not None}
+    if body.reasoning_effort == "none":
+        variables.setdefault("enable_thinking", False)  # what templates that can answer without thinking call it
     ends = not open_end if body.add_generation_prompt is None else body.add_generation_prompt
     special = body.add_special_tokens is True
     return ChatPrompt(ends, open_end, special, variables, body.chat_template, asked_s=time.monotonic())
@@ -73,17 +79,16 @@ async def encode_chat(
 
     Raises RequestError and ApiError.
     """
-    turns = [_turn(message, index) for index, message in enumerate(messages)]
     shown = [_shown(tool) for tool in tools]
-    template = tokenizer.chat_template if prompt.template is None else prompt.template
-    if not _KNOWS_TOOLS.search(template):
-        turns, shown = _plain(turns, shown, form), []
 
     def encoded() -> list[int]:
-        return tokenizer.apply_chat_template(turns, replace(prompt, tools=shown))
+        turns, told = [_turn(message, index) for index, message in enumerate(messages)], shown
+        if not _KNOWS_TOOLS.search(tokenizer.chat_template if prompt.template is None else prompt.template):
+            turns, told = _plain(turns, shown, form), []
+        return tokenizer.apply_chat_template(turns, replace(prompt, tools=told))
 
     if prompt.template is None:
-        return await run_sized(_size([turns, shown, prompt.variables]), encoded)
+        return await run_sized(sum(map(_length, messages)) + _size([shown, prompt.variables]), encoded)
     return await asyncio.get_running_loop().run_in_executor(template_threads, encoded)
 
 
@@ -96,6 +101,14 @@ def _size(value: Any) -> int:
         if isinstance(one, dict | list):
             left += [*one, *one.values()] if isinstance(one, dict) else one
     return size
+
+
+def _length(message: Message) -> int:
+    """Return the characters of a message, and one for each of its parts."""
+    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
+    texts = [*parts, message.name, message.reasoning_content, message.reasoning]
+    texts += [call.function.arguments for call in message.tool_calls or ()]
+    return sum(1 + len(text or "") for text in texts)
 
 
 def _turn(message: Message, index: int) -> Turn:
@@ -140,8 +153,8 @@ def content_of(message: Message, index: int) -> str:
             "missing_field",
         )  # fmt: skip
     for part in message.content:
-        if part.type != "text" or part.text is None:
-            got = f"of type {part.type!r}" if part.type != "text" else "without a text"
+        if part.type not in TEXT_PARTS or part.text is None:
+            got = f"of type {part.type!r}" if part.type not in TEXT_PARTS else "without a text"
             raise invalid(
                 f"messages[{index}].content must hold parts of type text, got a part {got}",
                 "messages",
@@ -151,14 +164,18 @@ def content_of(message: Message, index: int) -> str:
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
-    """Return the arguments of an earlier call; templates write them again. Raises ApiError."""
+    """Return the arguments of an earlier call; templates write them again.
+
+    Returns none for a text that is no object in JSON, such as a call that was cut at its limit: a conversation must be
+    able to go on behind it. Raises ApiError: too many values.
+    """
+    if what := excess(text.encode(), MAX_ARGUMENTS, MAX_ARGUMENTS):
+        raise invalid(f"{where}.function.arguments must hold at most {what}", "messages", "too_many_values")
     try:
         read = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise invalid(f"{where}.function.arguments must be the JSON of an object, got {text[:40]!r}", "messages")
-    return read
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _shown(tool: Tool) -> dict[str, Any]:

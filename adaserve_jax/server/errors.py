@@ -40,7 +40,7 @@ _BOUNDS = {
 CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
     "ambiguous_length": "400: Content-Length stands beside Transfer-Encoding; the connection is closed",
-    "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the context or the KV cache",
+    "context_length_exceeded": "400: the prompt, max_tokens alone, or min_tokens behind the prompt exceed the context",
     "crashes_engine": "400: the request was running at each of the engine's last crashes; it is set aside",
     "empty_prompt": "400: a prompt without a token",
     "engine_dead": "503: the engine process ended for good; the server must be restarted",

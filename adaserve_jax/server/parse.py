@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.datastructures import Headers
 
-from adaserve_jax.engine.client import EngineInfo, check_ids, check_prompt
+from adaserve_jax.engine.client import CONTEXT_IS, EngineInfo, check_ids, check_prompt
 from adaserve_jax.errors import RequestError
 from adaserve_jax.sampling import is_finite, require
 from adaserve_jax.server.constraint_fields import ANY_OBJECT, constraints_of, json_text
@@ -53,7 +53,7 @@ def check_supported(body: GenerationBody) -> None:
     if name is not None:
         what = type(body).model_fields[name].description or ""
         raise invalid(f"{name} is {what[:1].lower()}{what[1:]}", name, "unsupported_parameter")
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise invalid("stream_options must be left out unless stream is true", "stream_options")
 
 
@@ -114,12 +114,12 @@ def truncated(body: GenerationBody, ids: list[int], info: EngineInfo, *, to_fit:
         return ids
     if most is None:
         context = info.max_sequence_tokens
-        share = max(1, min(_max_tokens(body)[0] or context, int(context * OUTPUT_SHARE)), body.min_tokens or 0)
+        share = max(1, min(asked_tokens(body)[0] or context, int(context * OUTPUT_SHARE)), body.min_tokens or 0)
         most = max(1, context - share)
     elif most != -1 and most < 1:
         raise invalid(f"truncate_prompt_tokens must be -1 or above 0, got {most}", "truncate_prompt_tokens")
     elif most == -1:
-        asked = _max_tokens(body)[0] or (1 if isinstance(body, ChatBody) else SamplingParams.max_tokens)
+        asked = asked_tokens(body)[0] or (1 if isinstance(body, ChatBody) else SamplingParams.max_tokens)
         most = max(1, info.max_sequence_tokens - max(asked, body.min_tokens or 0))
     return ids[:most] if body.truncation_side == "right" else ids[-most:]
 
@@ -143,7 +143,7 @@ def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
     given["prompt_logprobs"] = PromptReport.of(body).top
     form, names_of_form = constraints_of(body, _json_schema(body.response_format))
     given |= form
-    limit, limit_name = _max_tokens(body)
+    limit, limit_name = asked_tokens(body)
     if limit is not None:
         given["max_tokens"] = 1 if is_prompt_only(body) else limit  # the token is drawn and not shown
     elif isinstance(body, ChatBody):
@@ -194,7 +194,7 @@ def _json_schema(wanted: ResponseFormat | None) -> str | None:
     return json_text("response_format.json_schema.schema", wanted.json_schema.schema_)
 
 
-def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
+def asked_tokens(body: GenerationBody) -> tuple[int | None, str]:
     """Return the limit that the body asks for and the field that holds it."""
     if body.max_completion_tokens is not None:
         return body.max_completion_tokens, "max_completion_tokens"
@@ -206,28 +206,26 @@ def fit_context(
 ) -> SamplingParams:
     """Return sampling parameters whose max_tokens fits behind the prompt.
 
-    A limit that the body asks for must fit; the default (16 for completions, all room for chat) is cut to fit, as far
-    as min_tokens allows. to_fit: so is a limit that the body asks for.
+    The default (16 for completions, all room for chat) and a limit that the body asks for are cut to fit, as far as
+    min_tokens allows. A limit that fits behind no prompt is refused, unless `to_fit`.
 
     Raises RequestError(code="context_length_exceeded").
     """
-    is_chat = isinstance(body, ChatBody)
     most = info.max_sequence_tokens
-    check_prompt(prompt_tokens, most, "messages" if is_chat else "prompt")
+    check_prompt(prompt_tokens, most, "messages" if isinstance(body, ChatBody) else "prompt")
     room = most - prompt_tokens
-    asked, name = (None, "") if to_fit else _max_tokens(body)
-    if asked is None and sampling.min_tokens > room:
-        asked, name = sampling.min_tokens, "min_tokens"
-    if asked is not None and asked > room:
-        holder = "the model's context" if most == info.max_context else "the KV cache"
+    asked, name = asked_tokens(body)
+    wrong = asked is not None and asked > most and not to_fit
+    if sampling.min_tokens > room:
+        asked, name, wrong = sampling.min_tokens, "min_tokens", True
+    if wrong:
+        holder = "" if most == info.max_context else " in this server's KV cache"
         raise RequestError(
-            f"{holder} holds {most} tokens, got a prompt of {prompt_tokens} and {name} {asked}; lower {name}",
+            f"{CONTEXT_IS} {most} tokens{holder}, got a prompt of {prompt_tokens} and {name} {asked}; lower {name}",
             param=name,
             code="context_length_exceeded",
         )
-    if asked is not None or sampling.max_tokens <= room:
-        return sampling
-    return replace(sampling, max_tokens=room)
+    return sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
 
 
 @dataclass(frozen=True)

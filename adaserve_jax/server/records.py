@@ -240,6 +240,7 @@ class Recorder:
                 self._store.add(choices)
         except sqlite3.OperationalError as error:  # a full disk, a lock: it may pass
             self._log_failure(error)
+            self._prune()  # a full disk may get room by it
             return [*choices]
         except sqlite3.Error as error:
             self._log_failure(error)

@@ -56,6 +56,9 @@ _CHAT_NAME = re.compile(
 )
 
 
+_TEXT_PARTS = ("input_text", "output_text")
+
+
 @dataclass(frozen=True)
 class FieldNames:
     """Names of the fields of one request of /v1/responses, by those of the chat request made of it.
@@ -94,12 +97,12 @@ def as_chat(body: ResponsesBody) -> tuple[ChatBody, FieldNames]:
         max_completion_tokens=body.max_output_tokens,
         response_format=None if text is None or text.format is None else _response_format(text.format),
         logprobs=INCLUDED_LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
-        tools=None if body.tools is None else [
+        tools=[
             Tool.model_construct(type="function", function=FunctionDefinition.model_construct(
                 name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict,
             ))
-            for tool in body.tools
-        ],
+            for tool in body.functions
+        ] or None,
         tool_choice=_tool_choice(body.tool_choice),
     )  # fmt: skip
     return chat, names
@@ -132,8 +135,12 @@ def _conversation(body: ResponsesBody) -> tuple[list[Message], FieldNames]:
             called = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
             last.tool_calls.append(MessageToolCall.model_construct(id=item.call_id, function=called))
             continue
+        message = _message(item, where)
+        if index == 0 and messages and message.role in ("system", "developer"):  # many templates take one of them
+            messages[0].content = f"{messages[0].content}\n\n{message.content}"
+            continue
         places[f"messages[{len(messages)}]"] = where
-        messages.append(_message(item, where))
+        messages.append(message)
         if isinstance(item, InputMessage) and item.role == "assistant":
             messages[-1].reasoning_content = "".join(thoughts) or None
         thoughts = []
@@ -153,8 +160,8 @@ def _text(content: str | list[InputPart], where: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if part.type not in ("input_text", "output_text") or part.text is None:
-            got = f"of type {part.type!r:.40}" if part.type not in ("input_text", "output_text") else "without a text"
+        if part.type not in _TEXT_PARTS or part.text is None:
+            got = f"of type {part.type!r:.40}" if part.type not in _TEXT_PARTS else "without a text"
             raise invalid(
                 f"{where} must hold parts of type input_text or output_text, got a part {got}",
                 "input",

@@ -176,7 +176,7 @@ class ResponsesFormatter:
                 verbosity=body.text and body.text.verbosity,
             ),
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": body.functions,
             "top_logprobs": body.top_logprobs,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",

@@ -89,7 +89,8 @@ InputItem = Annotated[
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="an item of type message, reasoning, function_call or function_call_output",
+        custom_error_message="an item of type message, reasoning, function_call or function_call_output (items are not "
+        "stored, so that none can be referred to; Vercel's AI SDK sends them whole with store: false)",
     ),
 ]
 
@@ -108,6 +109,23 @@ class ResponseTool(RequestModel):
         None, description="JSON Schema of an object, which the arguments always fit; left out: no arguments."
     )
     strict: bool | None = Field(None, description="Accepted; the arguments always fit.")
+
+
+class UnservedTool(RequestModel):
+    """Accept a tool that would run at the provider; the model is not told of it, and a warning names it."""
+
+    type: ValidText = Field(description="Any but function: left out, with a warning.")
+
+
+def _tool_kind(tool: object) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return None if not isinstance(kind, str) else "function" if kind == "function" else "other"
+
+
+AnyTool = Annotated[
+    Annotated[ResponseTool, Tag("function")] | Annotated[UnservedTool, Tag("other")],
+    Discriminator(_tool_kind, custom_error_type="no_tool", custom_error_message="a tool with a type, such as function"),
+]
 
 
 class ResponseToolChoice(RequestModel):
@@ -173,8 +191,8 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
     max_output_tokens: TokenLimit | None = Field(
         None, description="Most tokens to generate; default: the rest of max_model_len."
     )
-    tools: Annotated[list[ResponseTool], FIRST_ERROR] | None = Field(
-        None, description="Functions that the model may call."
+    tools: Annotated[list[AnyTool], FIRST_ERROR] | None = Field(
+        None, description="Functions that the model may call; tools of other types are left out, with a warning."
     )
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = Field(
         None, description="none: no call; auto, the default: the model decides; required, or a function: at least one."
@@ -191,7 +209,7 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
     truncation: Literal["auto", "disabled"] | None = Field(
         None,
         description="auto: cut the beginning of a prompt that is too long, and lower max_output_tokens to fit; "
-        "default disabled, which refuses them.",
+        "default disabled, which refuses such a prompt.",
     )
     metadata: Annotated[dict[str, ValidText], at_most(MAX_METADATA, "pairs")] | None = Field(
         None, description=f"Up to {MAX_METADATA} pairs that are given back in the response; not stored."
@@ -208,7 +226,13 @@ class ResponsesBody(ThinkingFields, OtherResponseFields, ChatTemplateFields, Gen
     def ignored_fields(self) -> list[str]:
         inner = {"reasoning": self.reasoning, "text": self.text}
         below = (f"{name}.{one}" for name, part in inner.items() if part is not None for one in part.ignored_fields())
-        return [*super().ignored_fields(), *below]
+        unserved = (f"tools[{place}]" for place, one in enumerate(self.tools or ()) if isinstance(one, UnservedTool))
+        return [*super().ignored_fields(), *below, *unserved]
+
+    @property
+    def functions(self) -> list[ResponseTool]:
+        """Return the tools that the model is told of."""
+        return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

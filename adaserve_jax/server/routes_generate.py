@@ -28,6 +28,7 @@ from adaserve_jax.server.formatting import (
 from adaserve_jax.server.generation import Generation, max_tokens_of
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.parse import (
+    asked_tokens,
     check_rows,
     check_supported,
     encode,
@@ -133,11 +134,13 @@ def _moved_targets(body: GenerationBody, slo: SLO) -> str:
     return ", ".join(moved)
 
 
-def _cut(body: GenerationBody, generation: Generation) -> str:
-    """Return a warning about a prompt and a limit of the output that were cut to fit; "" if neither was."""
-    asked, limit = body.max_completion_tokens, generation.requests[0].sampling.max_tokens
+def _cut(body: GenerationBody, name: str, generation: Generation) -> str:
+    """Return a warning about a prompt and a limit of the output that were cut to fit; "" if neither was. name: field of
+    the limit, where the request has another than the body; else ""."""
+    asked, field = asked_tokens(body)
+    limit = min(request.sampling.max_tokens for request in generation.requests)
     cut = f"truncation left out {generation.cut_tokens} tokens of the prompt" if generation.cut_tokens else ""
-    lowered = "" if asked in (None, limit) else f"max_output_tokens {asked} is served as {limit}"
+    lowered = f"{name or field} {asked} is served as {limit}" if asked is not None and asked > limit else ""
     return ", ".join(filter(None, (cut, lowered)))
 
 
@@ -214,8 +217,8 @@ async def generate(
         generation.deltas.unscored = generation.requests[0].sampling.thinking
     headers = with_warning(warning_headers(asked or body, http.query_params), warning)
     headers = with_warning(headers, _moved_targets(body, generation.requests[0].slo))
-    if to_fit:
-        headers = with_warning(headers, _cut(body, generation))
+    name = "" if asked is None else "max_output_tokens"
+    headers = with_warning(headers, _cut(body, name, generation))
     if not body.stream:
         return await collect(generation, response, http, headers)
     if isinstance(response, ResponsesFormatter):

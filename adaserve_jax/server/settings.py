@@ -13,7 +13,9 @@ from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.settings import Panel, PathText, Settings, check_tls, setting, settings
 
 DEFAULT_CLASS = "default"
-USUAL_TIERS = {"auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "priority": "interactive", "flex": "batch"}
+USUAL_TIERS = {
+    "auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "scale": DEFAULT_CLASS, "priority": "interactive", "flex": "batch"
+}  # fmt: skip
 """OpenAI's service tiers and the classes that they stand for where no class claims them."""
 MAX_PRIORITY = 2**31
 SOURCES = ("key", "key_env", "key_sha256")
@@ -177,7 +179,8 @@ class HttpSettings(Settings):
         Panel.LIMITS, gt=0, le=MAX_TIMEOUT_S, unit="seconds",
     )  # fmt: skip
     receive_timeout: float = setting(
-        60.0, "seconds that a client gets to send a request's headers, and again for its body",
+        60.0,
+        "seconds that a client gets to send a request's headers, again for its body, and to go on reading its answer",
         Panel.LIMITS, gt=0, le=MAX_TIMEOUT_S, unit="seconds",
     )  # fmt: skip
     max_header_bytes: int = setting(

@@ -55,6 +55,7 @@ def with_tool_calls(sampling: SamplingParams, body: ChatBody, form: ToolFormat) 
         required=choice not in (None, "auto"),
         parallel=body.parallel_tool_calls is not False and named is None,
         answer=sampling.json_schema,
+        lenient=tuple(tool.function.name for tool in tools if tool.function.strict is not True),
     )
     if named is not None:
         calls = replace(calls, tools=tuple(one for one in calls.tools if one[0] == named))

@@ -119,7 +119,7 @@ def test_a_server_of_this_package_is_told_salts_and_targets_and_says_its_baselin
         (fake.answer("403 Forbidden", b"{}"), {"model": "m"}, "answered 403; give the API key"),
         (fake.answer("200 OK", b"<html>"), {"model": "m"}, "must answer with a JSON object"),
         (fake.answer("200 OK", b"[" * 200_000), {"model": "m"}, "must answer with a JSON object"),
-        (fake.answer("200 OK", b'{"data": {"id": "m"}}'), {}, "lists no model; name the model"),
+        (fake.answer("200 OK", b'{"data": 3}'), {}, "lists no model; name the model"),
         (fake.answer("200 OK", b"[]"), {}, "must answer with a JSON object"),
         (fake.answer("200 OK", b'{"data": []}'), {}, "lists no model; name the model"),
         (["close"], {}, "failed .*closed connection.*; is the server running"),
@@ -143,8 +143,13 @@ def test_a_server_without_a_list_is_measured_by_the_named_model():
 @pytest.mark.parametrize(("name", "context"), [("second", 64), (None, 32), ("unlisted", 0)])
 def test_of_several_models_the_named_one_is_measured_or_else_the_first(name, context):
     """What is no entry of a model is passed over."""
-    cards = [None, {"max_model_len": 16}, {"id": 7}, *({"id": each, "max_model_len": most} for each, most in (
-        ("first", 32), ("second", 64)))]  # fmt: skip
+    cards = [
+        None,
+        {"max_model_len": 16},
+        {"id": 7},
+        {"id": "first", "max_model_len": 32},
+        {"id": "second", "max_model_len": 64},
+    ]
 
     def script(request: Asked) -> Sequence[Act]:
         listed = fake.answer("200 OK", json.dumps({"data": cards}).encode())

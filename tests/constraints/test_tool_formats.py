@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,39 @@ def test_what_cannot_be_held_one_by_one_is_refused(
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)
+def test_words_that_join_no_arguments_may_stand_beside_them(vocabulary: Vocabulary, form: str):
+    more = {"$id": "x", "$comment": "y", "readOnly": True, "deprecated": False, "x-order": 1}
+    text = FORMATS[form].write([("f", '{"text": "a"}')])
+    assert written_as(vocabulary, form, text, HARD | more)
+    assert not written_as(vocabulary, form, FORMATS[form].write([("f", '{"other": "a"}')]), HARD | more)
+
+
+@pytest.mark.parametrize("form", ["hermes", *ONE_BY_ONE])
+@pytest.mark.parametrize("part", [
+    {"type": "string", "format": "path"}, {"type": "string", "pattern": "^(?=a)b"}, {"not": {"const": 7}},
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+])  # fmt: skip
+def test_a_lenient_tool_has_what_can_be_enforced_of_its_schema(
+    vocabulary: Vocabulary, form: str, part: dict[str, Any]
+):
+    schema = json.dumps({
+        "type": "object", "required": ["n"], "additionalProperties": False,
+        "properties": {"n": {"type": "integer", "maximum": 5}, "odd": part},
+    })  # fmt: skip
+    plain = ("g", '{"type": "object", "properties": {}, "additionalProperties": false}')
+    calls = ToolCalls(form, (("f", schema), plain), required=True, parallel=False)
+    with pytest.raises(RequestError, match="tools must hold parameters that can be enforced: f: "):
+        vocabulary.writer(calls)
+    for name, arguments, allowed in (
+        ("f", '{"n": 5}', True), ("f", '{"n": 6}', False), ("f", '{"n": 5, "other": 1}', False), ("g", "{}", True),
+        ("g", '{"n": 5}', False),
+    ):  # fmt: skip
+        writer = vocabulary.writer(replace(calls, lenient=("f",)))
+        ids = vocabulary.tokenizer.encode(FORMATS[form].write([(name, arguments)]))
+        assert follows(vocabulary, writer, ids) == allowed, (name, arguments)
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
 def test_references_of_an_argument_lead_to_the_definitions_of_the_root(vocabulary: Vocabulary, form: str):
     own = {"$defs": {"unit": {"const": "K"}}, "x": 1}
     schema = {**HARD, "properties": {"text": {}, "unit": {"$ref": "#/$defs/unit", **own}}}
@@ -412,7 +445,11 @@ def written_as(vocabulary: Vocabulary, form: str, text: str, schema: dict[str, A
 
 def written_in(vocabulary: Vocabulary, form: str, ids: list[int], schema: dict[str, Any]) -> bool:
     """Whether a call of `f`, whose arguments are of this schema, may be these tokens."""
-    writer = vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),), required=True))
+    return follows(vocabulary, vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),), required=True)), ids)
+
+
+def follows(vocabulary: Vocabulary, writer: Writer, ids: list[int]) -> bool:
+    """Whether a text may be these tokens and end behind them."""
     for token in ids:
         if token not in writer.allowed():
             return False

@@ -22,8 +22,8 @@ def test_a_request_that_fits_passes() -> None:
     ("prompt", "tokens", "param", "code", "text"),
     [
         ([], 1, "prompt", "empty_prompt", "prompt must have at least one token, got none"),
-        ([3] * 48, 1, "prompt", "context_length_exceeded", "room for one of the 32 tokens .*, got 48 tokens"),
-        ([3] * 32, 1, "prompt", "context_length_exceeded", "room for one of the 32 tokens .*, got 32 tokens"),
+        ([3] * 48, 1, "prompt", "context_length_exceeded", "context length is 32 tokens, .*, got a prompt of 48"),
+        ([3] * 32, 1, "prompt", "context_length_exceeded", "context length is 32 tokens, .*, got a prompt of 32"),
         ([3] * 16, 17, "max_tokens", "context_length_exceeded", r"KV cache of 32 tokens, got 16 \+ 17; shorten"),
         ([3] * 16, 1000, "max_tokens", "context_length_exceeded", r"got 16 \+ 32; shorten"),
         ([40], 1, "prompt", "invalid_value", "token ids must be from 0 to 39, got 40"),
@@ -37,7 +37,7 @@ def test_a_request_that_can_never_be_served(prompt: list[int], tokens: int, para
 
 @pytest.mark.parametrize("tokens", [48, 0])
 def test_an_error_names_the_field_of_the_prompt(tokens: int) -> None:
-    with pytest.raises(RequestError, match="messages must" if not tokens else "prompt must") as caught:
+    with pytest.raises(RequestError, match="messages must" if not tokens else "got a prompt of 48") as caught:
         check_prompt(tokens, 48, "messages")
     assert caught.value.param == "messages"
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from adaserve_jax.constraints.tool_formats import FORMATS
+from adaserve_jax.models.chat_prompt import PLAIN_CHAT
+from adaserve_jax.server.conversation import MAX_ARGUMENTS, encode_chat
+from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.formatting import CompletionFormatter
 from adaserve_jax.server.parse import LONG_TEXT
+from adaserve_jax.server.schema import CalledFunction, Message, MessageToolCall
 from adaserve_jax.server.settings import KeySettings, ServerSettings
 from tests.server.scripted import ByteTokenizer
 from tests.waiting import wait_until
@@ -126,6 +134,15 @@ def test_long_texts_are_worked_on_apart(noting, path, short, long):
     tokenizer.threads.clear()
     assert noting.post(path, **long).status_code == 200
     assert tokenizer.threads and loop not in tokenizer.threads
+
+
+def test_arguments_of_very_many_values_are_not_parsed() -> None:
+    """In a context that would hold their text."""
+    call = MessageToolCall(function=CalledFunction(name="f", arguments=f"[{'[],' * MAX_ARGUMENTS}[]]"))
+    spoken = Message(role="assistant", tool_calls=[call])
+    where = re.escape(f"messages[0].tool_calls[0].function.arguments must hold at most {MAX_ARGUMENTS} lists")
+    with pytest.raises(ApiError, match=where):
+        asyncio.run(encode_chat(ByteTokenizer(), [spoken], FORMATS["hermes"], [], PLAIN_CHAT, ThreadPoolExecutor(1)))
 
 
 def test_long_answers_are_written_apart(server, monkeypatch):

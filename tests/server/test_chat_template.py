@@ -30,7 +30,8 @@ MESSAGES = [{"role": "user", "content": "Tom  has"}, {"role": "assistant", "cont
 TEMPLATE = (
     "{{ bos_token }}{%- for m in messages %}\n    [{{ m.role }}]{{ m['content'] }}{% if m.role == 'x' %}{% break %}"
     "{% endif %}\n{%- endfor %}{{ kind | default('') | tojson }}{{ documents | default([], true) | length }}"
-    "{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ reasoning_effort }}{% if enable_thinking is defined and not enable_thinking %} quick{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -86,6 +87,8 @@ ENDS = [
     ({"continue_final_message": False, "add_generation_prompt": True}, '""0[assistant]'),
     ({"chat_template_kwargs": {"kind": [1, None]}}, "[1, null]0[assistant]"),
     ({"reasoning_effort": "low"}, '""0low[assistant]'),
+    ({"reasoning_effort": "none"}, '""0none quick[assistant]'),
+    ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, '""0none[assistant]'),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 import time
 
@@ -114,6 +115,22 @@ def test_a_request_that_takes_longer_than_the_limit_to_answer_is_answered(impati
     """The limits are on what the client sends: 8 steps of 50 ms are twice as long."""
     response = impatient.post(prompt="slow", max_tokens=24)
     assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 24
+
+
+def test_a_client_that_reads_nothing_of_a_large_answer_is_left(impatient):
+    body = json.dumps({"tokens": [44] * 200_000}).encode()
+    asked = b"POST /detokenize HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", int(impatient.url.rsplit(":", 1)[1])))
+        poll = select.poll()
+        poll.register(connection, 0)  # told of the end alone
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(60):  # more than the kernel holds of the answers
+                connection.sendall(asked % (len(body), body))
+        assert poll.poll(30_000), "the server ends it"
+    goes_on(impatient)
 
 
 def test_connections_are_kept_for_a_while_and_then_closed(impatient):

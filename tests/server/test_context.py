@@ -35,10 +35,25 @@ def test_default_limits_and_cuts_keep_to_a_small_cache(small):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (84, 16)
 
 
+def test_a_limit_beyond_the_room_behind_the_prompt_is_lowered_with_a_warning(small):
+    answer = small.post(COMPLETIONS, prompt="x" * 90, max_tokens=11)
+    assert answer.json()["usage"]["completion_tokens"] == 10
+    assert answer.headers["x-adaserve-warning"] == "max_tokens 11 is served as 10"
+    assert "x-adaserve-warning" not in small.post(COMPLETIONS, prompt="x" * 90, max_tokens=10).headers
+    several = small.post(COMPLETIONS, prompt=["x", "x" * 99], max_tokens=9)
+    assert several.headers["x-adaserve-warning"] == "max_tokens 9 is served as 1"
+    response = small.post(RESPONSES, input="hello", max_output_tokens=100)
+    assert response.json()["usage"]["total_tokens"] == KV_TOKENS and response.json()["status"] == "incomplete"
+    assert response.headers["x-adaserve-warning"].startswith("max_output_tokens 100 is served as ")
+
+
 def test_what_exceeds_a_small_cache_is_refused_by_its_size(small):
-    error = small.post(COMPLETIONS, prompt="x" * 90, max_tokens=11).json()["error"]
+    error = small.post(COMPLETIONS, prompt="x" * 90, max_tokens=101).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-    assert error["message"] == "the KV cache holds 100 tokens, got a prompt of 90 and max_tokens 11; lower max_tokens"
+    assert error["message"] == (
+        "this model's maximum context length is 100 tokens in this server's KV cache, got a prompt of 90 and "
+        "max_tokens 101; lower max_tokens"
+    )
     error = small.post(COMPLETIONS, prompt="x" * 100).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 

@@ -239,7 +239,9 @@ def test_a_missed_target_is_judged_by_the_acceptance_of_all_choices_so_far():
         drafted_tokens=6, accepted_tokens=1, tpot_slo_s=0.065,
     )  # fmt: skip
     undrafted = replace(missed, drafted_tokens=0, accepted_tokens=0)
-    accepted = replace(missed, drafted_tokens=10, accepted_tokens=10, tpot_slo_s=None)
+    accepted, wasted = (
+        replace(missed, drafted_tokens=drafted, accepted_tokens=10, tpot_slo_s=None) for drafted in (10, 90)
+    )
 
     def causes(*choices: RequestMetrics) -> list[str | None]:
         maker = RecordMaker()
@@ -248,6 +250,7 @@ def test_a_missed_target_is_judged_by_the_acceptance_of_all_choices_so_far():
 
     assert causes(undrafted, missed) == ["budget", "budget"]
     assert causes(undrafted, accepted, missed, undrafted) == ["budget", None, "low_acceptance", "budget"]
+    assert causes(wasted, accepted, missed) == [None, None, "budget"], "21 of 106"
 
 
 WATCHED = """

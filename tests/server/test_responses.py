@@ -216,6 +216,26 @@ def test_calls_have_no_log_probabilities(server):
     assert bytes(byte for one in text["logprobs"] for byte in one["bytes"]).decode() == text["text"] == "Wait é. "
 
 
+def test_tools_of_other_types_are_left_out_and_named(server):
+    answer = server.post(PATH, input="hello", tools=[{"type": "web_search", "filters": {}}, *TOOLS])
+    assert answer.json()["tools"] == server.post(PATH, input="hello", tools=TOOLS).json()["tools"]
+    assert answer.headers["x-adaserve-warning"] == "ignored fields: tools[0]"
+    alone = server.post(PATH, input="hello", tools=[{"type": "local_shell"}])
+    plain = server.post(PATH, input="hello")
+    assert alone.json()["usage"]["input_tokens"] == plain.json()["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_and_what_the_input_begins_with_are_one_system_message(server, role):
+    """Many chat templates take one and refuse a second."""
+    items = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    server.post(PATH, instructions="Be kind.", input=items)
+    prompt = bytes(server.engine.submitted[-1].prompt_ids).decode()
+    server.post(PATH, instructions="Be kind.\n\nBe brief.", input="hello")
+    assert prompt == bytes(server.engine.submitted[-1].prompt_ids).decode()
+    assert prompt.count("system") == 1
+
+
 CONVERSATION = [
     {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "Oslo?"}]},
     {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
@@ -275,12 +295,13 @@ def test_an_agent_calls_a_tool_and_goes_on_with_its_result(demo):
     assert final.output_text and [item.type for item in final.output] == ["message"]
 
 
+CONTEXT_IS = "this model's maximum context length is 512 tokens"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": 5}, "input", "input must be a text or a list of items, got 5"),
     ({"input": []}, "input", "input must be a list of at least 1, got []"),
     ({"input": None}, "input", "input must be a text or a list of items, got None"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input",
-     "input[0] must be an item of type message, reasoning, function_call or function_call_output, got"),
+     "input[0] must be an item of type message, reasoning, function_call or function_call_output (items"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role must be 'user', 'assistant', "),
     ({"input": [{"role": "user"}]}, "input", "input[0].content must be given"),
     ({"input": [{"role": "user", "content": 1}]}, "input", "input[0].content must be a text or a list of parts, got 1"),
@@ -291,24 +312,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "input[0].output must hold parts of type input_text or output_text, got a part without a text"),
     ({"input": [{"role": "user", "content": "x"},
                 {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-                {"type": "function_call", "call_id": "2", "name": "f", "arguments": "[1]"}]}, "input",
-     "input[2].arguments must be the JSON of an object, got '[1]'"),
+                {"type": "function_call", "call_id": "2", "name": "f", "arguments": "[" * 70_000}]}, "input",
+     f"{CONTEXT_IS}, which input so long exceeds"),
     ({"input": "x\ud800"}, "input", "input must be valid Unicode"),
     ({"user": "\ud800"}, None, "the request's fields must be valid Unicode and not nested too deeply"),
-    ({"input": "x" * 10_000}, "input", "prompt must leave room for one of the 512 tokens that prompt and output may"),
-    ({"input": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),
-    ({"instructions": "x" * 100_000}, "input", "input must fit a context of 512 tokens"),
-    ({"input": [{"role": "user", "content": "x"}] * 1000}, "input", "input must have at most 512 messages and parts"),
+    ({"input": "x" * 10_000}, "input", "this model's maximum context length is 512 tokens, prompt and output together"),
+    ({"input": "x" * 100_000}, "input", f"{CONTEXT_IS}, which input so long exceeds in any case"),
+    ({"instructions": "x" * 100_000}, "input", f"{CONTEXT_IS}, which input so long exceeds"),
+    ({"input": [{"role": "user", "content": "x"}] * 1000}, "input", f"{CONTEXT_IS}, so input must have at"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be an integer from 1 to"),
     ({"max_output_tokens": 600}, "max_output_tokens",
-     "the model's context holds 512 tokens, got a prompt of 22 and max_output_tokens 600; lower max_output_tokens"),
+     "this model's maximum context length is 512 tokens, got a prompt of 22 and max_output_tokens 600; lower max_outp"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema must be given when its type is"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"a": float("inf")}}}}, "text",
      "text.format.schema must be JSON, not nested too deeply and without NaN or infinity"),
     ({"text": {"format": {"type": "text"}}, "regex": "a", "guided_choice": ["a"]}, "regex", "regex must be left out"),
     ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex", "regex must be left out where text.format"),
     ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not implemented: only medium is accepted; say it"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be 'function', got 'web_search'"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice",
+     "tool_choice must be none, auto or left out unless there are tools"),
+    ({"tools": [{"name": "f"}]}, "tools", "tools[0] must be a tool with a type, such as function"),
     ({"tools": [{**SAY, "parameters": {"type": "array"}}]}, "tools", "tools[0].parameters must describe an object"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice",
      "tool_choice must name one of the tools say, now, got 'f'"),
@@ -319,7 +342,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["all"]}, "include", "include[0] must be 'message.output_text.logprobs'"),
     ({"truncation": "left"}, "truncation", "truncation must be 'auto' or 'disabled', got 'left'"),
     ({"slo_tpot_ms": -1}, "slo_tpot_ms", "slo_tpot_ms must be"),
-    ({"stream_options": {}, "stream": False}, "stream_options", "stream_options must be left out unless stream is"),
+    ({"stream_options": {"include_obfuscation": False}, "stream": False}, "stream_options",
+     "stream_options must be left out unless stream is"),
     ({"model": "gpt-9"}, "model", "model 'gpt-9' is not served here"),
 ]  # fmt: skip
 

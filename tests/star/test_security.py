@@ -122,7 +122,7 @@ def test_a_host_is_on_loopback_if_all_of_its_addresses_are(monkeypatch: pytest.M
 
 
 def test_a_name_that_no_host_can_have_is_refused_as_one_that_none_has():
-    with pytest.raises(ConfigError, match="there is no host 'x{70}' to listen on; give one of this machine's"):
+    with pytest.raises(ConfigError, match=r"there is no host 'x{70}' to listen on; give one of this machine's"):
         is_loopback("x" * 70)
 
 
