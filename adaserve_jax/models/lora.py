@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +149,32 @@ def _why_unknown(module: str, modules: dict[str, Any]) -> str:
 
 def _check_complete(values: ConfigValues, found: dict[str, Any], modules: dict[str, Any]) -> None:
     """Raise CheckpointError: a module that `target_modules` names is not adapted in every layer that has it."""
-    targets = values.get("target_modules")
-    if not isinstance(targets, list) or values.get("layers_to_transform") is not None:
-        return
-    if values.get("exclude_modules"):
-        return
+    layers = values.get("layers_to_transform")
+    wanted = {layers} if isinstance(layers, int) else set(layers or ())
     for module in modules:
-        if module.rpartition(".")[2] in targets and module not in found:
+        layer = re.search(r"\.(\d+)\.", module)
+        if wanted and (layer is None or int(layer[1]) not in wanted):
+            continue
+        asked = _is_named(values, "target_modules", module) and not _is_named(values, "exclude_modules", module)
+        if asked and module not in found:
             raise CheckpointError(
                 f"{values.path}: target_modules name {module.rpartition('.')[2]}, but {WEIGHTS_FILE} has nothing for "
                 f"{module}; save the adapter again"
             )
+
+
+def _is_named(values: ConfigValues, setting: str, module: str) -> bool:
+    """Return whether a setting names a module, as PEFT reads it: a list holds the ends of names, a text is a regular
+    expression of a whole name.
+    """
+    given = values.get(setting)
+    if isinstance(given, list):
+        return any(module == name or module.endswith(f".{name}") for name in given)
+    try:
+        return isinstance(given, str) and re.fullmatch(given, module) is not None
+    except re.error as error:
+        told = f"{values.path}: {setting} must be a regular expression or a list of names, got {given[:80]!r}: {error}"
+        raise CheckpointError(told) from None
 
 
 def _fuse(

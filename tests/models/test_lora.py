@@ -198,6 +198,33 @@ def test_what_exclude_modules_leaves_out_is_not_missed(base: Path, tmp_path: Pat
     assert change(matrices, "layers.0.qkv").any() and not change(matrices, "layers.1.qkv").any()
 
 
+@pytest.mark.parametrize(("said", "lacks"), [
+    ({"exclude_modules": ["lm_head"]}, True),
+    ({"target_modules": r".*\.self_attn\.q_proj"}, True),
+    ({"target_modules": "all-linear"}, False),
+    ({"layers_to_transform": [0]}, False),
+    ({"layers_to_transform": 0}, False),
+    ({"layers_to_transform": [0, 1]}, True),
+    ({"target_modules": ["self_attn.q_proj"]}, True),
+])  # fmt: skip
+def test_what_an_adapter_says_that_it_adapts_is_missed(base: Path, tmp_path: Path, said: dict[str, Any], lacks: bool):
+    """Of two layers the file has one."""
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1, modules=("q_proj",), **said)
+    weights = adapter / "adapter_model.safetensors"
+    save_file({name: each for name, each in load_file(weights).items() if ".layers.1." not in name}, weights)
+    if lacks:
+        with pytest.raises(CheckpointError, match=r"has nothing for model\.layers\.1\.self_attn\.q_proj"):
+            read(base, adapter)
+    else:
+        assert change(read(base, adapter), "layers.0.qkv").any()
+
+
+def test_a_setting_that_is_no_regular_expression_is_told(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", base, seed=1, target_modules="(q_proj")
+    with pytest.raises(CheckpointError, match="target_modules must be a regular expression or a list of names, got"):
+        read(base, adapter)
+
+
 def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", base, seed=1)
     tensors = load_file(adapter / "adapter_model.safetensors")
