@@ -311,6 +311,7 @@ class EngineCore:
         """Run a piece of training between two steps if there is time for one."""
         if self._learner is not None and self.has_work:
             self._learner.work(self.scheduler.slack_s(self.clock()))
+            self.scheduler.pause()
 
     @property
     def is_idle(self) -> bool:

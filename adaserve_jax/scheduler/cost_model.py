@@ -294,7 +294,8 @@ class CostTable:
         return None if context is None else context_load(context, self.samples.context_rows)
 
     def overhead_s(self, drafting: bool) -> float:
-        """Return the average seconds outside draft and verification of the steps that draft, or of those that do not.
+        """Return the average seconds outside draft and verification, and before them since the last commit, of the
+        steps that draft, or of those that do not.
 
         While steps have edits of logits it is that of steps with edits, whose second program counts as overhead. A kind
         that was never seen counts as free, so that it is tried.
@@ -350,8 +351,8 @@ class CostTable:
         verification is learned as an overhead of its own. A draft call without candidates teaches how long it was
         waited for, never that drafts are quick.
 
-        step_s: seconds from the step's plan to its commit. drafted: any candidates came. Returns the predicted seconds
-        of what was run; 0 if nothing was predicted.
+        step_s: as of `Feedback`. drafted: any candidates came. Returns the predicted seconds of what was run; 0 if
+        nothing was predicted.
         """
         self._steps += 1
         self._edits = outcome.edited is not None

@@ -154,6 +154,10 @@ class Scheduler:
         self._slack = SlackTracker(self.batch.capacity)
         self._states: dict[str, SequenceState] = {}
         self._in_flight: PlannedStep | None = None
+        self._left_s: float | None = None
+        """Time of the last commit, where work was left that could go on at once."""
+        self._between_s = 0.0
+        """Seconds between the step before and the one in flight, in which its outcome was taken in and delivered."""
         self._added = 0
         self._steps = 0
 
@@ -264,6 +268,8 @@ class Scheduler:
         if self._draft_sessions is not None:
             self._draft.is_away = not self._draft_sessions.available
         planned = self._planner.plan(now, self._steps)
+        self._between_s = 0.0 if self._left_s is None else max(now - self._left_s, 0.0)
+        self._left_s = None
         self._set_in_flight(planned)
         self._steps += 1
         self._stats.plan_s += time.perf_counter() - started
@@ -297,9 +303,8 @@ class Scheduler:
         started = time.perf_counter()
         planned = self._expect(plan)
         self._set_in_flight(None)
-        self._slack.observe(
-            now, len(self.batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
-        )
+        step_s = now - planned.made_s + self._between_s
+        self._slack.observe(now, len(self.batch.running), self.num_waiting, step_s, outcome.counts[: plan.num_decode])
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self.batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for row, update in updates.ended.items():
@@ -308,7 +313,8 @@ class Scheduler:
             if self._text is not None:
                 self._text.keep(state)
             del self._states[update.sequence_id]
-        self._learn(planned, trees, candidates, verified, outcome, now)
+        self._learn(planned, trees, candidates, verified, outcome, step_s)
+        self._left_s = now if self.has_work else None
         self._feasibility.forget()
         self._count(plan, trees, verified, outcome)
         if self.elastic_memory is not None:
@@ -326,6 +332,10 @@ class Scheduler:
         """Plan by the draft's times in these samples from now on. Between steps only."""
         self.costs.retime_draft(samples)
         self.controller.retimed(self.costs)
+
+    def pause(self) -> None:
+        """Leave the time until the next plan out of what steps take, since other work fills it. Between steps only."""
+        self._left_s = None
 
     def is_loaded(self, now: float) -> bool:
         """Return whether there is, or was lately, so much work that background work must wait."""
@@ -398,12 +408,12 @@ class Scheduler:
 
     def _learn(
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
-        outcome: StepOutcome, now: float,
+        outcome: StepOutcome, step_s: float,
     ) -> None:  # fmt: skip
         plan, merged = planned.plan, self._merged
         columns = None if merged is None else merged.drafted_columns(trees)
         drafted = rows_with_drafts(plan, candidates)
-        predicted_s = self.costs.observe(plan, outcome, now - planned.made_s, drafted=drafted is not None)
+        predicted_s = self.costs.observe(plan, outcome, step_s, drafted=drafted is not None)
         expected = 0.0
         if plan.draft is not None and drafted is not None:
             accepted, edited = outcome.accepted, outcome.edited
@@ -422,7 +432,6 @@ class Scheduler:
                 self.costs.forget_draft()
         feedback = None
         if plan.num_decode:
-            step_s = now - planned.made_s
             feedback = feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected)
         if merged is not None and self._text is not None:
             assert planned.text is not None and columns is not None and feedback is not None

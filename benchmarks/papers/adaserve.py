@@ -90,31 +90,17 @@ def _real(kind: str) -> dict[str, Form]:
     }
 
 
-def _varied(name: str, options: tuple[str, ...], by: str, kind: str) -> dict[str, Form]:
+def _varied(
+    name: str, options: tuple[str, ...], by: str, kind: str, *, duration_s: int = 60, minutes: float = 30
+) -> dict[str, Form]:  # fmt: skip
     """The real engine at one rate, on a GPU, with something else varied."""
     argv = (
         "adaserve", "bench", "--target", "{grown-8b}/model", "--draft", "demo", "--policies", GPU_BENCH[0], "--rates",
-        "24", "--duration", "60", *options, "--resume", "--out", "{here}",
+        "24", "--duration", str(duration_s), *options, "--resume", "--out", "{here}",
     )  # fmt: skip
-    run = Step(f"bench-8b-{name}", argv, 30, gpu=True)
+    run = Step(f"bench-8b-{name}", argv, minutes, gpu=True)
     form = Form((GROWN_8B, run), bench_rows(run.name, by), bench_claims(kind), "packaged", "results.jsonl", ON_GPU)
     return {"gpu": form}
-
-
-def _peaked() -> dict[str, Form]:
-    """The real engine under the arrivals of figure 13 at one mean rate, in miniature and on a GPU."""
-    forms = (("engine", GROWN, BENCH[0], "3", IN_MINIATURE), ("gpu", GROWN_8B, GPU_BENCH[0], "24", ON_GPU))
-    found = {}
-    for size, grown, policies, rate, differs in forms:
-        argv = (
-            "adaserve", "bench", "--target", f"{{{grown.name}}}/model", "--draft", "demo", "--policies", policies,
-            "--rates", rate, "--arrivals", "peaks:chat=75,code=195,summary=285", "--duration", "360", "--resume",
-            "--out", "{here}",
-        )  # fmt: skip
-        run = Step(f"peaks-{size}", argv, 32, gpu=size == "gpu")
-        reader, claims = bench_rows(run.name, "rate_rps"), bench_claims("attainment")
-        found[size] = Form((grown, run), reader, claims, "packaged", "results.jsonl", differs)
-    return found
 
 
 RATE_CLAIMS = (
@@ -295,7 +281,10 @@ ENTRIES = (
         "The same figure at three mean rates.",
         {
             "cpu": _simulated("fluctuating", 2, _both(FLUCTUATING_CLAIMS), "classes that peak in turn"),
-            **_peaked(),
+            **_varied(
+                "peaks", ("--arrivals", "peaks:chat=75,code=195,summary=285"), "rate_rps", "attainment",
+                duration_s=360, minutes=40,
+            ),
         },
     ),
     Entry(

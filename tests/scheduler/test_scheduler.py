@@ -44,6 +44,30 @@ def test_numba_is_imported_for_policies_that_value_options():
     assert done.stdout.split() == ["False", "True"]
 
 
+def test_the_time_between_two_steps_is_overhead_of_the_second_unless_the_engine_was_idle_or_did_other_work():
+    run = Run.of(limits_of(), policy="ar")
+
+    def overhead_s(before_s: float, pauses: bool = False) -> float:
+        """What one more step adds that begins so long after the last."""
+        served = run.scheduler.costs.served
+        known_s = served.overhead_s
+        if pauses:
+            run.scheduler.pause()
+        run.clock.advance(before_s)
+        run.step()
+        return run.scheduler.costs.served.overhead_s - known_s
+
+    run.add(request_of("first", tokens=6))
+    assert overhead_s(0.002) == 0.0, "nothing ran before"
+    assert overhead_s(0.002) == pytest.approx(0.002)
+    assert overhead_s(0.0) == pytest.approx(0.0)
+    assert overhead_s(0.5, pauses=True) == pytest.approx(0.0)
+    while run.scheduler.has_work:
+        run.step()
+    run.add(request_of("second", tokens=6))
+    assert overhead_s(3.0) == pytest.approx(0.0), "it was idle"
+
+
 @pytest.mark.parametrize("policy", ["ar", "spec:4", "adaserve"])
 def test_every_plan_keeps_the_limits(policy):
     run = Run.of(limits_of(max_tree_tokens=20), policy=policy)

@@ -155,9 +155,9 @@ class Feedback:
 
     rows: decode rows that speculated. drafted, accepted: nodes, roots left out. emitted: tokens of the rows that
     speculated. decode_rows, decoded: all decode rows, and their tokens. prefill_tokens: prompt tokens computed beside
-    them. catchup_tokens: tokens that the draft was fed for decode rows. step_s: seconds from the step's plan to its
-    commit. predicted_s: by the tables, 0 if they predicted nothing. expected: accepted nodes that the tables expected
-    of those verified.
+    them. catchup_tokens: tokens that the draft was fed for decode rows. step_s: seconds from the commit before, or from
+    the step's plan where the engine was idle, to its commit. predicted_s: by the tables, 0 if they predicted nothing.
+    expected: accepted nodes that the tables expected of those verified.
     """
 
     rows: int
