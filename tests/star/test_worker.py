@@ -10,7 +10,7 @@ import pytest
 from adaserve_jax.star.messages import Load, Refused, Tree
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.stats import BusyMeter
-from adaserve_jax.star.service.worker import Worker
+from adaserve_jax.star.service.worker import BATCH_LIMIT_S, Worker
 from tests.clock import Clock
 from tests.star.streams import HANG_S
 from tests.star.toys import ToyDevice, ToyPages, close, draft, hello, limits, opened
@@ -112,6 +112,24 @@ def test_what_comes_during_a_batch_waits_from_then_on():
     worker.receive(one, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
     trees = [each for each in other.wait(2) if isinstance(each, Tree)]
     assert [(tree.queue_s, tree.service_s) for tree in trees] == [(0.125, 0.25)]
+    assert worker.stop(HANG_S)
+
+
+def test_a_batch_that_does_not_end_counts_as_hung_until_it_does():
+    worker, _, clock, device = begun()
+    stream, seen = Stream(), []
+
+    def hang() -> None:
+        for seconds in (BATCH_LIMIT_S - 1.0, 2.0):
+            clock.now_s += seconds
+            seen.append(worker.hangs)
+
+    device.meanwhile = hang
+    worker.receive(stream, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
+    stream.wait(2)
+    assert seen == [False, True] and not worker.hangs and worker.alive
+    clock.now_s += 2 * BATCH_LIMIT_S
+    assert not worker.hangs, "nothing runs"
     assert worker.stop(HANG_S)
 
 

@@ -60,12 +60,12 @@ class DraftService:
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the service is worth keeping, and the fields of `/health`."""
-        alive, load = self.worker.alive, self.worker.snapshot.load
+        alive, hangs, load = self.worker.alive, self.worker.hangs, self.worker.snapshot.load
         fields = {
-            "status": "ok" if alive else "dead", "draft_version": self.model.version, "load": round(load.busy, 4),
-            "sessions": load.sessions, "targets": load.targets,
+            "status": "dead" if not alive else "stalled" if hangs else "ok", "draft_version": self.model.version,
+            "load": round(load.busy, 4), "sessions": load.sessions, "targets": load.targets,
         }  # fmt: skip
-        return alive, fields
+        return alive and not hangs, fields
 
     def close(self) -> bool:
         """Accept no more streams, refuse all targets and end; return False if a batch still runs and uses the model."""

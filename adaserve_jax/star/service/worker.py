@@ -31,6 +31,8 @@ SNAPSHOT_EVERY_S = 0.2
 """Longest age of the snapshot, while no batch is longer."""
 MAX_FAILURES = 3
 """Failed batches in a row after which the service ends."""
+BATCH_LIMIT_S = 60.0
+"""Seconds of one batch beyond which the device counts as hung: a batch takes milliseconds."""
 MAX_MESSAGES_PER_TURN = 1024
 """Messages taken in between two batches, up to the end of their frame, so that a flood does not stall the device."""
 _log = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class Worker:
         self._failures = 0  # failed batches in a row
         self.died = False
         """True if failures ended the thread."""
+        self._batch_began_s: float | None = None
         self._began_s = now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._snapshot_s = now
@@ -133,6 +136,12 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self.died
+
+    @property
+    def hangs(self) -> bool:
+        """True while a batch runs for longer than BATCH_LIMIT_S."""
+        began_s = self._batch_began_s
+        return began_s is not None and self._clock() - began_s > BATCH_LIMIT_S
 
     def receive(self, stream: Connection, frame: Frame) -> None:
         """Queue a received frame. Called from any thread; returns at once."""
@@ -185,10 +194,12 @@ class Worker:
 
     def _serve(self, batch: DraftBatch) -> None:
         found, error = None, None
+        self._batch_began_s = self._clock()
         try:
             found = self._device.run(batch)
         except Exception as raised:
             error = raised
+        self._batch_began_s = None
         now = self._clock()
         self._measure(batch, now)
         answers = self._core.done(batch, found, now) if error is None else self._core.failed(batch, now)
