@@ -303,9 +303,11 @@ class FunctionDefinition(RequestModel):
     name: ValidText = Field(description="1 to 64 of A-Za-z0-9_.-; different for each function.")
     description: ValidText | None = Field(None, description="Shown to the model.")
     parameters: dict[str, Any] | None = Field(
-        None, description="JSON Schema of an object, which the arguments always fit; left out: no arguments."
+        None, description="JSON Schema of an object, which the arguments fit (see strict); left out: no arguments."
     )
-    strict: bool | None = Field(None, description="Accepted; the arguments always fit.")
+    strict: bool | None = Field(
+        None, description="true: refuse parameters that cannot be enforced whole; else what cannot is left out."
+    )
 
 
 class Tool(RequestModel):
