@@ -187,8 +187,15 @@ def _json_schema(wanted: ResponseFormat | None) -> str | None:
             'response_format.json_schema must be given when its type is "json_schema", and only then',
             "response_format",
         )
+    if wanted is not None and wanted.schema_ is not None and wanted.type != "json_object":
+        raise invalid(
+            'response_format.schema must be left out unless its type is "json_object"; give json_schema.schema',
+            "response_format",
+        )
     if wanted is None or wanted.type == "text":
         return None
+    if wanted.schema_ is not None:
+        return json_text("response_format.schema", wanted.schema_)
     if wanted.json_schema is None:
         return ANY_OBJECT
     return json_text("response_format.json_schema.schema", wanted.json_schema.schema_)

@@ -178,4 +178,4 @@ def _tool_choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | 
 
 def _response_format(wanted: TextFormat) -> ResponseFormat:
     schema = None if wanted.schema_ is None else JsonSchemaFormat.model_construct(schema_=wanted.schema_)
-    return ResponseFormat.model_construct(type=wanted.type, json_schema=schema)
+    return ResponseFormat.model_construct(type=wanted.type, json_schema=schema, schema_=None)

@@ -85,6 +85,9 @@ class ResponseFormat(RequestModel):
         description="text: no demand; json_object: any JSON object; json_schema: JSON that fits the schema."
     )
     json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema, and only then.")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="With type json_object: JSON Schema that the object fits, as in llama.cpp."
+    )
 
 
 class GenerationBody(ConstraintFields):

@@ -34,9 +34,11 @@ SERVED = [
     ({"allowed_token_ids": [5, 3, 5]}, {"allowed_token_ids": (5, 3, 5)}),
     ({"allowed_token_ids": [5], "regex": "a"}, {"allowed_token_ids": (5,), "regex": "a"}),
     ({"response_format": {"type": "text"}, "regex": "a"}, {"regex": "a"}),
+    ({"response_format": {"type": "json_object", "schema": {"items": {}}}}, {"json_schema": '{"items":{}}'}),
     ({"guided_json": None, "structured_outputs": None, "allowed_token_ids": None}, {}),
 ]
 REFUSED = [
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format", "response_format.schema must be left out"),
     ({"regex": "a", "ebnf": "b"}, "ebnf", "ebnf must be left out where regex is given: an output has one form"),
     ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "where response_format is given"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs",
