@@ -35,7 +35,7 @@ def test_a_batch_larger_than_the_queue(engine: LocalEngine, choices: int) -> Non
 
 def test_one_bad_prompt_stops_the_others(engine: LocalEngine) -> None:
     llm = LLM.over(engine)
-    with pytest.raises(RequestError, match="room for one of the 48 tokens"):
+    with pytest.raises(RequestError, match="maximum context length is 48 tokens"):
         llm.generate([[3], [3], [3] * 48], replace(SHORT, max_tokens=40))
     wait_until(lambda: not engine.stats().scheduler.pages_used)
     assert llm.generate("go on", SHORT)[0].finish_reason == "length"

@@ -206,7 +206,7 @@ def test_a_pool_smaller_than_the_baseline_measurement(machines: list[Machine], m
 
 
 def test_what_can_never_be_served_is_refused_at_once(engine: LocalEngine) -> None:
-    with pytest.raises(RequestError, match=r"room for one of the 48 tokens .*, got 48"):
+    with pytest.raises(RequestError, match=r"context length is 48 tokens, .*, got a prompt of 48"):
         engine.submit(request_of("long", prompt=48), Reader())
     with pytest.raises(RequestError, match="token ids must be from 0 to 39, got 40"):
         engine.submit(GenerateRequest("odd", [40]), Reader())

@@ -156,7 +156,7 @@ def test_abort_ends_the_request_and_unknown_ids_are_ignored(engine):
 
 
 def test_what_is_knowable_is_refused_at_once(engine):
-    with pytest.raises(RequestError, match=r"room for one of the 512 tokens .*, got 600") as caught:
+    with pytest.raises(RequestError, match=r"context length is 512 tokens, .*, got a prompt of 600") as caught:
         engine.submit(request("long", "x" * 600), Collected())
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
     with pytest.raises(RequestError, match="prompt must have at least one token, got none"):
