@@ -114,18 +114,19 @@ class ElasticMemory:
         stats.elastic_s[kind] = stats.elastic_s.get(kind, 0.0) + seconds
 
 
-def expand_or_contract(memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float]) -> None:
-    """Make the transition that is due, if any. Call once after each step's commit, and now and then while there are no
-    requests; each call counts as a step.
+def expand_or_contract(memory: ElasticMemory | None, executor: Executor, clock: Callable[[], float]) -> bool:
+    """Make the transition that is due, and return whether any was. Call once after each step's commit, and now and then
+    while there are no requests; each call counts as a step.
 
     memory: `Scheduler.elastic_memory`. Raises IntegrityError if a transition is due while a step is in flight.
     """
     due = None if memory is None else memory.due()
     if memory is None or due is None:
-        return
+        return False
     if memory.step_in_flight:
         raise IntegrityError(f"elastic memory must {due} while a step is in flight; commit the step first")
     memory.perform(due, executor, clock)
+    return True
 
 
 def bring_back_draft(

@@ -68,5 +68,6 @@ def end_step(
     result = StepResult(step, updates, now)
     if observe is not None:
         observe(result)
-    expand_or_contract(scheduler.elastic_memory, executor, clock)
+    if expand_or_contract(scheduler.elastic_memory, executor, clock):
+        scheduler.pause()
     return result
