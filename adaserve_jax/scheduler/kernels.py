@@ -154,8 +154,6 @@ def choose_budget(
     rows_by_cost = np.zeros(columns + 1, np.int64)
     chosen, most, taken, gained = first, -math.inf, 0, 0.0
     for edge in range(first, last + 1):
-        if first == last:
-            break
         seconds = spent_s + verify_s[edge]
         rows_by_cost[:] = 0
         reachable = 0

@@ -149,7 +149,7 @@ class Scheduler:
         self._selector = Selector(
             self._policy, limits, costs, objective,
             search_budget=self._policy.search_budget and not isinstance(self.controller, ClosedFormController),
-            max_slo_nodes=config.max_slo_nodes, has_text=self._text is not None,
+            max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
         self._slack = SlackTracker(self.batch.capacity)
         self._states: dict[str, SequenceState] = {}

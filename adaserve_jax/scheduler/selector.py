@@ -28,13 +28,12 @@ class Selector:
 
     def __init__(
         self, policy: Policy, limits: Limits, cost: CostTable, objective: Objective,
-        *, search_budget: bool, max_slo_nodes: int, has_text: bool = False,
+        *, search_budget: bool, max_slo_nodes: int,
     ):  # fmt: skip
         """Set up for one policy.
 
         search_budget: choose the verify budget again, over the token edges, once the candidates are known.
-        max_slo_nodes: most nodes per sequence in the SLO phase; 0 for no limit. has_text: text already seen proposes
-        nodes, of which a step without a draft verifies as many as pay.
+        max_slo_nodes: most nodes per sequence in the SLO phase; 0 for no limit.
         """
         self._policy = policy
         self._cost = cost
@@ -47,7 +46,7 @@ class Selector:
         self._takes_all = policy.selector in ("equal", "best") or (
             policy.selector in ("slo", "slo-equal") and policy.need != "horizon"
         )
-        if policy.uses_draft or has_text:
+        if policy.uses_draft:
             kernels()  # so that no step compiles them
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:

@@ -348,9 +348,7 @@ def test_words_that_join_no_arguments_may_stand_beside_them(vocabulary: Vocabula
     {"type": "string", "format": "path"}, {"type": "string", "pattern": "^(?=a)b"}, {"not": {"const": 7}},
     {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
 ])  # fmt: skip
-def test_a_lenient_tool_has_what_can_be_enforced_of_its_schema(
-    vocabulary: Vocabulary, form: str, part: dict[str, Any]
-):
+def test_a_lenient_tool_has_what_can_be_enforced_of_its_schema(vocabulary: Vocabulary, form: str, part: dict[str, Any]):
     schema = json.dumps({
         "type": "object", "required": ["n"], "additionalProperties": False,
         "properties": {"n": {"type": "integer", "maximum": 5}, "odd": part},
