@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,13 +22,13 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.profile import Profile
+from adaserve_jax.results.profile import Profile, ServingFactors
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.loading import identify
 from adaserve_jax.runtime.warmup import THOROUGH, measure, measure_switching
 from adaserve_jax.scheduler.acceptance import acceptance_of_nodes
-from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, TimesOfKind, errors_of
 from adaserve_jax.scheduler.policies import policy_of
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
@@ -112,6 +112,8 @@ def _for_rows(cost: CostTable, limits: Limits, rows: int, acceptance: float | No
     return best
 
 
+PRIOR_STEPS = 8
+"""Steps that the mean of all kinds counts for in the times of one kind while serving."""
 RELATIVE_TARGETS = (None, 1.5, 3.0, 8.0)
 """TPOT targets of the trial's requests, over the baseline; one in four has none."""
 LEAST_PROMPT, MOST_NEW_TOKENS = 16, 96
@@ -150,12 +152,45 @@ def run_trial(
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
         core.bring_back_draft()  # the next part's scheduler expects the draft where it was
         predicted.append(scheduler.costs.predictions())
-        served += scheduler.costs.served
+        served.add(scheduler.costs.served)
         if policy == chains:
             acceptance = acceptance_of_chains(ended, depth)
         if progress is not None:
             progress("serving", done, len(policies))
-    return Trial(errors_of(np.concatenate(predicted)), acceptance, served.factors())
+    return Trial(errors_of(np.concatenate(predicted)), acceptance, serving_factors(served))
+
+
+def serving_factors(served: ServedTimes) -> ServingFactors | None:
+    """Return what serving adds to the samples, by kind of step; None before anything was served.
+
+    A kind counts as if PRIOR_STEPS more of its steps had been as all steps are.
+    """
+    if not served.verify:
+        return None
+
+    def total(kinds: Iterable[TimesOfKind]) -> TimesOfKind:
+        summed = TimesOfKind()
+        for each in kinds:
+            summed.add(each)
+        return summed
+
+    def blend(times: TimesOfKind, own: float, overall: float) -> float:
+        return (times.steps * own + PRIOR_STEPS * overall) / (times.steps + PRIOR_STEPS)
+
+    verified, outside = total(served.verify.values()), total(served.overhead.values())
+    verify, overhead_s = verified.seconds / verified.sampled_s, outside.seconds / outside.steps
+    return ServingFactors(
+        verify=verify,
+        draft=served.draft.seconds / served.draft.sampled_s if served.draft.sampled_s else 1.0,
+        overhead_s=overhead_s,
+        verify_by_size={
+            size: blend(times, times.seconds / times.sampled_s, verify) for size, times in served.verify.items()
+        },
+        overhead_by_kind_s={
+            (int(drafts), rows): blend(times, times.seconds / times.steps, overhead_s)
+            for (drafts, rows), times in served.overhead.items()
+        },
+    )
 
 
 def acceptance_of_chains(ended: list[RequestMetrics], depth: int) -> float | None:
@@ -309,7 +344,7 @@ def measure_profile(
             acceptance=acceptance,
             errors=None if trial.errors is None else {kind: asdict(each) for kind, each in trial.errors.items()},
             proposal=asdict(propose(samples, executor.limits, acceptance)),
-            serving=None if trial.serving is None else asdict(trial.serving),
+            serving=trial.serving,
         )
     finally:
         executor.close()

@@ -15,7 +15,7 @@ import jax
 import adaserve_jax
 from adaserve_jax.bench.profile import propose
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.results.profile import Identity, Profile, Timings
+from adaserve_jax.results.profile import Identity, Profile, ServingFactors, Timings
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.absent_device import AbsentDevice
 from adaserve_jax.runtime.absent_engine import DevicePlan
@@ -156,7 +156,7 @@ def computed_profile(engine: DevicePlan, *, name: str, acceptance: float | None,
         baseline_s=target.forward_s(1, 1, contexts[0], scored=1) + assumed.step_s,
         acceptance=acceptance,
         proposal=asdict(propose(timings.samples(), limits, acceptance)),
-        serving={"verify": 1.0, "draft": 1.0, "overhead_s": assumed.step_s},
+        serving=ServingFactors(verify=1.0, draft=1.0, overhead_s=assumed.step_s),
         computed=asdict(assumed)
         | {
             "bytes_per_s": engine.device.bytes_per_s,

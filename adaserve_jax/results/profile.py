@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Ty
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.whole_file import SHARED, write_whole
-from adaserve_jax.types import CostSamples, Limits
+from adaserve_jax.types import CostSamples, Limits, scaled_samples
 
 KIND, VERSION = "adaserve profile", 1
 FREE_LIMITS = ("num_pages", "extension_pages")
@@ -37,13 +37,6 @@ def _by_sizes(rows: Any) -> dict[Any, Any]:
         raise ValueError("a table of times must be rows of sizes and their seconds") from error
 
 
-def _have_factors(serving: dict[str, float]) -> dict[str, float]:
-    factors = [serving.get(name, 0.0) for name in ("verify", "draft")]
-    if not min(factors) > 0 or not serving.keys() <= {"verify", "draft", "overhead_s"}:
-        raise ValueError("serving must have factors above 0 of verify and draft, and no more than overhead_s beside")
-    return serving
-
-
 def _is_grid(table: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     if len(table) != len({lag for lag, _ in table}) * len({rows for _, rows in table}):
         raise ValueError("switching must have a time for every lag with every number of rows")
@@ -58,6 +51,7 @@ AS_ROWS = (
 ByRows = Annotated[dict[tuple[int, int, int], Seconds], *AS_ROWS]
 ByDepth = Annotated[dict[tuple[int, int, int, int], Seconds], *AS_ROWS]
 ByLag = Annotated[dict[tuple[int, int], Seconds], *AS_ROWS, AfterValidator(_is_grid)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -148,6 +142,35 @@ def fit_line(load: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class ServingFactors:
+    """Times of steps while serving, over the samples, each of which is the least time of a program alone.
+
+    verify, draft: of all steps. overhead_s: mean seconds of a step outside draft and verification.
+    verify_by_size: by (bucket tokens, rows), where steps of that size were served; `verify` holds elsewhere.
+    overhead_by_kind_s: by (1 if the step drafts, rows); `overhead_s` holds elsewhere.
+    """
+
+    verify: Factor
+    draft: Factor
+    overhead_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    verify_by_size: Annotated[dict[tuple[int, int], Factor], *AS_ROWS] = field(
+        default_factory=dict[tuple[int, int], float]
+    )
+    overhead_by_kind_s: Annotated[dict[tuple[int, int], Annotated[float, Field(ge=0)]], *AS_ROWS] = field(
+        default_factory=dict[tuple[int, int], float]
+    )
+
+    def served(self, samples: CostSamples) -> CostSamples:
+        """Return the samples as they are while serving."""
+        scaled = scaled_samples(samples, verify=self.verify, draft=self.draft)
+        by_size = {
+            name: {key: s * self.verify_by_size.get(key, self.verify) for key, s in getattr(samples, name).items()}
+            for name in ("verify_s", "verify_per_context_s")
+        }
+        return replace(scaled, **by_size)
+
+
+@dataclass(frozen=True)
 class Identity:
     """Machine, models and settings for which times hold.
 
@@ -183,8 +206,7 @@ class Profile:
     name: name in a simulation. baseline_s: seconds per token of one request alone, through the whole step.
     acceptance: chance that the target takes the draft's first choice; None if not measured. c1, c2: of AdaServe's
     eq. 8 and 9; None if not searched. errors: of the predictions, by kind. proposal: settings that the times suggest.
-    serving: factors of verify and draft times while serving, and overhead_s of a step outside them; None if not
-    measured. computed: what the times were computed from, by name; None: they were measured.
+    serving: None if not measured. computed: what the times were computed from, by name; None: they were measured.
     """
 
     name: str
@@ -200,7 +222,7 @@ class Profile:
     c2: int | None = None
     errors: dict[str, Any] | None = None
     proposal: dict[str, Any] | None = None
-    serving: Annotated[dict[str, float], AfterValidator(_have_factors)] | None = None
+    serving: ServingFactors | None = None
     computed: dict[str, float] | None = None
 
     def check(self, identity: Identity, where: str) -> None:
@@ -263,11 +285,13 @@ def parse_profile(values: Any, where: str) -> Profile:
 
 
 def _json(values: dict[str, Any]) -> str:
-    """Return indented JSON with one line for each timing."""
-    text = json.dumps(values | {"timings": None}, indent=1, allow_nan=False)
-    lines: list[str] = []
-    timings: dict[str, Any] = values["timings"]
-    for name, value in timings.items():
-        rows = "" if isinstance(value, int) else ",\n   ".join(map(json.dumps, value))
-        lines.append(f'  "{name}": [\n   {rows}\n  ]' if rows else f'  "{name}": {json.dumps(value)}')
-    return text.replace('"timings": null', '"timings": {\n' + ",\n".join(lines) + "\n }")
+    """Return indented JSON with one line for each row of a table."""
+    with_tables: dict[str, dict[str, Any]] = {name: values[name] for name in ("timings", "serving") if values[name]}
+    text = json.dumps(values | dict.fromkeys(with_tables), indent=1, allow_nan=False)
+    for part, tables in with_tables.items():
+        lines: list[str] = []
+        for name, value in tables.items():
+            rows = ",\n   ".join(map(json.dumps, cast("list[Any]", value))) if isinstance(value, list) else ""
+            lines.append(f'  "{name}": [\n   {rows}\n  ]' if rows else f'  "{name}": {json.dumps(value)}')
+        text = text.replace(f'\n "{part}": null', f'\n "{part}": {{\n' + ",\n".join(lines) + "\n }")
+    return text

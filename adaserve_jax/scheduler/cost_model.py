@@ -7,9 +7,9 @@ that one table serves short and long contexts alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -159,37 +159,45 @@ class PredictionError:
 
 
 @dataclass
-class ServedTimes:
-    """Summed seconds of served steps, beside what the samples predict for them.
-
-    A sample is the least time of a program alone. overhead_s: seconds of steps outside draft and verification.
-    """
+class TimesOfKind:
+    """Steps of one kind, their summed seconds, and what the samples predict for them."""
 
     steps: int = 0
-    verify_s: float = 0.0
-    verify_sampled_s: float = 0.0
-    draft_s: float = 0.0
-    draft_sampled_s: float = 0.0
-    overhead_s: float = 0.0
+    seconds: float = 0.0
+    sampled_s: float = 0.0
 
-    def __add__(self, other: ServedTimes) -> ServedTimes:
-        return ServedTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def count(self, seconds: float, sampled_s: float = 0.0) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.seconds += seconds
+        self.sampled_s += sampled_s
 
-    def factors(self) -> ServingFactors | None:
-        """Return the ratios of served to sampled times; None before anything was served."""
-        if not self.steps or not self.verify_sampled_s:
-            return None
-        draft = self.draft_s / self.draft_sampled_s if self.draft_sampled_s else 1.0
-        return ServingFactors(self.verify_s / self.verify_sampled_s, draft, self.overhead_s / self.steps)
+    def add(self, other: TimesOfKind) -> None:
+        """Count the other's steps too."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.sampled_s += other.sampled_s
 
 
 @dataclass(frozen=True)
-class ServingFactors:
-    """Time of steps while serving, relative to the samples: factors, and seconds outside draft and verification."""
+class ServedTimes:
+    """Times of served steps by kind, beside the samples, each of which is the least time of a program alone.
 
-    verify: float = 1.0
-    draft: float = 1.0
-    overhead_s: float = 0.0
+    verify: by (token edge, rows). overhead: outside draft and verification, which has no sample, by (drafts, rows).
+    rows: the smallest timed number that holds the step's.
+    """
+
+    verify: dict[tuple[int, int], TimesOfKind] = field(default_factory=lambda: defaultdict(TimesOfKind))
+    draft: TimesOfKind = field(default_factory=TimesOfKind)
+    overhead: dict[tuple[bool, int], TimesOfKind] = field(default_factory=lambda: defaultdict(TimesOfKind))
+
+    def add(self, other: ServedTimes) -> None:
+        """Count the other's steps too."""
+        self.draft.add(other.draft)
+        for size, times in other.verify.items():
+            self.verify[size].add(times)
+        for kind, times in other.overhead.items():
+            self.overhead[kind].add(times)
 
 
 def errors_of(seconds: np.ndarray) -> dict[str, PredictionError]:
@@ -374,8 +382,7 @@ class CostTable:
             self._predictions.append((verify, draft, step))
         overhead_s = min(max(step_s - outcome.draft_s - verify_s, 0.0), OUTLIER * self.baseline_s)
         if not self._edits:
-            self.served.steps += 1
-            self.served.overhead_s += overhead_s
+            self.served.overhead[drafting, self._timed_rows(rows)].count(overhead_s)
         self._overhead_s[self._edits, drafting] += DRIFT_RATE * (overhead_s - overhead_predicted_s)
         return predicted_s
 
@@ -390,8 +397,7 @@ class CostTable:
         predicted = catchup_s * self._draft_drift + levels_s * before
         if not drafted and seconds <= predicted:
             return predicted
-        self.served.draft_s += seconds
-        self.served.draft_sampled_s += catchup_s + levels_s
+        self.served.draft.count(seconds, catchup_s + levels_s)
         if seconds > 0 and predicted > 0:
             factor = min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)
             self._draft_ratios.learn(row, before, before * factor, self._steps)
@@ -408,13 +414,15 @@ class CostTable:
         sample_s = self.grid.verify.at(edge, column, load)
         if seconds is None:
             return before * sample_s
-        self.served.verify_s += seconds
-        self.served.verify_sampled_s += sample_s
+        self.served.verify[self._edges[edge], self._timed_rows(rows)].count(seconds, sample_s)
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
         ratios.learn(edge, before, ratio, self._steps)
         rate = max(DRIFT_RATE, 1 / (FIRST_STEPS + self._steps))
         self._verify_drift += rate * (ratio - self._verify_drift)
         return before * sample_s
+
+    def _timed_rows(self, rows: int) -> int:
+        return self.grid.row_buckets[self.grid.row_bucket(rows)]
 
     def _or_typical(self, load: float | None, rows: int) -> float:
         return self._typical_context * self.grid.groups(rows) if load is None else load

@@ -67,7 +67,7 @@ class SimExecutor:
     acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of their
     seeds, u64[R] -> f64[R]. concentration: how little that chance varies from position to position; the draft knows it
     at each. synthetic: the chance by level instead, the same for all requests and positions; 0 below the last.
-    overhead_s: seconds of every step outside both models.
+    overhead_s: seconds of a step outside both models, by whether it drafts and its rows.
 
     If a plan asks for uncalibrated f, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted
     stays the same.
@@ -82,7 +82,7 @@ class SimExecutor:
         *,
         concentration: float = CONCENTRATION,
         synthetic: tuple[float, ...] | None = None,
-        overhead_s: float = 0.0,
+        overhead_s: Callable[[bool, int], float] = lambda drafts, rows: 0.0,
         vocab_size: int = 1000,
         elastic_times: ElasticTimes | None = None,
     ):
@@ -152,7 +152,8 @@ class SimExecutor:
             tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
             counts[rows:] = plan.prefill_final
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
-        self._clock.advance(verify_s + self._overhead_s)
+        drafts = plan.draft is not None and plan.draft.depth > 0
+        self._clock.advance(verify_s + self._overhead_s(drafts, plan.num_rows))
         if meanwhile is not None:
             meanwhile()
         draft_s, self._draft_s = self._draft_s, 0.0

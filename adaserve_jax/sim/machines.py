@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.profile import Profile, is_profile, parse_profile
-from adaserve_jax.scheduler.cost_model import ServingFactors
+from adaserve_jax.results.profile import Profile, ServingFactors, is_profile, parse_profile
+from adaserve_jax.scheduler.cost_model import bucket_of
 from adaserve_jax.sim.executor import ElasticTimes
-from adaserve_jax.types import CostSamples, Limits, scaled_samples
+from adaserve_jax.types import CostSamples, Limits
 
 VERSION = 1
 PAGE_SIZE = 64
@@ -62,9 +63,8 @@ class Machine:
         """The offsets c1 and c2 of AdaServe's eq. 8 and 9."""
         return 0, 0
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of a step outside draft and verification."""
+    def overhead_s(self, drafts: bool, rows: int) -> float:
+        """Return the seconds of a step outside draft and verification."""
         return 0.0
 
     def acceptance_of(self, slo_class: str) -> float:
@@ -207,7 +207,7 @@ class ProfiledMachine(Machine):
             costs=costs,
             measured_baseline_s=profile.baseline_s,
             searched_offsets=(profile.c1 or 0, profile.c2 or 0),
-            serving=ServingFactors(**profile.serving or {}),
+            serving=profile.serving or ServingFactors(1.0, 1.0),
         )
 
     @property
@@ -227,9 +227,13 @@ class ProfiledMachine(Machine):
 
     def samples(self, limits: Limits) -> CostSamples:
         """Return the measured times, multiplied by what serving adds. limits: of this machine."""
-        return scaled_samples(self.costs, verify=self.serving.verify, draft=self.serving.draft)
+        return self.serving.served(self.costs)
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of a step outside both models, measured while serving."""
-        return self.serving.overhead_s
+    def overhead_s(self, drafts: bool, rows: int) -> float:
+        """Return the seconds of such a step outside both models, measured while serving."""
+        by_kind = self.serving.overhead_by_kind_s
+        return by_kind.get((int(drafts), self._timed_rows[bucket_of(self._timed_rows, rows)]), self.serving.overhead_s)
+
+    @cached_property
+    def _timed_rows(self) -> list[int]:
+        return sorted({rows for _, rows in self.costs.verify_s})

@@ -31,11 +31,12 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from pydantic import TypeAdapter
 from rich.table import Table
 
 from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.profile import measure_profile
+from adaserve_jax.bench.profile import measure_profile, serving_factors
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.terminal import notes, open_bench_engine, table_console
 from adaserve_jax.config import EngineConfig
@@ -45,11 +46,10 @@ from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import make_folder, read_rows
-from adaserve_jax.results.profile import read_profile, write_profile
+from adaserve_jax.results.profile import ServingFactors, read_profile, write_profile
 from adaserve_jax.results.provenance import settings_hash, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
-from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
 from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_acceptance
 from adaserve_jax.sim.machines import Machine, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
@@ -62,6 +62,7 @@ from benchmarks.grown import grown_target
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
 SIMULATED = ("simulated", "as_served")
 """Sides of a comparison that the simulator computed."""
+FACTORS = TypeAdapter(ServingFactors)
 SIMULATIONS = 5
 """Seeds that a simulated point is the mean of; the real one is the mean of its repeats."""
 CHECK_S = 45.0
@@ -159,12 +160,15 @@ class Compared:
         return difference / self.real[measure] if measure == "goodput_tps" and self.real[measure] else difference
 
 
+POINT = TypeAdapter(Compared)
+
+
 @dataclass(frozen=True)
 class Round:
-    """One policy at one rate on the engine: its measures, and the times of its steps."""
+    """One policy at one rate on the engine: its measures, and its steps' times over the profile's samples."""
 
     measures: dict[str, float]
-    served: ServedTimes
+    served: ServingFactors
 
 
 def best_chain(machine: Machine, trace: Trace, rates: Sequence[float]) -> int:
@@ -228,11 +232,9 @@ def measure_real(
                     raise ConfigError(f"{policy} at {rate:g}/s is not valid: {reason}; run it again")
                 if not times.exists():
                     made_with.write_text(key)
-                    times.write_text(json.dumps(asdict(engine.client.served)) + "\n")
+                    times.write_text(FACTORS.dump_json(serving_factors(engine.client.served)).decode() + "\n")
                 measures = {name: float(getattr(row, name) or 0.0) for name in COMPARED}
-                found.setdefault((policy, rate), []).append(
-                    Round(measures, ServedTimes(**json.loads(times.read_text())))
-                )
+                found.setdefault((policy, rate), []).append(Round(measures, FACTORS.validate_json(times.read_text())))
                 notes().print(f"round {repeat + 1} {policy} at {rate:g}/s: {measures}", highlight=False)
     return found
 
@@ -334,7 +336,7 @@ def policy_validation(
 
     def compared(policy: str, rate: float) -> Compared:
         rounds = real[policy, rate]
-        factors = [found for each in rounds if (found := each.served.factors()) is not None]  # every round has steps
+        factors = [each.served for each in rounds]
         measures = [each.measures for each in rounds]
         simulated, *as_served = (
             _simulated(policy, each, trace_asked, rate, acceptance, seeds=SIMULATIONS)
@@ -361,7 +363,7 @@ def policy_validation(
         "acceptance": asdict(acceptance),
         "prediction_errors": json.loads(path.read_text())["errors"],
         "serving": json.loads(path.read_text())["serving"],
-        "points": [asdict(point) for point in points],
+        "points": [POINT.dump_python(point) for point in points],
         "orders": {
             f"{rate:g}": {
                 side: {"order": order(at, side), "same": side == "real" or same_order(at, side)}

@@ -12,7 +12,8 @@ import pytest
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows
-from adaserve_jax.scheduler.cost_model import ServedTimes, ServingFactors
+from adaserve_jax.results.profile import ServingFactors
+from adaserve_jax.scheduler.cost_model import ServedTimes, TimesOfKind
 from tests.bench.scripts import imported
 from tests.report.made import request, rows_of
 
@@ -59,7 +60,7 @@ def test_requests_are_scaled_to_the_machine(validation, asked):
 
 
 class Idle(LocalEngine):
-    served = ServedTimes(steps=3)
+    served = ServedTimes({(4, 8): TimesOfKind(3, 0.06, 0.03)}, overhead={(False, 8): TimesOfKind(3, 0.006)})
 
 
 def test_runs_of_other_settings_are_made_again(validation, asked, tmp_path: Path, monkeypatch) -> None:
@@ -73,13 +74,13 @@ def test_runs_of_other_settings_are_made_again(validation, asked, tmp_path: Path
     monkeypatch.setattr(validation, "run_bench", run_bench)
     for key in ("a", "a", "b", "b"):
         found = validation.measure_real(engine, asked, ("ar",), (2.0,), 1, tmp_path, key)
-        assert found["ar", 2.0][0].served.steps == 3
+        assert (found["ar", 2.0][0].served.verify, found["ar", 2.0][0].served.overhead_s) == pytest.approx((2.0, 0.002))
     assert ran == [("ar",)] * 2
 
 
 def point(validation, policy: str, real: float, simulated: float):
     sides = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated, real)]
-    return validation.Compared(policy, 1.0, *sides, [ServingFactors()], [sides[0]])
+    return validation.Compared(policy, 1.0, *sides, [ServingFactors(1.0, 1.0)], [sides[0]])
 
 
 def test_differences_and_orders(validation):

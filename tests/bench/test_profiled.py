@@ -14,7 +14,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.jsonl import read_rows
-from adaserve_jax.results.profile import write_profile
+from adaserve_jax.results.profile import ServingFactors, write_profile
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
@@ -63,11 +63,23 @@ def test_steps_take_the_profiles_times_by_tokens_and_context() -> None:
 
 def test_what_serving_adds_is_in_every_step() -> None:
     """The same request where verification takes half as long again, and a step a millisecond beside it."""
-    slow = machine(serving={"verify": 1.5, "draft": 1.0, "overhead_s": 0.001})
+    slow = machine(serving=ServingFactors(verify=1.5, draft=1.0, overhead_s=0.001))
     (record,) = simulate("ar", SimulationPlan(()), slow, trace_of((0.0, 64, 11))).records
     assert record.ttft_s == pytest.approx(1.5 * (0.01 + 64e-4) + 0.001)
     expected = np.cumsum([1.5 * (0.01 + 4e-4 + 2e-6 * context) + 0.001 for context in range(64, 74)])
     assert record.token_offsets_s[1:] == pytest.approx(expected)
+
+
+def test_what_serving_adds_is_that_of_the_kind_of_step() -> None:
+    """The first token comes of a step of 64 tokens, the others of 4 each; two steps in a trial drafted."""
+    by_kind = {"verify_by_size": {(64, 16): 2.0}, "overhead_by_kind_s": {(0, 16): 0.003, (1, 16): 0.5}}
+    slow = machine(serving=ServingFactors(verify=1.5, draft=1.0, overhead_s=0.001, **by_kind))
+    (record,) = simulate("ar", SimulationPlan(()), slow, trace_of((0.0, 64, 11))).records
+    assert record.ttft_s == pytest.approx(2 * (0.01 + 64e-4) + 0.003)
+    expected = np.cumsum([1.5 * (0.01 + 4e-4 + 2e-6 * context) + 0.003 for context in range(64, 74)])
+    assert record.token_offsets_s[1:] == pytest.approx(expected)
+    (drafted,) = simulate("spec:1", SimulationPlan(()), slow, trace_of((0.0, 64, 3))).records
+    assert drafted.token_offsets_s[-1] > 0.5
 
 
 def test_a_draft_costs_its_levels_and_contexts() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench import profile as trial
-from adaserve_jax.bench.profile import LEAST_PROMPT, MOST_NEW_TOKENS, Trial, run_trial
+from adaserve_jax.bench.profile import LEAST_PROMPT, MOST_NEW_TOKENS, Trial, run_trial, serving_factors
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.runtime.executor import ModelExecutor
+from adaserve_jax.scheduler.cost_model import ServedTimes
 from adaserve_jax.types import Progress, StepPlan
 from tests.engine.simulated import Machine, costs_of
 
@@ -75,13 +76,55 @@ def test_a_machine_that_keeps_its_times_is_predicted(monkeypatch: pytest.MonkeyP
 def test_what_a_machine_takes_beside_its_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 ms of every step lie outside both models, and verification takes half as long again."""
     machine = Tried()
-    machine._overhead_s = 0.005
+    machine._overhead_s = lambda drafts, rows: 0.005
     verify_s = machine._grid.verify_s
     monkeypatch.setattr(machine._grid, "verify_s", lambda *of: 1.5 * verify_s(*of))
     found = tried(machine, monkeypatch)
     assert found.serving is not None
     assert (found.serving.verify, found.serving.draft) == pytest.approx((1.5, 1.0))
     assert found.serving.overhead_s == pytest.approx(0.005)
+
+
+def test_what_serving_adds_is_kept_by_kind_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that draft lose 5 ms, the others 1 ms; verification of more than 8 tokens takes twice its samples."""
+    machine = Tried()
+    machine._overhead_s = lambda drafts, rows: 0.005 if drafts else 0.001
+    verify_s = machine._grid.verify_s
+    monkeypatch.setattr(
+        machine._grid, "verify_s", lambda tokens, *of: verify_s(tokens, *of) * (2.0 if tokens > 8 else 1.0)
+    )
+    serving = tried(machine, monkeypatch).serving
+    assert serving is not None
+    many = {size: factor for size, factor in serving.verify_by_size.items() if size[0] > 8}
+    few = {size: factor for size, factor in serving.verify_by_size.items() if size[0] <= 8}
+    assert many and few
+    assert max(few.values()) < serving.verify < max(many.values()) <= 2.0
+    drafting = [s for (drafts, _), s in serving.overhead_by_kind_s.items() if drafts]
+    plain = [s for (drafts, _), s in serving.overhead_by_kind_s.items() if not drafts]
+    assert 0.001 < max(plain) < serving.overhead_s < min(drafting) < 0.005
+    assert max(drafting) == pytest.approx(0.005, rel=0.1) and min(plain) == pytest.approx(0.001, rel=0.5)
+
+
+def test_a_kind_of_step_that_was_rare_counts_little() -> None:
+    """8 steps of the mean stand beside those of a kind: 2 of 40 ms among 98 of 10 ms, all with samples of 10 ms."""
+    served = ServedTimes()
+    assert serving_factors(served) is None
+    for size, seconds, steps in (((4, 8), 0.04, 2), ((16, 8), 0.01, 98)):
+        for _ in range(steps):
+            served.verify[size].count(seconds, 0.01)
+            served.overhead[False, 8].count(0.001)
+    served.draft.count(0.006, 0.004)
+    found = serving_factors(served)
+    assert found is not None
+    assert (found.verify, found.draft, found.overhead_s) == pytest.approx((1.06, 1.5, 0.001))
+    expected = {(4, 8): (2 * 4.0 + 8 * 1.06) / 10, (16, 8): (98 * 1.0 + 8 * 1.06) / 106}
+    assert found.verify_by_size == pytest.approx(expected)
+    twice = ServedTimes()
+    for _ in range(2):
+        twice.add(served)
+    again = serving_factors(twice)
+    assert again is not None and again.verify == pytest.approx(1.06)
+    assert again.verify_by_size[4, 8] == pytest.approx((4 * 4.0 + 8 * 1.06) / 12)
 
 
 def test_policies_share_the_time_and_each_serves_few_and_many(monkeypatch: pytest.MonkeyPatch) -> None:

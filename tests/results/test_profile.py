@@ -134,9 +134,16 @@ def test_it_is_refused_elsewhere(changes: dict, message: str):
             lambda values: values.update(identity=3),
             "field 'identity' is wrong: .* a dictionary or an instance of Identity",
         ),
-        (lambda values: values.update(serving={"verify": 0.0, "draft": 1.0}), "serving must have factors above 0"),
-        (lambda values: values.update(serving={"verify": 1.0}), "serving must have factors above 0"),
-        (lambda values: values.update(serving={"verify": 1.0, "draft": 1.0, "x": 1.0}), "no more than overhead_s"),
+        (
+            lambda values: values.update(serving={"verify": 0.0, "draft": 1.0}),
+            "field 'serving.verify' is wrong: .* greater than 0",
+        ),
+        (lambda values: values.update(serving={"verify": 1.0}), "field 'serving.draft' is wrong: Field required"),
+        (lambda values: values.update(serving={"verify": 1.0, "draft": 1.0, "x": 1.0}), "'serving.x' .*: Unexpected"),
+        (
+            lambda values: values.update(serving={"verify": 1.0, "draft": 1.0, "verify_by_size": [[1, 1, 0.0]]}),
+            "field 'serving.verify_by_size.* greater than 0",
+        ),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, change, message: str):

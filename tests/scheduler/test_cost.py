@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, ServedTimes, ServingFactors, errors_of
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, TimesOfKind, errors_of
 from adaserve_jax.types import CostSamples, DraftPlan, Limits, StepOutcome, context_load, scaled_samples
 from tests.plans import step_plan
 
@@ -112,8 +112,9 @@ def test_steps_with_edits_have_an_overhead_of_their_own():
     assert predicted_s == pytest.approx(plain_s + 0.012, rel=0.01)
     table.observe(plan_of(8), outcome_of(16, plain_s), plain_s + 0.002)
     assert table.overhead_s(False) == pytest.approx(0.002, rel=0.01)
-    assert (table.served.steps, table.served.overhead_s) == (301, pytest.approx(0.602))
-    assert table.served.verify_s == pytest.approx(table.served.verify_sampled_s)
+    assert table.served.overhead == {(False, 8): TimesOfKind(301, pytest.approx(0.602), 0.0)}
+    verify_s = pytest.approx(301 * plain_s)
+    assert table.served.verify == {(16, 8): TimesOfKind(301, verify_s, verify_s)}
     assert errors_of(table.predictions())["verify"].steps == 301
 
 
@@ -197,15 +198,7 @@ def test_errors_are_relative_to_what_was_measured():
     assert PredictionError.of(np.zeros(2), np.zeros(2)) == PredictionError(0, None, None)
 
 
-def test_what_serving_adds_is_the_sum_of_what_steps_took_over_their_samples():
-    costs = ServedTimes(
-        steps=2, verify_s=0.03, verify_sampled_s=0.02, draft_s=0.004, draft_sampled_s=0.005, overhead_s=0.001
-    )
-    factors = (costs + ServedTimes(2, 0.01, 0.02, 0.0, 0.0, 0.003)).factors()
-    assert factors is not None
-    assert (factors.verify, factors.draft, factors.overhead_s) == pytest.approx((1.0, 0.8, 0.001))
-    assert ServedTimes().factors() is None
-    assert ServedTimes(1, 0.01, 0.01).factors() == ServingFactors(1.0, 1.0, 0.0)
+def test_samples_are_scaled_with_their_slopes():
     samples = CostSamples({(1, 1): 0.01}, {4: 0.002}, {(1, 1): 0.003}, 64, 8, {(1, 1): 1e-6}, {4: 2e-6}, {(1, 1): 3e-6})
     scaled = scaled_samples(samples, verify=1.5, draft=2.0)
     assert (scaled.verify_s[1, 1], scaled.catchup_s[4], scaled.draft_level_s[1, 1]) == pytest.approx(
@@ -223,4 +216,4 @@ def test_a_step_whose_verification_was_not_timed_tells_of_the_rest_only():
     for outcome in (outcome_of(16, 0.0), outcome_of(2 * LIMITS.token_edges[-1], 0.5)):
         assert table.observe(plan_of(8), outcome, 0.01) == 0.0, "nothing was predicted"
     np.testing.assert_array_equal(table.verify_s(8), before)
-    assert table.served.verify_s == 0.0
+    assert not table.served.verify
