@@ -7,7 +7,7 @@ request the chance varies from position to position by a Beta distribution, as `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_good_rows
-from adaserve_jax.sim.text import CONCENTRATION
+from adaserve_jax.sim.text import CHOICE_DECAY, CONCENTRATION
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -159,16 +159,25 @@ GRID = np.linspace(LOWEST, HIGHEST, 97)
 """Acceptances of a request that the fit weighs; means are found to the step of the grid."""
 SPREADS = np.linspace(0.0, 0.3, 31)
 LEAST_CONCENTRATION, MOST_CONCENTRATION = 0.5, 50.0
+LEAST_TESTED = 100
+"""Second choices from which their decay is estimated."""
 
 
 @dataclass(frozen=True)
 class AcceptanceModel:
     """mean: by class; classes that it lacks have the mean of all. spread: standard deviation between requests of a
-    class, 0 where it has none. concentration: of the Beta distribution by position."""
+    class, 0 where it has none. concentration: of the Beta distribution by position. choice_decay: as `decay` of
+    `text.search`."""
 
     mean: dict[str, float]
     spread: dict[str, float]
     concentration: float = CONCENTRATION
+    choice_decay: float = CHOICE_DECAY
+
+    def of(self, slo_class: str) -> tuple[float, float]:
+        """Return mean and spread of a class."""
+        others = sum(self.mean.values()) / len(self.mean)
+        return self.mean.get(slo_class, others), self.spread.get(slo_class, 0.0)
 
     def draw(self, classes: Sequence[str], seed: int) -> np.ndarray:
         """Draw the acceptance of each request's first choice, f64[requests].
@@ -176,13 +185,12 @@ class AcceptanceModel:
         A class with a spread gets the middles of as many equal shares of the distribution as it has requests, in an
         order drawn from `seed`, so that even few requests have the mean and spread of their class.
         """
-        others = sum(self.mean.values()) / len(self.mean)
         rng = np.random.default_rng((seed, 1))
         names, member = np.unique(np.asarray(classes), return_inverse=True)
         drawn = np.empty(len(classes))
         for index, name in enumerate(names.tolist()):
             mine = np.flatnonzero(member == index)
-            mean, spread = self.mean.get(name, others), self.spread.get(name, 0.0)
+            mean, spread = self.of(name)
             drawn[mine] = mean
             if spread > 0:
                 middles = (np.arange(len(mine)) + 0.5) / len(mine)
@@ -205,20 +213,37 @@ def load_acceptance(path: Path) -> AcceptanceModel:
 
 
 def fit_acceptance(records: Sequence[AcceptanceRecord]) -> AcceptanceModel:
-    """Fit the likeliest mean and spread of each class, and the concentration of the recorded f.
+    """Fit the likeliest mean and spread of each class, the concentration of the recorded f, and the decay of choices.
 
     Record a chain (`spec:<k>`): it tests tokens whatever they will be, so the likelihood needs no correction for what
-    was accepted before. A policy that verifies where the draft is sure shows better acceptance than there is. A plain
-    share of hits weighs requests by how often they were tested, which depends on their acceptance. Source:
+    was accepted before. A policy that verifies where the draft is sure shows better acceptance than there is, so where
+    there are chains nothing else is taken from other policies than the decay, which chains do not show. A plain share
+    of hits weighs requests by how often they were tested, which depends on their acceptance. Source:
     docs/equations.md, recorded acceptance.
     """
+    chains = [record for record in records if record.policy.startswith("spec:")]
     groups: dict[str, list[AcceptanceRecord]] = {}
-    for record in records:
+    for record in chains if any(record.ranks for record in chains) else records:
         if record.ranks:
             groups.setdefault(record.slo_class, []).append(record)
     fits = {name: _fit(group) for name, group in sorted(groups.items())}
     means, spreads = ({name: fit[part] for name, fit in fits.items()} for part in (0, 1))
-    return AcceptanceModel(means, spreads, _concentration(list(groups.values())))
+    model = AcceptanceModel(means, spreads, _concentration(list(groups.values())))
+    return replace(model, choice_decay=_choice_decay(records, model))
+
+
+def _choice_decay(records: Sequence[AcceptanceRecord], model: AcceptanceModel) -> float:
+    """Estimate how often the second choice was right where the first was wrong, over the mean chance of the first
+    there; CHOICE_DECAY where too few second choices were tested."""
+    tested, hits, expected = 0, 0, 0.0
+    for record in records:
+        mean, spread = model.of(record.slo_class)
+        variance = spread**2 + mean * (1 - mean) / (1 + model.concentration)
+        second = [rank for rank, count in zip(record.ranks, record.children, strict=True) if rank != 0 and count > 1]
+        tested += len(second)
+        hits += second.count(1)
+        expected += len(second) * (mean - variance / (1 - mean))  # of a, weighed by 1 - a
+    return CHOICE_DECAY if tested < LEAST_TESTED else min(hits / expected, 1.0)
 
 
 def _concentration(groups: list[list[AcceptanceRecord]]) -> float:

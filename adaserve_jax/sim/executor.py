@@ -16,7 +16,16 @@ import numpy as np
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.residency import State
 from adaserve_jax.scheduler.cost_model import CostGrid
-from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after, walk
+from adaserve_jax.sim.text import (
+    CHOICE_DECAY,
+    CONCENTRATION,
+    Draws,
+    acceptance_at,
+    search,
+    token_at,
+    tokens_after,
+    walk,
+)
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -66,7 +75,8 @@ class SimExecutor:
 
     acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of their
     seeds, u64[R] -> f64[R]. concentration: how little that chance varies from position to position; the draft knows it
-    at each. synthetic: the chance by level instead, the same for all requests and positions; 0 below the last.
+    at each. choice_decay: as `decay` of `text.search`. synthetic: the chance by level instead, the same for all
+    requests, positions and choices; 0 below the last.
     overhead_s: seconds of a step outside both models, by whether it drafts and its rows.
 
     If a plan asks for uncalibrated f, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted
@@ -81,6 +91,7 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         concentration: float = CONCENTRATION,
+        choice_decay: float = CHOICE_DECAY,
         synthetic: tuple[float, ...] | None = None,
         overhead_s: Callable[[bool, int], float] = lambda drafts, rows: 0.0,
         vocab_size: int = 1000,
@@ -91,6 +102,7 @@ class SimExecutor:
         self._grid = CostGrid(cost, limits)
         self._acceptance = acceptance
         self._concentration = concentration
+        self._choice_decay = choice_decay if synthetic is None else 1.0
         self._synthetic: np.ndarray | None = None
         if synthetic is not None:
             depth = max(limits.max_tree_depth, len(synthetic))
@@ -225,7 +237,7 @@ class SimExecutor:
         else:
             mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
             a = acceptance_at(mean, draws.mood, self._concentration)
-        beams = search(draws, a, width, calibrated=draft.calibrated)
+        beams = search(draws, a, width, decay=self._choice_decay, calibrated=draft.calibrated)
         log_f = np.log(beams.f).astype(np.float32)
         if np.count_nonzero(draft.speculates) < rows:
             log_f[~draft.speculates] = -np.inf

@@ -54,19 +54,21 @@ def draw_luck(seed: Any, choice: Any, root: Any, luck: Any, mood: Any) -> None:
 
 @compiled
 def search(
-    target: Any, luck: Any, a: Any, said: Any, width: Any, vocab_size: Any, f: Any, token: Any, parent: Any
+    target: Any, luck: Any, a: Any, said: Any, decay: Any, width: Any, vocab_size: Any, f: Any, token: Any, parent: Any
 ) -> None:  # fmt: skip
     """Enter `text.search` into f, token and parent, [R, C] each. said: f64[R, depth], a as the draft states it."""
     chance, tried, true = np.empty(width), np.empty(width, np.int64), np.empty((2, width), np.bool_)
     for row in range(a.shape[0]):
         for level in range(a.shape[1]):
-            picked, missed = 0, 1 - a[row, level]
+            picked, right, missed = 0, a[row, level], 1 - a[row, level]
             while picked < width and luck[row, level] >= 1 - missed:
-                missed *= 1 - a[row, level]
+                right *= decay
+                missed *= 1 - right
                 picked += 1
-            chance[0] = said[row, level]
+            chance[0] = right = said[row, level]
             for rank in range(1, width):
-                chance[rank] = chance[rank - 1] * (1 - said[row, level])
+                chance[rank] = chance[rank - 1] * (1 - right) * decay
+                right *= decay
             first, above = level * width, (level - 1) * width
             tried[:] = 0
             for rank in range(width):

@@ -19,6 +19,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import Profile, ServingFactors, is_profile, parse_profile
 from adaserve_jax.scheduler.cost_model import bucket_of
 from adaserve_jax.sim.executor import ElasticTimes
+from adaserve_jax.sim.text import CHOICE_DECAY
 from adaserve_jax.types import CostSamples, Limits
 
 VERSION = 1
@@ -31,8 +32,8 @@ class Machine:
 
     verify_ms: by packed tokens, linear between them, for any number of rows. draft_level_ms: of a level of any size.
     token_step: distance of the token edges up to max_batch_tokens. acceptance: of the draft's first choice, by SLO
-    class; requests of other classes have the mean of all. swap_ms: `expand`, `contract` and `load` of
-    `ElasticTimes`, which fills in missing ones.
+    class; requests of other classes have the mean of all. choice_decay: as `decay` of `text.search`. swap_ms: `expand`,
+    `contract` and `load` of `ElasticTimes`, which fills in missing ones.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Machine:
     token_step: int
     max_context: int
     acceptance: dict[str, float]
+    choice_decay: float = field(default=CHOICE_DECAY, kw_only=True)
     swap_ms: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -130,7 +132,7 @@ def _machine(values: Any, where: str) -> Machine:
     if not isinstance(values, dict) or values.pop("version", None) != VERSION:
         raise ConfigError(f"machine {where}: expected an object of version {VERSION}")
     names = {field.name for field in fields(Machine)}
-    wrong = sorted((names ^ set(values)) - {"swap_ms"})
+    wrong = sorted((names ^ set(values)) - {"choice_decay", "swap_ms"})
     if wrong:
         raise ConfigError(f"machine {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")
     try:
@@ -148,6 +150,10 @@ def _machine(values: Any, where: str) -> Machine:
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and (machine.draft_level_ms > 0 or not machine.max_depth)
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
+        if not 0 < machine.choice_decay <= 1:
+            raise ConfigError(
+                f"machine {where}: choice_decay must be above 0 and at most 1, got {machine.choice_decay!r}"
+            )
         known = [each.name.removesuffix("_s") for each in fields(ElasticTimes)]
         swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.elastic_times)) >= 0
     except (AttributeError, TypeError, ValueError) as error:

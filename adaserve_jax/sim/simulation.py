@@ -175,7 +175,9 @@ class _Simulation:
     ):  # fmt: skip
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
         (self._run_id, self._point), self._recorder = key, recorder
-        self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
+        known = plan.acceptance
+        self._concentration = CONCENTRATION if known is None else known.concentration
+        self._choice_decay = machine.choice_decay if known is None else known.choice_decay
         self._limits = plan.limits(machine)
         check_lengths(self._limits, trace)
         self._samples = machine.samples(self._limits)
@@ -228,6 +230,7 @@ class _Simulation:
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
             self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
+            choice_decay=self._choice_decay,
             synthetic=plan.synthetic, overhead_s=self._machine.overhead_s,
             elastic_times=self._machine.elastic_times,
         )  # fmt: skip

@@ -17,6 +17,9 @@ from adaserve_jax.types import DraftTrees
 CONCENTRATION = 2.3
 """Default concentration of the Beta distribution that the draft's chance of being right follows over positions: that of
 the embedded pair at temperature 0."""
+CHOICE_DECAY = 1.0
+"""Default chance that the draft's next choice is right, where those before it were wrong, over the chance of the choice
+before."""
 OVERCONFIDENCE = 2.0
 """Power to which an uncalibrated draft raises the odds of its first choice: 0.7 is called 0.84, 0.4 is called 0.31."""
 MEANS, SHARES = 100, 1024
@@ -80,8 +83,11 @@ class Beams:
     parent: np.ndarray
 
 
-def search(draws: Draws, a: np.ndarray, width: int, *, calibrated: bool = True) -> Beams:
-    """Search beams in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
+def search(
+    draws: Draws, a: np.ndarray, width: int, *, decay: float = CHOICE_DECAY, calibrated: bool = True
+) -> Beams:  # fmt: skip
+    """Search beams in which the draft's choice r, where no better one is right, is the target's with chance a decay^r
+    at every node of a level.
 
     a: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
     calibration the draft states a too sharply, by OVERCONFIDENCE, and ranks its beams by that.
@@ -89,7 +95,8 @@ def search(draws: Draws, a: np.ndarray, width: int, *, calibrated: bool = True) 
     rows, columns = len(a), a.shape[1] * width
     beams = Beams(np.empty((rows, columns)), *np.empty((2, rows, columns), np.int32))
     said = a if calibrated else _overconfident(a)
-    _kernels().search(draws.target, draws.luck, a, said, width, draws.vocab_size, beams.f, beams.token, beams.parent)
+    found = beams.f, beams.token, beams.parent
+    _kernels().search(draws.target, draws.luck, a, said, decay, width, draws.vocab_size, *found)
     return beams
 
 

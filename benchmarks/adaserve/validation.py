@@ -6,13 +6,13 @@ The first requests of one of AdaServe's traces, their texts cut to a thirteenth 
 share of a step that it has on the paper's machine, with its targets in multiples of the baseline latency, arrive at
 several rates at a real engine with a grown target: plain decoding, the chain that the simulator finds best, the paper's
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
-All draft with the draft model alone, since the simulator has no text to draft from. Acceptance is recorded from the
-chain's runs. The latency that targets are scaled by, and the chain, are kept in chosen.json, so that a run that was
-stopped goes on with them, and so does one whose profile was removed to be measured again. What other options measured
-is measured again. Then the same prompts, output lengths, arrivals and targets are simulated with the recorded
-acceptance: on the profile as it is, and once for each round with the times that its steps took, warm-up included,
-beside the profile's samples. The first is a prediction; the second shows the error that is left without the machine's
-drift.
+All draft with the draft model alone, since the simulator has no text to draft from. Acceptance is recorded: from the
+chain's runs, and from the others how good second choices are. The latency that targets are scaled by, and the chain,
+are kept in chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to
+be measured again. What other options measured is measured again. Then the same prompts, output lengths, arrivals and
+targets are simulated with the recorded acceptance: on the profile as it is, and once for each round with the times that
+its steps took, warm-up included, beside the profile's samples. The first is a prediction; the second shows the error
+that is left without the machine's drift.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of all three, differences to
 the engine, and whether engine and simulations put the policies in the same order. Rows and records of the real runs are
@@ -26,6 +26,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -244,9 +245,9 @@ def run_folder(out: Path, repeat: int, rate: float, policy: str) -> Path:
     return out / f"real-{repeat}-{rate:g}-{policy.replace(':', '')}"
 
 
-def read_records(out: Path, rates: Sequence[float], repeats: int, policy: str) -> list[AcceptanceRecord]:
-    """Return what the real runs of one policy recorded."""
-    folders = [run_folder(out, repeat, rate, policy) for repeat in range(repeats) for rate in rates]
+def read_records(out: Path, rates: Sequence[float], repeats: int, policies: Sequence[str]) -> list[AcceptanceRecord]:
+    """Return what the real runs of these policies recorded."""
+    folders = [run_folder(out, *each) for each in product(range(repeats), rates, policies)]
     return [each for folder in folders for each in read_rows(folder / "acceptance.jsonl", AcceptanceRecord)]
 
 
@@ -332,7 +333,7 @@ def policy_validation(
         engine.client.close()
     emitted = _output_tokens(run_folder(out, 0, chosen_rates[0], "ar") / "requests.jsonl", len(asked))
     trace_asked = as_trace([replace(each, output_tokens=n) for each, n in zip(asked, emitted, strict=True)])
-    acceptance = fit_acceptance(read_records(out, chosen_rates, repeats, chain))
+    acceptance = fit_acceptance(read_records(out, chosen_rates, repeats, policies[1:]))
 
     def compared(policy: str, rate: float) -> Compared:
         rounds = real[policy, rate]

@@ -81,6 +81,42 @@ def test_the_fit_tells_even_requests_from_uneven_ones() -> None:
     assert uneven.mean["b"] == pytest.approx(0.25, abs=0.05)
 
 
+def trees_of(policy: str, kind: str, first: int, second: int, missed: int, single: int = 0) -> AcceptanceRecord:
+    """Positions with two children where the first, the second and none was right, and missed ones with one child."""
+    ranks = (0,) * first + (1,) * second + (MISS,) * (missed + single)
+    children = (2,) * (first + second + missed) + (1,) * single
+    return AcceptanceRecord("r", policy, 1.0, "q", kind, tuple(range(len(ranks))), ranks, children, (0.5,) * len(ranks))
+
+
+def test_the_fit_takes_the_decay_of_choices_from_trees_and_all_else_from_chains() -> None:
+    """Chains accept 0.6 evenly, at a concentration so high that the chance is 0.6 everywhere. In trees the first choice
+    is right in 9 of 10; where it is wrong, in 0.3."""
+    chain = replace(record("a", 300, 200), policy="spec:4")
+    alone = fit_acceptance([chain] * 8)
+    assert alone.choice_decay == 1.0
+    tree = trees_of("adaserve", "a", first=900, second=30, missed=70, single=100)
+    both = fit_acceptance([chain] * 8 + [tree] * 4)
+    assert (both.mean, both.spread, both.concentration) == (alone.mean, alone.spread, alone.concentration)
+    assert both.mean["a"] == pytest.approx(0.6, abs=0.011) and both.concentration == 50.0
+    assert both.choice_decay == pytest.approx(0.5, rel=0.05)
+    few = fit_acceptance([chain] * 8 + [trees_of("adaserve", "a", first=900, second=9, missed=90)])
+    assert few.choice_decay == 1.0, "99 second choices are too few"
+    assert fit_acceptance([tree] * 4).mean["a"] > 0.7, "without a chain the trees are all there is"
+
+
+def test_a_simulation_draws_by_the_fitted_decay() -> None:
+    """Trees gain from second choices; a chain has none."""
+    trace = short_trace(20, rate=4.0, output=60)
+    for policy, gains in (("adaserve-paper", True), ("spec:4", False)):
+        models = [AcceptanceModel({"code": 0.5}, {}, choice_decay=decay) for decay in (1.0, 0.3)]
+        runs = [simulate(policy, SimulationPlan((), acceptance=model), MACHINE, trace) for model in models]
+        even, decayed = map(accepted_per_verification, runs)
+        assert even > 1.1 * decayed if gains else even == decayed
+    worse = replace(MACHINE, choice_decay=0.3)
+    by_machine = [simulate("adaserve-paper", SimulationPlan(()), machine, trace) for machine in (MACHINE, worse)]
+    assert accepted_per_verification(by_machine[0]) > 1.1 * accepted_per_verification(by_machine[1])
+
+
 def test_draws_have_the_mean_and_the_spread() -> None:
     model = AcceptanceModel({"a": 0.5, "b": 0.7}, {"a": 0.1})
     drawn = model.draw(["a", "b", "c"] * 4000, 3)

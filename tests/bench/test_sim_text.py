@@ -63,27 +63,40 @@ def test_tokens_are_spread_evenly() -> None:
 
 
 def searched(
-    a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = True
+    a: np.ndarray, luck: np.ndarray, width: int, *, decay: float = 1.0, calibrated: bool = True
 ) -> tuple[Beams, np.ndarray]:  # fmt: skip
     """Return what a search with this luck finds, and the nodes whose path is the text: bool[R, C]."""
     rows, depth = a.shape
     target = np.random.default_rng(3).integers(0, VOCAB, (rows, depth + 1)).astype(np.int32)
     beams = search(
-        Draws(target, luck, np.zeros_like(luck), VOCAB), np.ascontiguousarray(a), width, calibrated=calibrated
+        Draws(target, luck, np.zeros_like(luck), VOCAB),
+        np.ascontiguousarray(a),
+        width,
+        decay=decay,
+        calibrated=calibrated,
     )
     return beams, beams.token == np.repeat(target[:, :depth], width, axis=1)
 
 
-@pytest.mark.parametrize(("depth", "width"), [(4, 1), (3, 2), (4, 3)])
-def test_f_is_the_true_chance_of_each_node(depth: int, width: int) -> None:
+@pytest.mark.parametrize(("depth", "width", "decay"), [(4, 1, 1.0), (3, 2, 1.0), (4, 3, 1.0), (3, 3, 0.5)])
+def test_f_is_the_true_chance_of_each_node(depth: int, width: int, decay: float) -> None:
     """60,000 searches at the same chances: every node's path is the text as often as its f says, within 4 sigma."""
     rows = 60_000
     a = np.broadcast_to(np.array([0.6, 0.9, 0.35, 0.75])[:depth], (rows, depth))
-    beams, true = searched(a, np.random.default_rng(1).random((rows, depth)), width)
+    beams, true = searched(a, np.random.default_rng(1).random((rows, depth)), width, decay=decay)
     assert (true.reshape(rows, depth, width).sum(axis=2) <= 1).all()
     for node in range(depth * width):
         f = beams.f[0, node]
         assert true[:, node].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
+
+
+def test_a_choice_is_right_less_often_than_the_one_before_it() -> None:
+    """A first choice of chance 0.6, and a decay of a half: 0.3 where it is wrong, and 0.15 where both are."""
+    beams, _ = searched(np.array([[0.6]]), np.array([[0.5]]), 3, decay=0.5)
+    np.testing.assert_allclose(beams.f[0], [0.6, 0.4 * 0.3, 0.4 * 0.7 * 0.15])
+    for luck, right in ((0.59, 0), (0.61, 1), (0.71, 1), (0.73, 2), (0.75, 2), (0.77, None)):
+        _, true = searched(np.array([[0.6]]), np.array([[luck]]), 3, decay=0.5)
+        assert np.flatnonzero(true[0]).tolist() == ([] if right is None else [right])
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
