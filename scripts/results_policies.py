@@ -48,10 +48,16 @@ def validation_tables(result: dict[str, Any]) -> str:
             "\n".join([REAL, *rows]),
             f"{_largest(result, 'simulated', 'Simulated on the profile')} {_largest(result, 'as_served', 'As served')}",
             _rounds(result["points"]),
+            f"Recorded acceptance of the first choice: {_acceptance(result['acceptance'])}",
             f"Error of predicted times in the profile's own mixed load (median and 90th percentile): {predicted}. "
             f"{result['device']}; jax {result['jax_version']}. Commit {short_commit(result['commit'])}.",
         ]
     )
+
+
+def _acceptance(found: dict[str, Any]) -> str:
+    means = ", ".join(f"{name} {mean:.2f}" for name, mean in found["mean"].items())
+    return f"{means}. Each further choice is right {found['choice_decay']:.2f} times as often as the one before."
 
 
 def _largest(result: dict[str, Any], side: str, name: str) -> str:
@@ -143,6 +149,23 @@ def sweeps_table(result: dict[str, Any]) -> str:
             f"{max(ratios):.2f} times the attainment of the best baseline. {about}"
         )
     return "\n\n".join(["\n".join([SWEPT, *rows]), about])
+
+
+def second_choices_table(result: dict[str, Any]) -> str:
+    """Return the attainment of each policy by decay, from a run of benchmarks/adaserve/second_choices.py."""
+    decays = list(dict.fromkeys(row["decay"] for row in result["rows"]))
+    rows = []
+    for policy in dict.fromkeys(row["policy"] for row in result["rows"]):
+        cells = []
+        for decay in decays:
+            met = next(r["attainment"] for r in result["rows"] if (r["policy"], r["decay"]) == (policy, decay))
+            worst = min(met, key=met.__getitem__)
+            cells.append(f"{fmean(met.values()):.1%}; {met[worst]:.1%} at {worst}")
+        rows.append(line(f"`{policy}`", *cells))
+    columns = head("policy", *(f"decay {decay:g}" for decay in decays))
+    points = len(result["rows"][0]["attainment"])
+    about = f"{result['simulated']}, {points} points. Commit {short_commit(result['commit'])}."
+    return "\n\n".join([f"Simulated with `{result['command']}`:", "\n".join([columns, *rows]), about])
 
 
 def constants_table(result: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ Of benchmarks/results it reads, each written by the file of benchmarks/ beside i
   acceptance-rules-*, draft-vocabulary-*: the files of engine/ with these names; draft-sources-*, draft-heads-*:
   engine/draft_sources.py and draft_sources_load.py
 * device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
-* validation-*, calibration-*, constants-*, fluctuating-*, fair-tenants: the files of adaserve/ with these names;
+* validation-*, second-choices-*, calibration-*, constants-*, fluctuating-*, fair-tenants: the files of adaserve/ with
+  these names;
   sweeps-*, contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
 * nightjar-*: nightjar/tables.py, engine.py and offload.py
 * online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
@@ -42,6 +43,7 @@ from scripts.results_policies import (
     constants_table,
     fair_tenants_table,
     fluctuating_table,
+    second_choices_table,
     sweeps_table,
     validation_tables,
 )
@@ -378,7 +380,7 @@ def rules_table(result: dict[str, Any]) -> str:
 
 
 POLICY_PARTS = {
-    "validation": validation_tables, "sweeps": sweeps_table,
+    "validation": validation_tables, "second-choices": second_choices_table, "sweeps": sweeps_table,
     "nightjar": nightjar_tables, "calibration": calibration_table, "off-path": off_path_table,
     "client-accuracy": client_table,
     "learning-latency": latency_table, "learning-cost": cost_table,

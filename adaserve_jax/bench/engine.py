@@ -163,8 +163,8 @@ class RequestProbe(Probe):
         if reason in ("stop", "length"):
             return "finished", None
         if reason == "error":
-            refused = self._last is not None and self._last.error_code == SLO_INFEASIBLE
-            return ("rejected", SLO_INFEASIBLE) if refused else ("failed", "engine_error")
+            code = (self._last and self._last.error_code) or "engine_error"
+            return "rejected" if code in (SLO_INFEASIBLE, QueueFullError.code) else "failed", code
         return ("unfinished", None) if self._cut_off else ("failed", "aborted")
 
 

@@ -342,7 +342,7 @@ class Distillation:
             for index in part.tolist():
                 self._trainer.accumulate(batches[index])
                 rows += batches[index].num_rows
-            progress = (number + step / steps) / self.num_rounds
+            progress = (number + (step + 0.5) / steps) / self.num_rounds  # at 0, warm-up would train nothing
             applied = self._trainer.apply(config.rate_share(progress))
             if not applied.finite:
                 raise ConfigError(

@@ -75,7 +75,7 @@ class Machine:
     def limits(self, max_requests: int = 0) -> Limits:
         """Return limits in which pages never run out. max_requests: 0 takes the machine's own."""
         requests = max_requests or self.max_requests
-        edges = (1, *range(self.token_step, self.max_batch_tokens + 1, self.token_step))
+        edges = tuple(sorted({1, *range(self.token_step, self.max_batch_tokens + 1, self.token_step)}))
         pages = requests * -(-self.max_context // PAGE_SIZE)
         return Limits(
             max_requests=requests, token_edges=edges, max_tree_tokens=self.max_tree_tokens,
@@ -146,6 +146,16 @@ def _machine(values: Any, where: str) -> Machine:
         if wrong is not None:
             raise ConfigError(
                 f"machine {where}: {wrong} must be an integer, 0 or above, got {getattr(machine, wrong)!r}"
+            )
+        if machine.max_batch_tokens % machine.token_step:
+            raise ConfigError(
+                f"machine {where}: max_batch_tokens must be a multiple of token_step, got "
+                f"{machine.max_batch_tokens} and {machine.token_step}"
+            )
+        if max(machine.verify_ms) < machine.max_batch_tokens:
+            raise ConfigError(
+                f"machine {where}: verify_ms must reach max_batch_tokens, {machine.max_batch_tokens}, got a time of "
+                f"{max(machine.verify_ms)} tokens at most"
             )
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and (machine.draft_level_ms > 0 or not machine.max_depth)

@@ -23,7 +23,7 @@ from adaserve_jax.workloads.items import Workload, WorkloadItem
 
 POISSON, GAMMA, TRACE, STEP, SINE, PEAKS = "poisson", "gamma", "trace", "step", "sine", "peaks"
 EXAMPLES = (
-    "poisson", "gamma:cv=2", "trace", "trace:scale=0.5", "step:at=30,rate=4", "sine:period=60,swing=0.8",
+    "poisson", "gamma:cv=2", "trace", "trace:scale=0.5", "step:at=10,rate=4", "sine:period=60,swing=0.8",
     "peaks:chat=75,code=195,summary=285",
 )  # fmt: skip
 PEAK_WIDTH_S, FLAT_SHARE = 35.0, 0.25
@@ -324,6 +324,12 @@ def make_schedule(
     if spec.process == PEAKS:
         arrivals = _peaks(workload, spec, rate_rps, duration_s, seed)
         return Schedule(spec.text, rate_rps, duration_s, arrivals)
+    late = [at_s for at_s, _ in spec.steps if at_s >= duration_s]
+    if late:
+        raise ConfigError(
+            f"arrivals: step: the rate changes at {late[0]:g} s, which is not within the run's {duration_s:g} s; make "
+            "the run longer"
+        )
     law = _law(spec, rate_rps)
     end = np.array(law.knots(duration_s)[-1])  # `knots` refuses a law that is too fine for numbers
     mean_rps = rate_rps * float(law.cumulative(end)) / duration_s

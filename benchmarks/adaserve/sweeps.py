@@ -28,7 +28,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -217,10 +217,6 @@ def policy_sweeps(
     beside: Annotated[
         Path | None, typer.Option(help="contenders.json of an earlier run: what is not run is taken from it")
     ] = None,
-    choice_decay: Annotated[
-        float | None,
-        typer.Option(help="of the machines' drafts, instead of their own (docs/simulate.md)"),
-    ] = None,
     report_only: Annotated[bool, typer.Option(help="run nothing: write the report of what sweeps.jsonl has")] = False,
     quick: Annotated[bool, typer.Option(help="short generated traces and few contenders, to see it work")] = False,
 ) -> None:
@@ -235,11 +231,7 @@ def policy_sweeps(
         make_folder(out)
         show(write_report(with_earlier(lines, beside), out), out)
         return
-    if choice_decay is not None and not 0 < choice_decay <= 1:
-        raise ConfigError(f"--choice-decay must be above 0 and at most 1, got {choice_decay:g}")
     named = [load_machine(name) for name in comma_list("machines", machines, str)]
-    if choice_decay is not None:
-        named = [replace(machine, choice_decay=choice_decay) for machine in named]
     chosen = contenders(quick=quick)
     chosen = named_contenders("only", only, chosen) or chosen
     of_sweeps, of_targets = _among("sweeps", sweeps, SWEEPS), _among("targets", targets, TARGETS)

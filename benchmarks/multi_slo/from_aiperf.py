@@ -37,11 +37,16 @@ from adaserve_jax.results.submission import (
 from benchmarks import program
 
 NOTE = "converted from aiperf: steady loads alone, without overload and burst"
+PROFILING = "profiling"
+"""Phase of the records that count."""
 MS_PER = {"ms": 1.0, "sec": 1e3, "s": 1e3, "us": 1e-3, "ns": 1e-6}
 
 
 def read_export(path: Path, target: ClassTarget) -> list[RequestRecord]:
-    """Read the records of one class and judge each by the class's targets. Raises ConfigError naming the line."""
+    """Read the records of one class, without those of the warm-up, and judge each by the class's targets.
+
+    Raises ConfigError naming the line.
+    """
     records = []
     try:
         lines = path.read_text().splitlines()
@@ -49,7 +54,9 @@ def read_export(path: Path, target: ClassTarget) -> list[RequestRecord]:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a profile_export.jsonl") from error
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(json.loads(line), target, f"{target.name}-{number}"))
+            values = json.loads(line)
+            if values["metadata"].get("benchmark_phase", PROFILING) == PROFILING:
+                records.append(_record(values, target, f"{target.name}-{number}"))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: not a record of aiperf: {error!r}") from error
     if not records:
@@ -107,6 +114,14 @@ def points_of(runs: Sequence[str], classes: Sequence[ClassTarget]) -> list[Suite
         missing = targets.keys() - of_class.keys()
         if missing:
             raise ConfigError(f"rate {at:g} lacks a run of class {min(missing)!r}")
+        spans = {name: (min(r.due_s for r in each), max(r.due_s for r in each)) for name, each in of_class.items()}
+        first_end, ended = min((end, name) for name, (_, end) in spans.items())
+        last_start, begun = max((start, name) for name, (start, _) in spans.items())
+        if last_start > first_end:
+            raise ConfigError(
+                f"at rate {at:g} class {begun!r} starts after the last request of class {ended!r}; run the classes of "
+                "a rate at the same time"
+            )
         records = [record for each in of_class.values() for record in each]
         ends = [record.due_s + (record.e2e_s or 0.0) for record in records]
         wall_s = max(ends) - min(record.due_s for record in records)

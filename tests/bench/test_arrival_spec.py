@@ -32,7 +32,7 @@ def test_settings_go_where_they_belong():
         ("", "arrivals: expected one such as poisson"),
         ("gamma:", "arrivals: expected one such as poisson"),
         ("gamma", "arrivals: gamma needs cv, such as gamma:cv=2"),
-        ("step:at=3", "arrivals: step needs rate, such as step:at=30,rate=4"),
+        ("step:at=3", "arrivals: step needs rate, such as step:at=10,rate=4"),
         ("sine:swing=1", "arrivals: sine needs period, such as sine:period=60,swing=0.8"),
         ("peaks:width=3", "arrivals: peaks needs a class and when it peaks"),
         ("poisson:cv=2", "arrivals: poisson: it has no settings, got 'cv=2'"),

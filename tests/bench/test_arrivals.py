@@ -142,6 +142,10 @@ def test_one_request_is_a_trace_too(tmp_path: Path):
         ({"text": "trace"}, "workload packaged says no times of arrival"),
         ({"text": "gamma:cv=2", "rate": None}, "arrivals gamma:cv=2 need rates as numbers"),
         ({"text": "peaks:maths=3"}, "arrivals: peaks: workload packaged has no class 'maths'; it has chat"),
+        (
+            {"text": "step:at=10,rate=4,at=50,rate=1"},
+            "the rate changes at 50 s, which is not within the run's 50 s",
+        ),
         ({"text": "peaks:chat=60"}, "peaks: chat peaks after the run's 50 s; make it longer"),
         ({"text": "sine:period=1e-6,swing=0.5"}, "a rate that changes within 1e-06 s is too fine for a run of 50 s"),
         ({"text": "sine:period=1e-310,swing=0.5"}, "too fine for a run of 50 s"),

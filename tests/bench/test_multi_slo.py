@@ -409,12 +409,21 @@ def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
     assert (code.requests, code.met, code.lost) == (4, 1, 1) and code.tpot_p50_ms == pytest.approx(20)
     assert code.goodput_tps == pytest.approx(10 / 5.18) and by_class["chat"].attainment == 1.0
     assert found.verdict.levels[0].rate_rps is None and found.verdict.overload_rps is None
+    warm = json.loads(exported(-60.0, 9000, 9180, 10))
+    warm["metadata"]["benchmark_phase"] = "warmup"
+    counted = json.loads(ok)
+    counted["metadata"]["benchmark_phase"] = "profiling"
+    (tmp_path / "code.jsonl").write_text("\n".join(map(json.dumps, (warm, counted))) + "\n" + slow + late + failed)
+    assert from_aiperf.points_of(runs, definition.classes) == list(found.points)
     with pytest.raises(ConfigError, match="rate 2 lacks a run of class 'chat'"):
         from_aiperf.points_of(runs[:1], definition.classes)
     with pytest.raises(ConfigError, match="a run of 2:code is given twice, the second as "):
         from_aiperf.points_of([*runs, runs[0]], definition.classes)
     with pytest.raises(ConfigError, match="expected RATE:CLASS=FILE with a class of chat, code, summary, got 'code=x'"):
         from_aiperf.points_of(["code=x"], definition.classes)
+    (tmp_path / "rest.jsonl").write_text(exported(3.5, 100, 280, 10))
+    with pytest.raises(ConfigError, match="at rate 2 class 'summary' starts after the last request of class 'code'"):
+        from_aiperf.points_of(runs, definition.classes)
     (tmp_path / "rest.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"rest.jsonl:1: not a record of aiperf: KeyError\('metadata'\)"):
         from_aiperf.points_of(runs, definition.classes)

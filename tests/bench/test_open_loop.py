@@ -186,3 +186,18 @@ def test_a_target_out_of_reach_is_a_rejection_whenever_the_engine_says_so():
     assert ends == [1]
     assert (record.status, record.error_code, record.slo_met) == ("rejected", "slo_infeasible", False)
     assert (record.slo_feasible, violation_cause(record, acceptance_rate=0.5)) == (False, "infeasible")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told"),
+    [
+        ("queue_full", "rejected", "queue_full"),
+        ("engine_dead", "failed", "engine_dead"),
+        (None, "failed", "engine_error"),
+    ],
+)
+def test_a_request_that_ends_in_an_error_says_which(code: str | None, status: str, told: str):
+    probe = RequestProbe(requests(1, 0.0)[0].prepared, 10.0, lambda: None)
+    probe(OutputChunk("r0", 0, "", [], "error", None, "gone", code))
+    record = probe.record(AtPoint("r", "p", "ar", 1.0, start_s=10.0, baseline_s=0.004))
+    assert (record.status, record.error_code, record.slo_met) == (status, told, False)

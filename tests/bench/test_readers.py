@@ -189,6 +189,12 @@ def test_mooncakes_blocks_and_burstgpts_logs(tmp_path: Path) -> None:
         (None, "chat", SLO(), 18, 0.0, Lengths(472, 18)), (None, "api", SLO(), 20, 115.0, Lengths(300, 20)),
     ]  # fmt: skip
     assert workload.notes == ("left out: 1 requests without a prompt or an answer",)
+    line = {"timestamp": 0, "input_length": 5, "output_length": 0, "hash_ids": [1]}
+    unasked = {"timestamp": 9, "input_length": 0, "output_length": 3, "hash_ids": []}
+    (tmp_path / "w.txt").write_text("\n".join(map(json.dumps, (line, {**line, "output_length": 2}, unasked))))
+    answered = load_workload(tmp_path / "w.txt")
+    assert told(answered) == [(None, "default", SLO(), 2, 0.0, Lengths(5, 2, (1,)))]
+    assert answered.notes == ("left out: 2 requests without a prompt or an answer",)
     later = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     (tmp_path / "w.txt").write_text(later + "5.5,s,1.25,GPT-4,7,3,10,API log\n")
     assert told(load_workload(tmp_path / "w.txt")) == [(None, "api", SLO(), 3, 0.0, Lengths(7, 3))]

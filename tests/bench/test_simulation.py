@@ -109,6 +109,19 @@ def test_a_bad_machine_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**values, "token_step": 0}))
     with pytest.raises(ConfigError, match="token_step must be an integer above 0, got 0"):
         load_machine(str(path))
+    path.write_text(json.dumps({**values, "token_step": 10}))
+    with pytest.raises(ConfigError, match="max_batch_tokens must be a multiple of token_step, got 1024 and 10"):
+        load_machine(str(path))
+    path.write_text(json.dumps({**values, "max_batch_tokens": 2048}))
+    with pytest.raises(ConfigError, match=r"verify_ms must reach max_batch_tokens, 2048, got a time of 1024 tokens"):
+        load_machine(str(path))
+    for decay in (0, 1.5):
+        path.write_text(json.dumps({**values, "choice_decay": decay}))
+        with pytest.raises(ConfigError, match=f"choice_decay must be above 0 and at most 1, got {decay}"):
+            load_machine(str(path))
+    path.write_text(json.dumps({**values, "choice_decay": 0.7, "token_step": 1}))
+    assert load_machine(str(path)).choice_decay == 0.7
+    assert load_machine(str(path)).limits().token_edges == tuple(range(1, 1025))
     path.write_text(json.dumps({**values, "max_depth": 2.5}))
     with pytest.raises(ConfigError, match=r"max_depth must be an integer, 0 or above, got 2\.5"):
         load_machine(str(path))

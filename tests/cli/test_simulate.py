@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def test_a_trace_is_shortened_before_it_is_simulated(tmp_path: Path) -> None:
     (records,) = folder.records.values()
     assert [(each.prompt_tokens, each.output_tokens) for each in records] == [(980, 20), (45, 9)]
     assert {row.workload for row in folder.rows} == {"azure.csv lengths scale=0.5,output=20,context=1000"}
+
+
+def test_a_trace_whose_requests_have_texts_too_is_shortened_by_its_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "emission.json"
+    line = {"emission_time_ms": 0, "input_length": 9000, "output_length": 10, "prompt": "long", "slo_ratio": -50}
+    path.write_text(json.dumps([line, {**line, "emission_time_ms": 500, "input_length": 30}]))
+    arguments = [str(path), "--policies", "ar", "--lengths", "context=4096", "--out", str(tmp_path)]
+    assert run_program("simulate", *arguments) == 0
+    (records,) = RunResults.load(tmp_path).records.values()
+    assert [(each.prompt_tokens, each.output_tokens) for each in records] == [(4086, 10), (30, 10)]
 
 
 def test_a_default_ttft_target_leaves_a_traces_own(tmp_path: Path) -> None:

@@ -167,6 +167,17 @@ def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prom
 
 
 @pytest.mark.slow
+def test_a_run_of_one_step_that_is_all_warm_up_trains(
+    models: Models, prompts: list[list[int]], tmp_path: Path
+) -> None:  # fmt: skip
+    config = replace(CONFIG, epochs=1, warmup=1.0, step_tokens=1_000_000, round_prompts=1_000)
+    run = _open(models, prompts, config)
+    before = run.weights()
+    assert run.run(tmp_path / "state")
+    assert run.done.steps == 1 and not _same(run.weights(), before)
+
+
+@pytest.mark.slow
 def test_weights_that_are_no_numbers_end_the_run(models: Models, prompts: list[list[int]], tmp_path: Path) -> None:
     run = _open(models, prompts, replace(CONFIG, rate=1e30))
     with pytest.raises(ConfigError, match=r"training gave a loss of .* rate must be lower than 1e\+30"):

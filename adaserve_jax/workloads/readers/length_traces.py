@@ -75,9 +75,9 @@ def _read_mooncake(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
     first_s = min((at_s for at_s, _ in lines), default=0.0)
     for at_s, line in lines:
         line.only(MOONCAKE_FIELDS)
-        prompt = line.integer("input_length")
-        lengths = Lengths(prompt, line.integer("output_length"), _blocks(line, prompt))
-        yield gaps.item(arrival_s=at_s - first_s, lengths=lengths)
+        prompt = line.integer("input_length", low=0)
+        lengths = Lengths(prompt, line.integer("output_length", low=0), _blocks(line, prompt))
+        yield from _answered(gaps, at_s - first_s, lengths)
 
 
 def _blocks(line: Fields, prompt_tokens: int) -> tuple[int, ...]:
