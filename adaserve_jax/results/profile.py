@@ -52,6 +52,7 @@ ByRows = Annotated[dict[tuple[int, int, int], Seconds], *AS_ROWS]
 ByDepth = Annotated[dict[tuple[int, int, int, int], Seconds], *AS_ROWS]
 ByLag = Annotated[dict[tuple[int, int], Seconds], *AS_ROWS, AfterValidator(_is_grid)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Overhead = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ class ServingFactors:
 
     verify: Factor
     draft: Factor
-    overhead_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    overhead_s: Overhead = 0.0
     verify_by_size: Annotated[dict[tuple[int, int], Factor], *AS_ROWS] = field(
         default_factory=dict[tuple[int, int], float]
     )
-    overhead_by_kind_s: Annotated[dict[tuple[int, int], Annotated[float, Field(ge=0)]], *AS_ROWS] = field(
+    overhead_by_kind_s: Annotated[dict[tuple[int, int], Overhead], *AS_ROWS] = field(
         default_factory=dict[tuple[int, int], float]
     )
 

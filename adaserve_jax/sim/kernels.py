@@ -60,15 +60,15 @@ def search(
     chance, tried, true = np.empty(width), np.empty(width, np.int64), np.empty((2, width), np.bool_)
     for row in range(a.shape[0]):
         for level in range(a.shape[1]):
-            picked, right, missed = 0, a[row, level], 1 - a[row, level]
+            picked, choice_a, missed = 0, a[row, level], 1 - a[row, level]
             while picked < width and luck[row, level] >= 1 - missed:
-                right *= decay
-                missed *= 1 - right
+                choice_a *= decay
+                missed *= 1 - choice_a
                 picked += 1
-            chance[0] = right = said[row, level]
+            chance[0] = choice_a = said[row, level]
             for rank in range(1, width):
-                chance[rank] = chance[rank - 1] * (1 - right) * decay
-                right *= decay
+                chance[rank] = chance[rank - 1] * (1 - choice_a) * decay
+                choice_a *= decay
             first, above = level * width, (level - 1) * width
             tried[:] = 0
             for rank in range(width):
