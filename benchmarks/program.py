@@ -24,3 +24,8 @@ def run(main: Callable[..., Any]) -> None:
         main() if isinstance(main, typer.Typer) else typer.run(main)
     except AdaServeError as error:
         sys.exit(f"error: {error}")
+
+
+def with_options(command: str, *options: tuple[str, object, object]) -> str:
+    """Return the command with the options (name, value, default) whose value is not the default."""
+    return " ".join([command, *(f"--{name} {value}" for name, value, default in options if value != default)])

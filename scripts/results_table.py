@@ -8,8 +8,7 @@ Of benchmarks/results it reads, each written by the file of benchmarks/ beside i
   engine/draft_sources.py and draft_sources_load.py
 * device-*: device.py; absent-devices: kernels/absent_devices.py; tile-sizes: kernels/tile_sizes.py
 * validation-*, second-choices-*, calibration-*, constants-*, fluctuating-*, fair-tenants: the files of adaserve/ with
-  these names;
-  sweeps-*, contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
+  these names; sweeps-*, contenders-*: adaserve/sweeps.py (its verdict.json and contenders.json)
 * nightjar-*: nightjar/tables.py, engine.py and offload.py
 * online-learning/*, learning-latency-*, learning-cost-*: osd/online_learning.py, latency.py and cost.py
 * starsd/*, star-heads, star-plan: starsd/; cluster-plan/points.jsonl: cluster/plan.py

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -262,10 +261,6 @@ def _load(
     time_scale: float,
 ) -> Trace:  # fmt: skip
     workload = load_workload(path, format=format, slos=None if slos is None else parse_slos(slos), texts=False)
-    without_texts = [
-        each if each.lengths is None else replace(each, prompt=None, messages=()) for each in workload.items
-    ]
-    workload = replace(workload, items=tuple(without_texts))
     if lengths is not None:
         workload = with_lengths(workload, parse_lengths(lengths))
     trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, keeps_own=keeps_own, time_scale=time_scale)

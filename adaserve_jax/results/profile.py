@@ -163,7 +163,7 @@ class ServingFactors:
 
     def served(self, samples: CostSamples) -> CostSamples:
         """Return the samples as they are while serving."""
-        scaled = scaled_samples(samples, verify=self.verify, draft=self.draft)
+        scaled = scaled_samples(samples, verify=1.0, draft=self.draft)
         by_size = {
             name: {key: s * self.verify_by_size.get(key, self.verify) for key, s in getattr(samples, name).items()}
             for name in ("verify_s", "verify_per_context_s")

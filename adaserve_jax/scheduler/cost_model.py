@@ -382,7 +382,8 @@ class CostTable:
             self._predictions.append((verify, draft, step))
         overhead_s = min(max(step_s - outcome.draft_s - verify_s, 0.0), OUTLIER * self.baseline_s)
         if not self._edits:
-            self.served.overhead[drafting, self._timed_rows(rows)].count(overhead_s)
+            timed_rows = self.grid.row_buckets[self.grid.row_bucket(rows)]
+            self.served.overhead[drafting, timed_rows].count(overhead_s)
         self._overhead_s[self._edits, drafting] += DRIFT_RATE * (overhead_s - overhead_predicted_s)
         return predicted_s
 
@@ -414,15 +415,12 @@ class CostTable:
         sample_s = self.grid.verify.at(edge, column, load)
         if seconds is None:
             return before * sample_s
-        self.served.verify[self._edges[edge], self._timed_rows(rows)].count(seconds, sample_s)
+        self.served.verify[self._edges[edge], self.grid.row_buckets[column]].count(seconds, sample_s)
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
         ratios.learn(edge, before, ratio, self._steps)
         rate = max(DRIFT_RATE, 1 / (FIRST_STEPS + self._steps))
         self._verify_drift += rate * (ratio - self._verify_drift)
         return before * sample_s
-
-    def _timed_rows(self, rows: int) -> int:
-        return self.grid.row_buckets[self.grid.row_bucket(rows)]
 
     def _or_typical(self, load: float | None, rows: int) -> float:
         return self._typical_context * self.grid.groups(rows) if load is None else load

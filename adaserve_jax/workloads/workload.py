@@ -115,8 +115,8 @@ def load_workload(
     """Read `path`, plain or .gz, or the packaged workload without one.
 
     format: a name of `readers.FORMATS`, or "auto". slos: targets by class. max_tokens and temperature: of requests that
-    do not say. slo_class: of all requests, in place of the format's. texts: whether prompts that a format keeps in
-    other files are read. What is given here is in the workload's name and hash.
+    do not say. slo_class: of all requests, in place of the format's. texts: False leaves out the prompts of
+    requests that have lengths. What is given here is in the workload's name and hash.
 
     Raises ConfigError naming file, line and field.
     """

@@ -52,11 +52,10 @@ def fluctuating(
     make_folder(out.parent)
     lines = run_all(todo, out.parent, jobs or os.cpu_count() or 1)
     rows = [_row(job, line) for job, line in zip(todo, lines, strict=True)]
-    command = f"python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --seeds {seeds} --out {out.name}"
-    for option, value, default in (
-        ("machine", machine, MACHINE), ("policies", policies, COMPARED), ("requests", requests, 0)
-    ):  # fmt: skip
-        command += "" if value == default else f" --{option} {value}"
+    command = program.with_options(
+        f"python -m benchmarks.adaserve.fluctuating --traces adaserve-traces --seeds {seeds} --out {out.name}",
+        ("machine", machine, MACHINE), ("policies", policies, COMPARED), ("requests", requests, 0),
+    )  # fmt: skip
     about = {"commit": commit, "command": command, "simulated": simulated.name, "seeds": seeds}
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 

@@ -1,11 +1,11 @@
-"""What is `adaserve` worth with a draft whose second choices are as poor as real ones?
+"""What is `adaserve` worth with a draft whose second choices are poorer than its first?
 
     python -m benchmarks.adaserve.second_choices --traces adaserve-traces --out second-choices.json [--jobs 2]
 
-A packaged machine's draft is as often right with its second choice, where the first is wrong, as with its first. Real
-drafts are not (docs/simulate.md, recorded acceptance), so trees are worth less than the sweeps show. Here each
-contender runs on AdaServe's traces with choices that decay. Points are kept in sweeps.jsonl beside the file, and those
-that it has of this commit are not run again.
+A packaged machine's draft is as often right with its second choice, where the first is wrong, as with its first. The
+embedded draft is not (docs/simulate.md, recorded acceptance). With such a draft trees are worth less than the sweeps
+show. Here each contender runs on AdaServe's traces with choices that decay. Points are kept in sweeps.jsonl beside the
+file, and those that it has of this commit are not run again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks import program
 from benchmarks.adaserve.sweeps import Job, run_all
 from benchmarks.adaserve.sweeps_points import contenders, named_contenders, points
 
-MACHINE = "llama-70b"
+MACHINE, DECAYS = "llama-70b", "1,0.7,0.5"
 COMPARED = "adaserve,adaserve-paper,adaserve-code,jitserve,dspark:4,spec:4"
 """Ours, the authors', and the baselines that come near in the sweeps."""
 SIMULATED = ("rate", "urgent", "scale")
@@ -39,7 +39,7 @@ SIMULATED = ("rate", "urgent", "scale")
 def second_choices(
     traces: Annotated[Path, typer.Option(help="folder of AdaServe's traces")],
     out: Annotated[Path, typer.Option(help="JSON to write")],
-    decays: Annotated[str, typer.Option(help="decays of the draft's choices, separated by commas")] = "1,0.7,0.5",
+    decays: Annotated[str, typer.Option(help="decays of the draft's choices, separated by commas")] = DECAYS,
     policies: Annotated[str, typer.Option(help="contenders of the sweeps, separated by commas")] = COMPARED,
     machine: Annotated[str, typer.Option(help="packaged machine, or a JSON file")] = MACHINE,
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
@@ -64,13 +64,12 @@ def second_choices(
         place = f"{line.sweep}/{line.value:g}"
         met[job.machine.choice_decay, line.contender][place] = line.overall["attainment"]
     rows = [{"decay": decay, "policy": policy, "attainment": points_of} for (decay, policy), points_of in met.items()]
-    command = "python -m benchmarks.adaserve.second_choices --traces adaserve-traces"
-    for option, value, default in (
-        ("decays", decays, "1,0.7,0.5"), ("machine", machine, MACHINE), ("policies", policies, COMPARED),
+    command = program.with_options(
+        f"python -m benchmarks.adaserve.second_choices --traces adaserve-traces --out {out.name}",
+        ("decays", decays, DECAYS), ("machine", machine, MACHINE), ("policies", policies, COMPARED),
         ("requests", requests, 0),
-    ):  # fmt: skip
-        command += "" if value == default else f" --{option} {value}"
-    about = {"commit": commit, "command": f"{command} --out {out.name}", "simulated": simulated.name}
+    )  # fmt: skip
+    about = {"commit": commit, "command": command, "simulated": simulated.name}
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

@@ -114,10 +114,10 @@ def points_of(runs: Sequence[str], classes: Sequence[ClassTarget]) -> list[Suite
         missing = targets.keys() - of_class.keys()
         if missing:
             raise ConfigError(f"rate {at:g} lacks a run of class {min(missing)!r}")
-        spans = {name: (min(r.due_s for r in each), max(r.due_s for r in each)) for name, each in of_class.items()}
-        first_end, ended = min((end, name) for name, (_, end) in spans.items())
-        last_start, begun = max((start, name) for name, (start, _) in spans.items())
-        if last_start > first_end:
+        first_s = {name: min(record.due_s for record in each) for name, each in of_class.items()}
+        last_s = {name: max(record.due_s for record in each) for name, each in of_class.items()}
+        begun, ended = max(first_s, key=first_s.__getitem__), min(last_s, key=last_s.__getitem__)
+        if first_s[begun] > last_s[ended]:
             raise ConfigError(
                 f"at rate {at:g} class {begun!r} starts after the last request of class {ended!r}; run the classes of "
                 "a rate at the same time"

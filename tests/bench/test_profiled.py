@@ -71,7 +71,7 @@ def test_what_serving_adds_is_in_every_step() -> None:
 
 
 def test_what_serving_adds_is_that_of_the_kind_of_step() -> None:
-    """The first token comes of a step of 64 tokens, the others of 4 each; two steps in a trial drafted."""
+    """The first token comes of a step of 64 tokens, the others of 4 each; a step that drafts loses half a second."""
     by_kind = {"verify_by_size": {(64, 16): 2.0}, "overhead_by_kind_s": {(0, 16): 0.003, (1, 16): 0.5}}
     slow = machine(serving=ServingFactors(verify=1.5, draft=1.0, overhead_s=0.001, **by_kind))
     (record,) = simulate("ar", SimulationPlan(()), slow, trace_of((0.0, 64, 11))).records

@@ -29,7 +29,7 @@ def test_trees_lose_by_the_decay_and_chains_do_not(tmp_path: Path) -> None:
             run(tmp_path, file, decays="0.5,2")
     told = json.loads(file.read_text())
     assert told["command"].endswith(
-        "--decays 1,0.1 --policies adaserve-paper,spec:4 --requests 40 --out second-choices.json"
+        "--out second-choices.json --decays 1,0.1 --policies adaserve-paper,spec:4 --requests 40"
     )
     met = {(row["policy"], row["decay"]): row["attainment"] for row in told["rows"]}
     assert set(met) == {(policy, decay) for policy in ("adaserve-paper", "spec:4") for decay in (1.0, 0.1)}

@@ -25,9 +25,9 @@ MOST_RATIO = 1e9
 
 def _read_artifact(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
     for request in source.objects():
-        slo = _target(request)
+        slo, prompt = _target(request), request.string("prompt")
         yield gaps.item(
-            prompt=request.string("prompt"),
+            prompt=prompt if gaps.texts else None,
             slo_class=_class_of(slo),
             slo=slo,
             arrival_s=request.seconds("emission_time_ms", per=1e3),

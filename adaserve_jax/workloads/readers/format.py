@@ -19,9 +19,9 @@ DEFAULT_CLASS = "default"
 
 @dataclass(frozen=True)
 class Gaps:
-    """Defaults that fill the gaps of a format; None: the format's own default. texts: whether to read texts that a
-    format keeps in other files. Reading adds left_out, how often something in the file is not replayed, by its name,
-    and also_read, hashes of the other files."""
+    """Defaults that fill the gaps of a format; None: the format's own default. texts: False where lengths alone are
+    wanted: prompts of requests that have lengths are left out. Reading adds left_out, how often something in the file
+    is not replayed, by its name, and also_read, hashes of the other files."""
 
     max_tokens: int | None = None
     temperature: float | None = None
