@@ -422,7 +422,7 @@ def test_runs_of_aiperf_become_a_submission(workload, tmp_path: Path):
     with pytest.raises(ConfigError, match="expected RATE:CLASS=FILE with a class of chat, code, summary, got 'code=x'"):
         from_aiperf.points_of(["code=x"], definition.classes)
     (tmp_path / "rest.jsonl").write_text(exported(3.5, 100, 280, 10))
-    with pytest.raises(ConfigError, match="at rate 2 class 'summary' starts after the last request of class 'code'"):
+    with pytest.raises(ConfigError, match="at rate 2 class 'chat' starts after the last request of class 'code'"):
         from_aiperf.points_of(runs, definition.classes)
     (tmp_path / "rest.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"rest.jsonl:1: not a record of aiperf: KeyError\('metadata'\)"):
