@@ -11,6 +11,7 @@ expert.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -25,15 +26,24 @@ from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.quantize import widen_int4
 
 CORRECTION = ".correction"
-"""End of the name of the bias by which experts are chosen, which stays in f32."""
+"""End of the name of the bias by which experts are chosen."""
+_ROUTER = ".router"
+
+
+def stays_f32(name: str, names: Container[str]) -> bool:
+    """Return whether a weight of a model with these weights is in f32 whatever the type of the others.
+
+    A router whose scores are corrected was trained in f32: in bf16, other experts win where two are near each other.
+    """
+    return name.removesuffix(_ROUTER).removesuffix(CORRECTION) + CORRECTION in names
 
 
 class Experts(nnx.Module):
     """SwiGLU of the chosen experts: f32[d, T] after the norm to f32[d, T].
 
     Weights of all experts lie one below another: gate_up [G * 2 inner, d], each expert's gate above its up, and down
-    [G * d, inner]. So they load, divide and quantise as matrices do. The router is not quantised: it is small, and
-    rounding it would change which experts are chosen.
+    [G * d, inner]. So they load, divide and quantise as matrices do. The router is not quantised, nor rounded where
+    `stays_f32` says so: it is small, and rounding it would change which experts are chosen.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
@@ -41,7 +51,8 @@ class Experts(nnx.Module):
         assert experts is not None
         self.config, self.experts, self.partition = config, experts, partition
         noise = jax.random.normal(rngs.params(), (experts.count, d), jnp.float32)
-        self.router = nnx.Param((noise * d**-0.5).astype(dtype), logical_axes=("router", "embed"))
+        routing = jnp.float32 if experts.names.correction else dtype
+        self.router = nnx.Param((noise * d**-0.5).astype(routing), logical_axes=("router", "embed"))
         bias, inner = experts.biased, experts.intermediate_size
         if bias:
             self.router_bias = nnx.Param(jnp.zeros(experts.count, dtype), logical_axes=("router",))

@@ -14,6 +14,7 @@ from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.config_values import read_json
 from adaserve_jax.models.decoder import HEAD_ROW, param_specs
+from adaserve_jax.models.experts import stays_f32
 from adaserve_jax.models.loading import (
     has_own_embedding,
     hf_tensors,
@@ -90,7 +91,7 @@ def _write(
     integers = _token_tensors(np.asarray(params[HEAD_ROW])) if HEAD_ROW in params else {}
     total = sum(len(hf_tensors(name, config)) for name in written) + len(integers)
     tensors = itertools.chain(_tensors(written, config, dtype), integers.items())
-    write_shards(out, tensors, TYPES[dtype], total, "writing", progress)
+    write_shards(out, tensors, total, "writing", progress)
 
 
 def _token_tensors(head_row: np.ndarray) -> dict[str, np.ndarray]:
@@ -116,10 +117,10 @@ def _type_to_write(source: Path, dtype: str) -> str:
 
 
 def _tensors(params: Mapping[str, Any], config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Split each fused weight by rows into Hugging Face's tensors."""
+    """Split each fused weight by rows into Hugging Face's tensors, of a type of TYPES or f32 where `stays_f32`."""
     for name, weight in params.items():
         with np.errstate(over="ignore"):
-            rows = np.asarray(weight).astype(TYPES[dtype])
+            rows = np.asarray(weight).astype(np.float32 if stays_f32(name, params) else TYPES[dtype])
         if not np.isfinite(rows).all():
             raise CheckpointError(f"weight {name} has a value that is not finite in {dtype}; write it as f32, or not")
         if is_stacked(name, config):

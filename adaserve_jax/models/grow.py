@@ -80,10 +80,11 @@ def grow(
         windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
         experts=_experts(shape),
     )
-    tensors = _Growth(source, config, grown, np.random.default_rng(seed)).tensors()
+    growth = _Growth(source, config, grown, np.random.default_rng(seed))
+    tensors = ((name, tensor.astype(TYPES[dtype])) for name, tensor in growth.tensors())
     tensors_per_layer = 6 + (1 + 3 * shape.experts if shape.experts else 3)
     total = tensors_per_layer * shape.layers + 2 + (not config.tie_embeddings)
-    write_shards(out, tensors, TYPES[dtype], total, "growing", progress)
+    write_shards(out, tensors, total, "growing", progress)
     copy_all_but_weights(source, out)
     changed = {
         "hidden_size": shape.hidden,

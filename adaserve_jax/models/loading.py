@@ -20,7 +20,7 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import MedusaConfig, ModelConfig
 from adaserve_jax.models.decoder import HEAD_ROW, Params, param_specs
-from adaserve_jax.models.experts import CORRECTION
+from adaserve_jax.models.experts import stays_f32
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, ZERO, Int4Groups, Int8Rows
@@ -80,7 +80,7 @@ def weight_dtype(name: str, specs: Mapping[str, Any], dtype: np.dtype) -> np.dty
         return np.dtype(np.float16 if name.removesuffix(SCALE) + ZERO in specs else np.float32)
     if name == HEAD_ROW:
         return np.dtype(np.int32)
-    if name.endswith(CORRECTION):
+    if stays_f32(name, specs):
         return np.dtype(np.float32)
     return np.dtype(np.int8) if name + SCALE in specs or name.endswith(ZERO) else dtype
 

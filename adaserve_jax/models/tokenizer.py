@@ -259,11 +259,9 @@ def _loader(folder: Path) -> Callable[..., Any]:
     import the configurations of models, and with them PyTorch where it is installed, which takes most of a start.
     """
     named = _setting(folder / "tokenizer_config.json", "tokenizer_class")
-    # The tokenizer.json that Mistral published with Small 3.1 and its relatives cuts digits by threes. transformers
-    # has the right rule, and puts it in the place of that one alone, if it is asked to.
     options = {}
     if _setting(folder / "config.json", "model_type") in ("mistral", "mistral3"):
-        options["fix_mistral_regex"] = True
+        options["fix_mistral_regex"] = _cuts_digits_by_threes(folder / "tokenizer.json")
     if named == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -272,6 +270,18 @@ def _loader(folder: Path) -> Callable[..., Any]:
 
     # Where mistral-common is installed, tekken.json would be loaded by a class that does not list its added tokens.
     return partial(AutoTokenizer.from_pretrained, mistral_format=False, **options)
+
+
+def _cuts_digits_by_threes(path: Path) -> bool:
+    """Return whether a file is the tokenizer.json that Mistral published with Small 3.1 and its relatives.
+
+    It cuts digits by threes, which the models do not. transformers has the right rule, and if it is asked to, puts it
+    in the place of a file's first rule, whichever that is: a Mistral model with Llama 3's vocabulary must keep its own.
+    """
+    rules = (_setting(path, "pre_tokenizer") or {}).get("pretokenizers") or ({},)
+    cuts = str((rules[0].get("pattern") or {}).get("Regex"))
+    tokens = _setting(path, "added_tokens") or ()
+    return r"\p{N}{1,3}" in cuts and any(token.get("content") == "[INST]" for token in tokens)
 
 
 def _setting(path: Path, name: str) -> Any:

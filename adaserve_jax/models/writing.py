@@ -64,10 +64,9 @@ def copy_all_but_weights(source: Path, out: Path) -> None:
 
 
 def write_shards(
-    out: Path, tensors: Iterable[tuple[str, np.ndarray]], dtype: Any, total: int, what: str,
-    progress: Progress | None = None,
-) -> None:  # fmt: skip
-    """Write tensors in files of about SHARD_BYTES with an index; holds one file in memory. Floats are cast to a dtype.
+    out: Path, tensors: Iterable[tuple[str, np.ndarray]], total: int, what: str, progress: Progress | None = None
+) -> None:
+    """Write tensors in files of about SHARD_BYTES with an index; holds one file in memory.
 
     progress: called with (what, tensors written, total).
     """
@@ -84,7 +83,7 @@ def write_shards(
         shard, size = {}, 0
 
     for done, (name, tensor) in enumerate(tensors, 1):
-        shard[name] = np.ascontiguousarray(tensor if tensor.dtype.kind in "ib" else tensor.astype(dtype))
+        shard[name] = np.ascontiguousarray(tensor)
         size += shard[name].nbytes
         total_bytes += shard[name].nbytes
         if size >= SHARD_BYTES:

@@ -93,6 +93,22 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, name: str) 
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.torch
+def test_what_chooses_experts_stays_in_f32(tmp_path: Path) -> None:
+    """Loaded, converted or exported in bf16: experts near each other must not change places."""
+    source = write_family(tmp_path / "source", "glm4_moe")
+    config, exact = ModelConfig.from_folder(source), _load(source)
+    convert(source, tmp_path / "converted", dtype="bf16")
+    export(exact, source, tmp_path / "exported", dtype="bf16")
+    assert torch_logits(torch_model(tmp_path / "exported"), TOKENS).shape == (len(TOKENS), config.vocab_size)
+    kept = [name for name in exact if name.endswith((".router", ".correction"))]
+    assert len(kept) == 2 * (config.num_layers - len(config.experts.dense_layers))
+    for folder in (source, tmp_path / "converted", tmp_path / "exported"):
+        narrow = load_params(folder, config, jnp.bfloat16)
+        _assert_same({name: narrow[name] for name in kept}, {name: exact[name] for name in kept})
+        assert narrow["layers.1.experts.down"].dtype == jnp.bfloat16
+
+
 def test_misuse_is_named(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     params = _load(source)

@@ -117,24 +117,41 @@ def test_mistrals_own_library_does_not_take_over(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("config", "digits"),
+    ("config", "mark", "digits"),
     [
-        ({"model_type": "mistral3", "transformers_version": "4.50.0"}, 3),
-        ({"model_type": "mistral3", "transformers_version": "5.0.0"}, 1),  # written with the right rule
-        ({"model_type": "qwen2", "transformers_version": "4.50.0"}, 1),
-        ({}, 1),
+        ({"model_type": "mistral3", "transformers_version": "4.50.0"}, "[INST]", 3),
+        ({"model_type": "mistral3", "transformers_version": "5.0.0"}, "[INST]", 1),  # written with the right rule
+        ({"model_type": "mistral", "transformers_version": "4.50.0"}, "<|begin_of_text|>", 1),  # Llama 3's vocabulary
+        ({"model_type": "qwen2", "transformers_version": "4.50.0"}, "[INST]", 1),
+        ({}, "[INST]", 1),
     ],
 )
-def test_mistrals_digits_are_tokens_of_their_own(tmp_path: Path, config: dict[str, str], digits: int) -> None:
+def test_mistrals_digits_are_tokens_of_their_own(
+    tmp_path: Path, config: dict[str, str], mark: str, digits: int
+) -> None:
     """Mistral Small 3.1 and its relatives were published with a rule that cuts digits by threes."""
     words = {token: token_id for token_id, token in enumerate("123")} | {"12": 3, "123": 4}
     fillers = {f"filler {number}": len(words) + number for number in range(100_001)}
     backend = Backend(BPE(vocab=words | fillers, merges=[("1", "2"), ("12", "3")]))
     by_threes = Split(Regex(r"\p{N}{1,3}"), behavior="isolated")
     backend.pre_tokenizer = PreTokenizers([by_threes, ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.add_special_tokens([mark])
     write_tokenizer(tmp_path, backend)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert len(Tokenizer.from_folder(tmp_path).encode("123")) == digits
+
+
+def test_a_mistral_model_with_another_vocabulary_keeps_its_rules(tmp_path: Path) -> None:
+    """Mistral's rule would cut this word at its hyphen; the rule of the file does not."""
+    words = {"a": 0, "-": 1, "b": 2, "a-": 3, "a-b": 4}
+    fillers = {f"filler {number}": len(words) + number for number in range(100_001)}
+    backend = Backend(BPE(vocab=words | fillers, merges=[("a", "-"), ("a-", "b")]))
+    whole = Split(Regex(r"\S+"), behavior="isolated")
+    backend.pre_tokenizer = PreTokenizers([whole, ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.add_special_tokens(["[INST]"])
+    write_tokenizer(tmp_path, backend)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "transformers_version": "4.50.0"}))
+    assert Tokenizer.from_folder(tmp_path).encode("a-b") == [4]
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
