@@ -364,7 +364,7 @@ class ModelConfig:
             rms_norm_eps=values.positive("rms_norm_eps"),
             tie_embeddings=not is_eagle3 and values.boolean("tie_word_embeddings"),
             max_position=longest,
-            eos_token_ids=_eos_ids(Path(folder), values),
+            eos_token_ids=_eos_ids(Path(folder), ConfigValues(given, path), family.defaults["eos_token_id"]),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or of_qkv,
             out_bias=of_out,
@@ -596,15 +596,17 @@ def _nope_layers(values: ConfigValues, family: Family, windows: tuple[int | None
     return tuple(layer for layer, rotated in enumerate(given) if not rotated)
 
 
-def _eos_ids(folder: Path, values: ConfigValues) -> tuple[int, ...]:
+def _eos_ids(folder: Path, values: ConfigValues, default: object) -> tuple[int, ...]:
     """Return every id that ends a text: those of generation_config.json, then those of config.json.
 
-    Raises CheckpointError: a value is no token id, nor a list of such.
+    default: the family's, where neither file has the key. Raises CheckpointError: a value is no token id, nor a list
+    of such.
     """
     path = folder / "generation_config.json"
     files = [ConfigValues(read_json(path), path)] if path.exists() else []
+    stated = [file for file in (*files, values) if "eos_token_id" in file.values]
     ids: list[int] = []
-    for file in [*files, values]:
+    for file in stated or [ConfigValues({"eos_token_id": default}, values.path)]:
         given = file.get("eos_token_id")
         tokens = [] if given is None else given if isinstance(given, list) else [given]
         if any(type(token) is not int or token < 0 for token in tokens):

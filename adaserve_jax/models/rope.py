@@ -221,9 +221,10 @@ def _longrope(rope: ConfigValues, top: ConfigValues) -> LongRopeScaling:
         return tuple(map(float, given))
 
     before = "original_max_position_embeddings"
-    original = rope.integer(before, default=top.integer(before))
+    holder = rope if top.get(before) is None else top
+    original = holder.integer(before)
     if original < 2:  # the magnitude divides by its logarithm
-        raise rope.wrong(before, original, "an integer >= 2")
+        raise holder.wrong(before, original, "an integer >= 2")
     factor = rope.optional("factor") or top.integer("max_position_embeddings") / original
     magnitude = rope.optional("attention_factor")
     if magnitude is None:

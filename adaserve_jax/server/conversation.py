@@ -32,8 +32,8 @@ _KNOWS_TOOLS = re.compile(r"\{[{%](?:(?!\{[{%])[^}])*?\btools\b")
 """A tag that names tools; the search ends at the next tag, or it would go to the end of the text from each of them."""
 _RESERVED = frozenset((
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 ))  # fmt: skip
 """Names that the template's own library takes; as a variable of a client, each could change how it runs."""
 Turn = dict[str, Any]

@@ -63,6 +63,9 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
     assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=[3, 9])).eos_token_ids == (7, 3, 9)
     assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=None)).eos_token_ids == (7, 3)
+    assert ModelConfig.from_folder(_write(tmp_path, eos_token_id="absent")).eos_token_ids == (7, 3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert ModelConfig.from_folder(_write(tmp_path, eos_token_id="absent")).eos_token_ids == ()
 
 
 @pytest.mark.parametrize("given", [True, -1, 2.0, "</s>", [3, None], [3, True], {"id": 3}])
@@ -186,7 +189,8 @@ def test_gemma_3_has_two_rotary_bases_in_both_spellings(tmp_path: Path) -> None:
 
 def test_phi_rotates_a_share_of_each_head_by_lists(tmp_path: Path) -> None:
     lists = {"short_factor": [1.0, 2.0, 3.0], "long_factor": [4.0, 5.0, 6.0]}
-    rope = {"rope_scaling": lists | {"type": "su"}, "partial_rotary_factor": 0.375}
+    ignored = {"original_max_position_embeddings": 32}  # beside the one of the whole file, as in transformers
+    rope = {"rope_scaling": lists | ignored | {"type": "su"}, "partial_rotary_factor": 0.375}
     remote = {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}
     phi = ModelConfig.from_folder(_write(tmp_path, **PHI3, **rope, **remote, original_max_position_embeddings=64))
     assert (phi.rotary_dim, phi.fused_tensors, phi.max_position, phi.usual_context) == (6, ("qkv", "gate_up"), 256, 64)
@@ -457,8 +461,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "short_factor and long_factor must have 8 numbers, one per rotated pair, got 1 and 8",
     ),
     (
-        PHI3 | {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 1}},
-        "rope_scaling.original_max_position_embeddings must be an integer >= 2, got 1",
+        PHI3 | {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1},
+        "original_max_position_embeddings must be an integer >= 2, got 1",
     ),
     (PHI3 | {"rotary_dim": 18}, r"rotary_dim must be at most head_dim \(16\), got 18"),
     (

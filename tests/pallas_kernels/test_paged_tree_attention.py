@@ -171,6 +171,23 @@ def test_a_beam_over_two_slabs_gives_the_bits_of_one(implementation: Implementat
         )
 
 
+def test_queries_in_bf16_are_not_rounded_by_the_scale() -> None:
+    """The products of bf16 are exact in f32, so that a result differs from the oracle's by what f32 rounds."""
+    rng = np.random.default_rng(7)
+    width, head_dim = 8, 24  # 1 / sqrt(24) is no power of two
+    q, k, v = (
+        rng.standard_normal((1, *shape)).astype(jnp.bfloat16) for shape in ((1, 1, 8, 24), (1, 8, 24), (1, 8, 24))
+    )
+    empty, ctx_len = jnp.zeros((1, 1, 1, 8, head_dim), jnp.bfloat16), np.zeros(1, np.int32)
+    visible = np.tri(width, dtype=bool)[None]
+    found = beam_attention(4 * q, k, v, empty, empty, 0, np.zeros((1, 1), np.int32), ctx_len, visible)
+    wide_q, wide_k, wide_v = (np.asarray(x, np.float64).reshape(width, head_dim) for x in (4 * q, k, v))
+    weight = np.where(visible[0], np.exp(wide_q @ wide_k.T / np.sqrt(head_dim)), 0)
+    np.testing.assert_allclose(
+        np.asarray(found)[0, 0, 0], weight @ wide_v / weight.sum(axis=1, keepdims=True), atol=1e-5, rtol=0
+    )
+
+
 def check_against_oracle(spec: AttentionSpec, implementation: str) -> None:
     case = make_case(spec, seed=3, platform="tpu" if implementation in OF_PADDED_POOLS else "cpu")
     out = np.asarray(run(case, spec=spec, implementation=implementation), np.float64)

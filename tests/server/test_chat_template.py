@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,15 @@ def test_tokenize_gives_the_tokens_of_a_prompt(served, tokenizer: Tokenizer):
         assert answer.json()["tokens"] == tokenizer.encode("Tom", wanted is not False)
     refused = served.post("/tokenize", messages=MESSAGES, chat_template_kwargs={"tools": 1}).json()["error"]
     assert refused["param"] == "chat_template_kwargs"
+
+
+def test_no_variable_reaches_an_option_of_the_library(served):
+    from transformers import PreTrainedTokenizerBase
+
+    options = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"self", "kwargs"}
+    for name in options:
+        answer = served.post("/tokenize", messages=MESSAGES, chat_template_kwargs={name: None})
+        assert answer.status_code == 400 and repr(name) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

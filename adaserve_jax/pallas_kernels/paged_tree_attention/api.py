@@ -88,7 +88,7 @@ def paged_tree_attention(
         if tokens.path is None:
             raise ValueError("canonical attention needs the ancestor paths: PackedTokens.path is None")
         out = reference.canonical_attention(
-            q_tokens * head_dim**-0.5, k.transpose(2, 0, 1), v.transpose(2, 0, 1), k_pool, v_pool, layer,
+            q_tokens, k.transpose(2, 0, 1), v.transpose(2, 0, 1), k_pool, v_pool, layer,
             tokens.page_table[tokens.row], tokens.ctx_len[tokens.row], tokens.position, tokens.path, window, softcap,
             sinks,
         )  # fmt: skip
@@ -99,9 +99,7 @@ def paged_tree_attention(
         k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
         rest = (layer, tokens, tokens.blocks, window)
         if implementation == "xla":
-            out = reference.packed_attention(
-                q_tokens * head_dim**-0.5, k_keys, v_keys, k_pool, v_pool, *rest, softcap, sinks
-            )
+            out = reference.packed_attention(q_tokens, k_keys, v_keys, k_pool, v_pool, *rest, softcap, sinks)
         else:
             pools = _in_one_slab(implementation, k_pool, v_pool)
             operands = packed_operands(q_tokens, k_keys, v_keys, *pools, *rest, sinks)
@@ -140,10 +138,9 @@ def beam_attention(
     folded = q.reshape(rows, kv_heads, group * width, head_dim)
     row_sinks = sinks_of_rows(sinks, kv_heads, width)
     if implementation == "xla":
-        scaled = folded * head_dim**-0.5
         seen_from = None if first is None else jnp.tile(first, (1, group))
-        context = reference.context_partial(scaled, k_pool, v_pool, layer, page_table, ctx_len, seen_from, softcap)
-        tree = reference.inflight_partial(scaled, k, v, jnp.tile(visible, (1, group, 1)), softcap, row_sinks)
+        context = reference.context_partial(folded, k_pool, v_pool, layer, page_table, ctx_len, seen_from, softcap)
+        tree = reference.inflight_partial(folded, k, v, jnp.tile(visible, (1, group, 1)), softcap, row_sinks)
         return reference.merge(context, tree).reshape(q.shape)
     keys = -(-k.shape[2] // TILE) * TILE
 

@@ -64,6 +64,11 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
+def _scores(axes: str, q: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return the products over sqrt(D), in f32. The quotient of a query in bf16 would be rounded to bf16."""
+    return _product(axes, q, keys) * q.shape[-1] ** -0.5
+
+
 def _absorb(
     state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array, softcap: float | None = None
 ) -> Partial:
@@ -101,7 +106,7 @@ def context_partial(
 ) -> Partial:
     """Attend to committed context, some pages at a time.
 
-    q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B]; first: i32[B, M], the
+    q: [B, K, M, D]; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B]; first: i32[B, M], the
     first position that each query row sees, None: 0. On a CPU, CPU_BLOCKS blocks at a time and a page per step;
     elsewhere all blocks and KEYS_PER_STEP keys.
     """
@@ -148,7 +153,7 @@ def _pages(
         at = at_page[:, :1] * page_size + jnp.arange(step_pages * page_size)
         live = (at < ctx_len[:, None]) & (at >= floor[:, None])
         values = jnp.where(live[:, None, :, None], gathered(v_pool, at_page), 0)
-        scores = _product("bkmd,bksd->bkms", q, gathered(k_pool, at_page))
+        scores = _scores("bkmd,bksd->bkms", q, gathered(k_pool, at_page))
         visible = live[:, None, None, :]
         if first is not None:
             visible &= (at[:, None, :] >= first[:, :, None])[:, None]
@@ -161,9 +166,9 @@ def inflight_partial(
     q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> Partial:  # fmt: skip
-    """Attend to in-flight tokens, and to the sinks, f32[K, M]. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible:
+    """Attend to in-flight tokens, and to the sinks, f32[K, M]. q: [B, K, M, D]; k, v: [B, K, N, D]; visible:
     bool[B, M, N]."""
-    scores = _product("bkmd,bknd->bkmn", q, k)
+    scores = _scores("bkmd,bknd->bkmn", q, k)
     return _absorb(_empty(q.shape, sinks), scores, visible[:, None], v, softcap)
 
 
@@ -182,7 +187,7 @@ def packed_attention(
 ) -> jax.Array:
     """Attend to context per query block and to the tree over the packed array, and merge both.
 
-    q: [T, K, G, D], scaled; k, v: [K, T, D]; sinks: f[H]. Returns f32[T, K, G, D].
+    q: [T, K, G, D]; k, v: [K, T, D]; sinks: f[H]. Returns f32[T, K, G, D].
     """
     num_tokens, kv_heads, group, head_dim = q.shape
     ctx_len = jnp.where(occupied(tokens, blocks), tokens.ctx_len[blocks.row], 0)
@@ -223,7 +228,7 @@ def canonical_attention(
 
     Every token gathers its own keys in position order, page by page, from the pool below ctx_len and from its
     ancestors above, and reduces them with the same operations. Slow (each token reads its own context); it serves
-    the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
+    the deterministic mode. q: [T, K, G, D]; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
     i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`; sinks: f[H]. Returns f32[T, K, G, D].
     """
     page_size, head_dim = k_pool.shape[3], q.shape[-1]
@@ -243,7 +248,7 @@ def canonical_attention(
         keys = jnp.where(committed, read_pages(k_pool, layer, ids, head_dim), flying_k)
         in_order = visible[:, None, :, None]
         values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids, head_dim), flying_v), 0)
-        scores = _product("tkgd,tksd->tkgs", q, keys)
+        scores = _scores("tkgd,tksd->tkgs", q, keys)
         return _absorb(state, scores, visible[:, None, None, :], values, softcap)
 
     by_group = None if sinks is None else sinks.reshape(q.shape[1:3])
