@@ -33,6 +33,9 @@ MAX_LEVELS = 4096
 MAX_RULES = 256
 """Most rules of an EBNF grammar, and most terminals of a Lark grammar: translating 3000 rules takes 20 s, compiling
 3000 nested terminals takes minutes, and nothing can interrupt either."""
+MAX_JOINED = 12
+"""Most patterns that one text may have to fit, and most `&` and `~` of a Lark grammar. A step of n joined patterns can
+take time and memory of 2^n, which no limit of llguidance's bounds: 24 take all memory."""
 MAX_MESSAGE_CHARS = 500
 OPTIONS = {
     "whitespace_flexible": False,
@@ -59,6 +62,8 @@ _JOINING = {"anyOf", "const", "enum", "oneOf", "$ref"}
 """Keywords that hold together with what stands beside them. `allOf` does by itself."""
 _NOT_JOINED = SAID | DEFINITIONS | {"$schema", "$id", "$comment"}
 """Keywords that may stand beside those and add nothing to them, but for types."""
+_OF_THE_SAME_VALUE = {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+"""Keywords whose schemas are of the value that the schema itself is of."""
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _LEAST, _MOST = -(2**63), 2**63 - 1
 """Integers between which llguidance holds bounds of integers; beyond them it takes the nearest."""
@@ -75,6 +80,8 @@ _IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
 _TERMINAL = re.compile(r"[A-Z][A-Z0-9_-]*\s*(:?)")
 """Name of a terminal, and what begins its definition. That need not stand at the beginning of a line. A name matches
 without it too: one that failed would be tried at each letter."""
+_LARK_JOINING = re.compile(r"&|~(?!\s*[0-9])")
+"""An operator by which one text must fit several patterns; `~ 3` repeats."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U00(0[0-9a-fA-F]{5}|10[0-9a-fA-F]{4})|.)", re.DOTALL)
 """An escape of a GBNF grammar, with the code of a character if it has one."""
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/?|<[^<>\s]+>|%json\s*')
@@ -213,6 +220,8 @@ def _checked(schema: Any, kind: GrammarKind, tool: str = "") -> dict[str, Any]:
             )
         if isinstance(part.get("pattern"), str):
             part["pattern"] = _without_nul(part["pattern"])
+    if any(map(_joins, parts)) and (patterns := _joined_patterns(schema, references)) > MAX_JOINED:
+        refuse(f"at most {MAX_JOINED} patterns that one text must fit, got up to {patterns}", kind, tool)
     if _steps_overflow(parts):
         refuse("values of multipleOf that may hold together are too large; take smaller or fewer ones", kind, tool)
     return {**schema, OPTIONS_KEY: OPTIONS}
@@ -240,6 +249,42 @@ def _leads_into_a_value(reference: str) -> bool:
     return False
 
 
+def _joins(part: dict[str, Any]) -> bool:
+    """Return whether a value must fit several schemas by a schema's own keywords."""
+    return "allOf" in part or bool(_JOINING & part.keys() and len(part.keys() - _NOT_JOINED) > 1)
+
+
+def _joined_patterns(schema: dict[str, Any], references: set[str]) -> int:
+    """Return how many different patterns one text may have to fit, or more than that: those of all properties of its
+    name, and those that no name holds."""
+    of_names: dict[str | None, set[str]] = {}
+    may_rename = any(not re.fullmatch(rf"#/({'|'.join(DEFINITIONS)})/[^/]*", reference) for reference in references)
+    for name, pattern in _patterns(schema, None):
+        of_names.setdefault(None if may_rename else name, set()).add(pattern)
+    of_any = of_names.pop(None, set())
+    return len(of_any) + max((len(patterns - of_any) for patterns in of_names.values()), default=0)
+
+
+def _patterns(part: Any, name: str | None) -> Iterator[tuple[str | None, str]]:
+    """Yield each pattern of a schema with the name of the property that it is of; None: it may be of any.
+
+    name: of the property that the schema is of.
+    """
+    if isinstance(part, list):
+        for one in part:
+            yield from _patterns(one, name)
+    if not isinstance(part, dict):
+        return
+    if isinstance(part.get("pattern"), str):
+        yield name, part["pattern"]
+    for key, held in part.items():
+        if key in _NAMED_SCHEMAS and isinstance(held, dict):
+            for each, one in held.items():
+                yield from _patterns(one, each if key == "properties" else None)
+        elif key not in _VALUES:
+            yield from _patterns(held, name if key in _OF_THE_SAME_VALUE else None)
+
+
 def _steps_overflow(parts: list[dict[str, Any]]) -> bool:
     """Return whether several `multipleOf` may hold for one number and exceed 32 bits.
 
@@ -249,7 +294,7 @@ def _steps_overflow(parts: list[dict[str, Any]]) -> bool:
     steps = [Fraction(str(abs(step))) for step in found if step]
     if not steps or (len(steps) == 1 and not any("$ref" in part for part in parts)):  # by $ref, one may meet itself
         return False
-    if not any("allOf" in part or (_JOINING & part.keys() and len(part.keys() - _NOT_JOINED) > 1) for part in parts):
+    if not any(map(_joins, parts)):
         return False
     denominator = math.lcm(*(step.denominator for step in steps))
     scale = next(scale for scale in (10**digits for digits in itertools.count()) if scale % denominator == 0)
@@ -374,7 +419,10 @@ def _as_lark(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     is_lark = _IS_LARK.search(text) is not None
-    rules = sum(map(bool, _TERMINAL.findall(_LARK_TOKEN.sub(" ", text)))) if is_lark else text.count("::=")
+    bare = _LARK_TOKEN.sub(" ", text)
+    if is_lark and (joined := len(_LARK_JOINING.findall(bare))) > MAX_JOINED:
+        refuse(f"at most {MAX_JOINED} operators & and ~, got {joined}", "grammar")
+    rules = sum(map(bool, _TERMINAL.findall(bare))) if is_lark else text.count("::=")
     if rules > MAX_RULES:
         refuse(f"at most {MAX_RULES} {'terminals' if is_lark else 'rules'}, got {rules}", "grammar")
     try:

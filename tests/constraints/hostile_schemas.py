@@ -48,6 +48,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "pattern of counts": {"type": "string", "pattern": "^((a{1,1000}){1,1000}b){1,1000}$"},
     "pattern of words": {"type": "string", "pattern": "^(" + "|".join(f"[a-z]*x{i}[0-9]*" for i in range(600)) + ")*$"},
     "patterns at once": {"allOf": [{"type": "string", "pattern": f"a.*{chr(98 + i)}.{{{i}}}"} for i in range(20)]},
+    "patterns that join": {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]},
+    "patterns of one name": {
+        "allOf": [{"properties": {"x": {"type": "string", "pattern": f"a.{{{i}}}b"}}} for i in range(30)]
+    },
+    "patterns by references": {
+        "$ref": "#/$defs/0",
+        "$defs": {"30": {"type": "string"}}
+        | {str(i): {"$ref": f"#/$defs/{i + 1}", "pattern": f"a.{{{i}}}b"} for i in range(30)},
+    },
+    "patterns of many names by references": {
+        "allOf": [{"$ref": f"#/properties/x{i}"} for i in range(30)],
+        "properties": {f"x{i}": {"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)},
+    },
+    "patterns of items": {
+        "type": "array",
+        "allOf": [{"items": {"type": "string", "pattern": f"a.{{{i}}}b"}} for i in range(30)],
+    },
     "pattern of classes without an end": {"type": "string", "pattern": "[" * 60_000 + "\\"},
     "fine steps": {"type": "number", "multipleOf": 1e-30, "minimum": 0.1, "maximum": 1e30},
     "coarse steps": {"type": "integer", "multipleOf": 99999999999999989},

@@ -104,6 +104,7 @@ REFUSED: list[tuple[GrammarKind, str, str]] = [
      f"at most {MAX_RULES} terminals, got 999"),
     ("grammar", "start: T0 -> a1T0: T1\n" + "\n".join(f"%import common.WS T{i}: T{i + 1}" for i in range(1, 999)),
      f"at most {MAX_RULES} terminals, got 999"),
+    ("grammar", "start: A\nA: " + " & ".join(f"/.*{i}.*/" for i in range(14)), "at most 12 operators & and ~, got 13"),
     ("grammar", 'root ::= "\\ud83d"', "unexpected end of hex escape"),
     ("grammar", "start: start", "no text at all fits it"),
 ]  # fmt: skip
@@ -135,6 +136,12 @@ HOSTILE: dict[str, tuple[GrammarKind, GrammarSource]] = {
     "a billion of a terminal": ("grammar", 'start: A\nA: "a"{1000000000}'),
     "counts of counts": ("grammar", 'start: A\nA: (((("x"{1000}){1000}){1000}){1000})'),
     "and not": ("grammar", "start: A\nA: /(.*a.{20})/ & ~/(.*b.{20})/ & /(.*c.{20})/"),
+    "many and": ("grammar", "start: A\nA: " + " & ".join(f"/(z|.*a.{{{i}}}b.*)/" for i in range(30))),
+    "and by names": (
+        "grammar",
+        "start: A0\n" + "\n".join(f"A{i}: /.*a.{{{i}}}b.*/ & A{i + 1}" for i in range(30)) + "\nA30: /.*/",
+    ),
+    "neither nor": ("grammar", "start: A\nA: ~(" + " | ".join(f"~/.*a.{{{i}}}b.*/" for i in range(30)) + ")"),
     "many alternatives": ("grammar", "start: (" + "|".join(f"/w{i}[a-z]*x/" for i in range(900)) + ")*"),
     "an ebnf of many rules": (
         "grammar", "root ::= r0\n" + "\n".join(f'r{i} ::= "x" r{i + 1} | root' for i in range(200)) + '\nr200 ::= "z"'

@@ -16,7 +16,7 @@ from adaserve_jax.constraints.grammar import (
     MAX_PREPARING,
     Grammars,
 )
-from adaserve_jax.constraints.grammar_source import MAX_LEVELS, MAX_NESTING, MAX_RULES
+from adaserve_jax.constraints.grammar_source import MAX_JOINED, MAX_LEVELS, MAX_NESTING, MAX_RULES
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import (
@@ -55,6 +55,7 @@ def test_the_guide_names_the_limits():
         MAX_SCHEMA_CHARS,
         MAX_GRAMMAR_CHARS,
         MAX_RULES,
+        MAX_JOINED,
         MAX_CHOICE_TEXTS,
         MAX_CHOICE_CHARS,
         MAX_NESTING,
@@ -169,6 +170,40 @@ def test_a_reference_leads_to_definitions_of_any_name(grammars: Grammars, tokeni
     named = {"const": {"const": 3}, "default": {"properties": {"enum": {"const": 4}}}}
     schema = {"anyOf": [{"$ref": "#/$defs/const"}, {"$ref": "#/$defs/default/properties/enum"}], "$defs": named}
     assert [fits(Writer(grammars, schema), tokenizer, text) for text in "345"] == [True, True, False]
+
+
+# ---- patterns that one text must fit ----
+
+CODES = [{"type": "string", "pattern": f"^a{{1,{n}}}$"} for n in range(1, 14)]
+OBJECTS = [{"properties": {"x": code}} for code in CODES]
+CHAIN = {str(n): {"$ref": f"#/$defs/{n + 1}"} | code for n, code in enumerate(CODES)} | {"13": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": CODES},
+        {"allOf": OBJECTS},
+        {"allOf": [{"items": code} for code in CODES]},
+        {"allOf": [*OBJECTS[:6], *({"additionalProperties": code} for code in CODES[6:])]},
+        {"allOf": [{"$ref": f"#/$defs/{n}"} for n in range(13)], "$defs": {str(n): c for n, c in enumerate(CODES)}},
+        {"$ref": "#/$defs/0", "$defs": CHAIN},
+    ],
+)
+def test_too_many_patterns_of_one_text_are_refused(grammars: Grammars, schema: dict[str, Any]):
+    with pytest.raises(RequestError, match=r"at most 12 patterns that one text must fit, got up to 13"):
+        grammars.prepare(json.dumps(schema)).result()
+
+
+def test_patterns_of_many_texts_are_enforced(grammars: Grammars, tokenizer: Tokenizer):
+    """As many as a schema has properties, definitions or alternatives, also beside what joins others."""
+    properties = {f"p{n}": code for n, code in enumerate(CODES)}
+    both = {"allOf": [{"type": "object", "properties": properties}, {"required": ["p1"]}]}
+    assert fits(Writer(grammars, both), tokenizer, '{"p1": "aa"}')
+    assert not fits(Writer(grammars, both), tokenizer, '{"p1": "aaa"}')
+    assert fits(Writer(grammars, {"anyOf": CODES}), tokenizer, f'"{"a" * 13}"')
+    twelve = Writer(grammars, {"allOf": CODES[1:]})
+    assert fits(twelve, tokenizer, '"aa"')
 
 
 # ---- numbers ----
