@@ -307,7 +307,8 @@ class SamplingParams:
                 param=asked[1],
                 code="invalid_value",
             )
-        if asked and self.thinking is not None:  # a grammar reads white space before the opening mark as the answer's
+        may_be_any = calls is not None and calls.are_optional
+        if asked and not may_be_any and self.thinking is not None:  # white space before the mark fits no grammar
             object.__setattr__(self, "thinking", replace(self.thinking, blanks=()))
 
     @property

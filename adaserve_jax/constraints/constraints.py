@@ -231,25 +231,28 @@ class Constraints:
     ) -> str | None:  # fmt: skip
         """Fill the masks of a tree at whose root no answer has begun, as `Grammars.fill` does.
 
-        The grammar begins behind each node that ends the thinking; at the root it may begin in place of the thinking.
+        The grammar begins behind each node that ends the thinking. Behind the root, and white space after it, it may
+        begin in place of the thinking.
         """
         thinking = sequence.sampling.thinking
         assert self._grammars is not None and thinking is not None
-        states, why = sequence.states(tokens, parents), None
-        if states[0] == BEFORE_THINKING:
-            why = self._grammars.fill(sequence_id, tokens, parents, masks)
-            allow(masks[0], thinking.opening)
-        masks[np.asarray(states) >= 0] = self._everything if sequence.thought is None else sequence.thought
-        roots: list[int] = []
-        for node, (parent, state) in enumerate(zip(parents.tolist(), states, strict=True)):
-            ends_thinking = parent >= 0 and state == ANSWERING and states[parent] >= 0
-            roots.append(node if ends_thinking else roots[parent] if parent >= 0 else -1)
-        for root in sorted({*roots} - {-1}):
-            part = np.flatnonzero(np.asarray(roots) == root)
-            above = np.where(part == root, -1, np.searchsorted(part, parents[part]))
+        states, why = np.asarray(sequence.states(tokens, parents)), None
+        begins = np.where(states == BEFORE_THINKING, 0, -1)
+        """For each node, the one at which the grammar of its answer begins; -1: it thinks."""
+        for node, parent in enumerate(parents.tolist()):
+            if states[node] == ANSWERING:
+                begins[node] = node if states[parent] >= 0 else begins[parent]
+        masks[states >= 0] = self._everything if sequence.thought is None else sequence.thought
+        for root in sorted({*begins.tolist()} - {-1}):
+            part = np.flatnonzero((begins == root) & ((states == ANSWERING) | (np.arange(len(states)) == root)))
+            above = np.searchsorted(part, np.where(states[parents] == BEFORE_THINKING, 0, parents)[part])
+            above[part == root] = -1
             answer = np.empty((len(part), masks.shape[1]), np.uint32)
             why = self._grammars.fill(sequence_id, tokens[part], above, answer) or why
             masks[part] = answer
+        for node in np.flatnonzero(states == BEFORE_THINKING):
+            masks[node] = masks[0]
+            allow(masks[node], thinking.opening)
         return why
 
 

@@ -10,11 +10,16 @@ import pytest
 
 from adaserve_jax.constraints.bad_words import BadWords, spellings
 from adaserve_jax.constraints.constraints import ConstrainedSequence, Constraints
+from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
+from adaserve_jax.constraints.tool_formats import FORMATS
 from adaserve_jax.errors import RequestError
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import Thinking, ToolCalls
 from adaserve_jax.types import DraftTrees, SamplingParams, Sequence, StepPlan
 from tests.constrained import constrain
 from tests.constraints.definition import VOCAB, Letters
+from tests.constraints.grammar_texts import EOS, V, ids_of
 from tests.plans import step_plan, trees_of
 
 PROMPT = np.array([2, 3, 3], np.int32)
@@ -184,3 +189,42 @@ def test_a_grammar_sees_each_tree_and_ends_a_text_where_it_is_complete() -> None
     constraints.discard("a/0")
     constraints.discard("c/0")
     assert not constraints.active and not grammars.left
+
+
+OPENING, CLOSING = 2046, 2047
+TOOL = ("say", '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}')
+AFTER_THINKING: list[dict[str, object]] = [
+    {"json_schema": '{"enum": ["a", "aa", 1]}'},
+    *({"tool_calls": ToolCalls(form, (TOOL,), required)} for form in FORMATS for required in (False, True)),
+]
+
+
+@pytest.mark.parametrize("asked", AFTER_THINKING, ids=str)
+def test_a_tree_that_thinks_has_the_masks_of_plain_decoding(
+    grammars: Grammars, tokenizer: Tokenizer, asked: dict[str, object]
+) -> None:
+    """White space, thinking and answer at any node, whatever part of them is committed."""
+    blank = tokenizer.encode("\n")[0]
+    sampling = SamplingParams(thinking=Thinking(OPENING, CLOSING, blanks=(blank,)), **asked)  # type: ignore[arg-type]
+    constraints = Constraints(V, tokenizer, grammars)
+
+    def masks(committed: list[int], tokens: list[int], parents: list[int]) -> list[set[int]]:
+        sequence = Sequence("a/0", PROMPT, sampling, 0, 0.0, stop_token_ids=frozenset({EOS}))
+        constrain(constraints, sequence)
+        constraints.push("a/0", committed)
+        edits = constraints.edits(*decode_step(tokens, parents, [0] * len(tokens)), ["a/0"])
+        constraints.discard("a/0")
+        every = [set(range(V))] * len(tokens)
+        return every if edits is None or edits.allowed is None else [ids_of(mask) for mask in edits.allowed]
+
+    rng = np.random.default_rng(4)
+    for _ in range(12):
+        paths: list[list[int]] = [[]]
+        tokens, parents = [blank], [-1]
+        for node in range(1, 12):
+            parent = int(rng.integers(max(0, node - 3), node))
+            ids = sorted(masks(paths[parent], [0], [-1])[0])
+            likely = [token for token in (OPENING, CLOSING, blank) if token in ids]
+            token = int(rng.choice(likely if likely and rng.random() < 0.7 else ids))
+            tokens, parents, paths = [*tokens, token], [*parents, parent], [*paths, [*paths[parent], token]]
+        assert masks([], tokens, parents) == [masks(path, [0], [-1])[0] for path in paths]

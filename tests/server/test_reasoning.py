@@ -165,6 +165,13 @@ def test_calls_of_tools_come_after_thinking(thinks: Running):
     assert (choice.message.reasoning, choice.message.content) == (f"Call: {call}?", None)
 
 
+def test_a_call_in_the_thinking_behind_white_space_is_no_call(thinks: Running):
+    call = '<tool_call>\n{"name": "say", "arguments": {}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "say"}}]
+    assert ask(thinks, f"\n<think>Maybe {call}?</think>No.", tools=tools)[:3] == (f"Maybe {call}?", "No.", "stop")
+    assert ask(thinks, "\nNo.", tools=tools)[:3] == (None, "\nNo.", "stop")
+
+
 def test_an_earlier_answer_brings_its_thinking_to_the_template(thinks: Running, monkeypatch: pytest.MonkeyPatch):
     for name in ("reasoning", "reasoning_content"):
         earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
