@@ -25,6 +25,7 @@ from adaserve_jax.sampling import (
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import ASTNode
 
 MAX_NESTING = 64
 """Most levels of objects and arrays in a schema's own text."""
@@ -75,8 +76,9 @@ _NEGATION = re.compile(r"(\\.)|\[\^(-+|\]?)", re.DOTALL)
 """An escape, or the beginning of a negated class with what must be escaped behind other characters."""
 _CONTROLS_BY_NAME = re.compile(r"\\p(?:C|\{(?i:C|Cc|Other|Control|Cntrl)\})|\\P(?:P|\{(?i:P|Po|Punct(?:uation)?)\})")
 """Unicode classes of all control characters without quote and backslash."""
-_IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*:)", re.MULTILINE)
-"""llguidance's `is_lark_syntax` in linear time: it looks through all empty lines from each of them."""
+_IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|[?!]?start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
+"""What only Lark has. llguidance's `is_lark_syntax` looks through all empty lines from each of them, and knows neither
+`?start` nor an EBNF rule of that name."""
 _TERMINAL = re.compile(r"[A-Z][A-Z0-9_-]*\s*(:?)")
 """Name of a terminal, and what begins its definition. That need not stand at the beginning of a line. A name matches
 without it too: one that failed would be tried at each letter."""
@@ -84,6 +86,8 @@ _LARK_JOINING = re.compile(r"&|~(?!\s*[0-9])")
 """An operator by which one text must fit several patterns; `~ 3` repeats."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U00(0[0-9a-fA-F]{5}|10[0-9a-fA-F]{4})|.)", re.DOTALL)
 """An escape of a GBNF grammar, with the code of a character if it has one."""
+_GBNF_RANGE = re.compile(r"(\\(?:x..|u....|.)|.)(?:-(\\(?:x..|u....|.)|.))?", re.DOTALL)
+"""A character of a class, or the first and the last of a range."""
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/?|<[^<>\s]+>|%json\s*')
 """A string, comment, regex or special token as llguidance reads them, or the beginning of a schema. A string or regex
 without an end, which llguidance refuses, matches too: one that failed would be tried at each quote or slash."""
@@ -416,8 +420,6 @@ def _literally(text: str) -> str:
 
 def _as_lark(text: str) -> str:
     """Return a grammar in Lark, translated if it is EBNF, as llama.cpp (GBNF), vLLM and SGLang take it."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     is_lark = _IS_LARK.search(text) is not None
     bare = _LARK_TOKEN.sub(" ", text)
     if is_lark and (joined := len(_LARK_JOINING.findall(bare))) > MAX_JOINED:
@@ -426,11 +428,49 @@ def _as_lark(text: str) -> str:
     if rules > MAX_RULES:
         refuse(f"at most {MAX_RULES} {'terminals' if is_lark else 'rules'}, got {rules}", "grammar")
     try:
-        return text if is_lark else gbnf_to_lark(_GBNF_ESCAPE.sub(_as_character, text))
+        return text if is_lark else _from_gbnf(text)
     except RecursionError:
         refuse("it is nested too deeply", "grammar")
     except Exception as error:  # the library raises plain Exception too
         refuse(f"it is neither Lark, which has a rule `start: ...`, nor EBNF: {error}", "grammar")
+
+
+def _from_gbnf(text: str) -> str:
+    """Return a GBNF grammar in Lark, as llguidance's `gbnf_to_lark` does, but for what that writes wrongly: a count of
+    counts, `-`, `&` and `~` in a class, and a rule `start` beside the root. Raises what its parser raises."""
+    from llguidance.gbnf_to_lark import GrammarParser, RegexNode, RepetitionNode, RuleRefNode, SequenceNode, resolve
+
+    rules = GrammarParser().parse(_GBNF_ESCAPE.sub(_as_character, text))
+    if "root" in rules and (other := rules.pop("start", None)) is not None:
+        other.name = next(name for name in map("start-{}".format, itertools.count()) if name not in rules)
+        rules[other.name] = other
+        for node in _nodes(rules.values()):
+            if isinstance(node, RuleRefNode) and node.name == "start":
+                node.name = other.name
+    resolve(rules)
+    for node in _nodes(rules.values()):
+        if isinstance(node, RegexNode) and node.rx.startswith("["):
+            node.rx = _class_in_rust(node.rx)
+        elif isinstance(node, RepetitionNode) and isinstance(node.node, RepetitionNode):
+            node.node = SequenceNode([node.node])  # which has parentheses
+    return "\n".join(["%llguidance {}", *map(str, sorted(rules.values(), key=lambda rule: rule.order))])
+
+
+def _nodes(nodes: Iterable[ASTNode]) -> Iterator[ASTNode]:
+    """Yield nodes of a parsed GBNF grammar and all below them."""
+    for node in nodes:
+        yield node
+        yield from _nodes(node.children())
+
+
+def _class_in_rust(text: str) -> str:
+    """Return a class of a GBNF grammar in Rust's syntax, in which `--`, `&&` and `~~` are operators."""
+    opening = "[^" if text.startswith("[^") else "["
+    inner = _GBNF_RANGE.sub(
+        lambda part: "-".join("\\" + end if end in "-&~" else end for end in part.groups() if end),
+        text[len(opening) : -1],
+    )
+    return f"{opening}{inner}]"
 
 
 def _as_character(escape: re.Match[str]) -> str:

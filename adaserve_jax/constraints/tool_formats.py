@@ -245,22 +245,24 @@ def _free(others: str) -> str:
 def _free_text(form: ToolFormat, mark_id: int | None, after_mark: str, others: str) -> tuple[list[str], list[str]]:
     """Return the alternatives of an answer that may call or not, and their rules.
 
-    A mark that is a token ends a free text where it stands; one that is spelled does so by a lazy terminal, which
-    matches as soon as the mark is complete, whatever the tokens that spell it. others: special tokens that free text
-    may have.
+    A mark that is a token ends a free text where it stands; one that is spelled, as it may be in any case, does so by a
+    lazy terminal, which matches as soon as the mark is complete, whatever the tokens that spell it. others: special
+    tokens that free text may have.
     """
-    other = f" | <[{others}]>" if others else ""
-    lines = [_free(others)]
-    if form.bare:
-        lines.append(f"begun: (BEGUN{other}) free\nBEGUN: /[^{{](.|\\n)*/")
-        starts = ["begun?", after_mark]
-        return starts if mark_id is None else [*starts, f"begun? <[{mark_id}]> {after_mark}"], lines
+    other, mark = f"<[{others}]>" if others else "", _literal(form.mark)
+    begins = ["free"]
+    lines = [_free(others), f"head[lazy]: ANY {mark}\nANY: /(.|\\n)*/"]
+    heads = ["head"]
+    if other:
+        lines.append(f"before: (TEXT? {other})*")
+        heads = ["before head"]
+    if form.bare:  # no other text may begin with a brace
+        lines.append(f"begun: (BEGUN{f' | {other}' if other else ''}) free\nBEGUN: /[^{{](.|\\n)*/")
+        lines.append(f"first[lazy]: FIRST {mark}\nFIRST: /([^{{](.|\\n)*)?/")
+        begins, heads = ["begun?"], ["first", *([f"BEGUN? {other} before head"] if other else [])]
     if mark_id is not None:
-        return ["free", f"free <[{mark_id}]> {after_mark}"], lines
-    lines.append(f"head[lazy]: ANY {_literal(form.mark)}\nANY: /(.|\\n)*/")
-    if others:
-        lines.append(f"before: (TEXT? <[{others}]>)*")
-    return ["free", f"{'before ' if others else ''}head {after_mark}"], lines
+        heads.append(f"{begins[0]} <[{mark_id}]>")
+    return [*begins, *([after_mark] if form.bare else []), *(f"{head} {after_mark}" for head in heads)], lines
 
 
 class _FixedTexts:

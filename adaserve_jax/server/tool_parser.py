@@ -135,7 +135,7 @@ class ToolCallParser:
 
     def _read_name(self) -> tuple[str, list[ToolCallDelta]]:
         """Begin a call once its name is there in full. Return text instead where no tool's name can come any more: the
-        model spelled a mark whose token alone begins a call, so that no grammar holds what follows."""
+        grammar saw no mark, as where a token without text stands inside it."""
         between, may_come = self._form.between, False
         for name in self._names:
             if self._unread.startswith(name + between):

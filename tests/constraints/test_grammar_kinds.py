@@ -40,6 +40,14 @@ LANGUAGES: dict[str, tuple[GrammarKind, GrammarSource, list[str]]] = {
         two ::= [\u0030-\u0032\u005d\u00E8\u002f]{2}""", [
         "Abc", "é", "😀", '"\\', "\\u0041", *(one + two for one in "012]è/" for two in "012]è/")
     ]),
+    "ebnf of counts of counts": ("grammar", 'root ::= (("a"{2}){1,2})? ("b"?){2}', [
+        a + b for a in ("", "aa", "aaaa") for b in ("", "b", "bb")
+    ]),
+    "ebnf of operators in classes": ("grammar", "root ::= [a-c--.&&b~-] [^a-y&&{-\U0010ffff\\x00-%'-`]", [
+        one + two for one in "abc-.&~" for two in "z"
+    ]),
+    "ebnf with a rule start": ("grammar", 'root ::= start start-0\nstart ::= "a" | "b"\nstart-0 ::= "c"', ["ac", "bc"]),
+    "lark whose start is inlined": ("grammar", '?start: word | "b"\n!word: "a"', ["a", "b"]),
     "lark of many words": ("grammar", "start: " + " | ".join(f'"W{i}:"' for i in range(MAX_RULES + 1)), [
         f"W{i}:" for i in range(MAX_RULES + 1)
     ]),

@@ -160,10 +160,7 @@ BEFORE = 'I look. {"a": 1} <tool_cal [TOOL é '
 @pytest.mark.parametrize("before", ["", BEFORE])
 def test_text_is_free_until_a_call_begins_and_then_no_longer(vocabulary: Vocabulary, form: str, before: str):
     fixed = FORMATS[form]
-    spelled = vocabulary.vocab_size == V
-    if fixed.bare and (spelled or not before):
-        if before:
-            pytest.skip("without a token for its mark a bare call stands at the beginning only")
+    if fixed.bare and not before:
         whole = fixed.write([("shell", '{"command": "ls"}')]).removeprefix(fixed.mark)
     else:
         whole = before + fixed.write([("shell", '{"command": "ls"}'), ("get_weather", '{"city": "Oslo"}')])
@@ -182,6 +179,23 @@ def test_text_is_free_until_a_call_begins_and_then_no_longer(vocabulary: Vocabul
     words = len(vocabulary.tokenizer.encode(before))
     assert sum(free[:words]) >= words - 2, "all but inside a character, and where a mark is spelled"
     assert not any(free[opened:])
+    assert EOS in writer.allowed()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("before", ["", BEFORE])
+def test_a_call_whose_mark_is_spelled_is_held_too(vocabulary: Vocabulary, tokenizer: Tokenizer, form: str, before: str):
+    """Also where the model has a token for the mark."""
+    fixed = FORMATS[form]
+    call = fixed.write([("shell", '{"command": "ls"}')])
+    writer = vocabulary.writer(ToolCalls(form, TOOLS))
+    spelled = tokenizer.encode(before + fixed.mark)
+    for token in spelled:
+        assert token in writer.allowed()
+        vocabulary.grammars.advance(writer.name, [token])
+    for token in vocabulary.tokenizer.encode(call.removeprefix(fixed.mark)):
+        assert token in (allowed := writer.allowed()) and len(allowed) < vocabulary.vocab_size
+        vocabulary.grammars.advance(writer.name, [token])
     assert EOS in writer.allowed()
 
 
