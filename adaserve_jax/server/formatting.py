@@ -102,6 +102,21 @@ class LogprobSpeller:
         self._spell = spell
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
+        self._begins_with_space = False
+        self._has_text = False
+
+    def fit(self, logprobs: tuple[SpelledLogprob, ...], text: str) -> tuple[SpelledLogprob, ...]:
+        """Return these, all that were added so far, with the offsets that they have in a text that begins with `text`.
+
+        Decoding may drop the space with which the first token begins, as SentencePiece's does.
+        """
+        if self._has_text or not text:
+            return logprobs
+        self._has_text = True
+        if not self._begins_with_space or text.startswith(" "):
+            return logprobs
+        self._characters -= 1
+        return tuple(replace(one, offset=max(one.offset - 1, 0)) for one in logprobs)
 
     def add(self, item: TokenLogprob, most: int | None = None) -> SpelledLogprob:
         """Return the next token's. most: number of its likeliest tokens to keep; None: all."""
@@ -118,7 +133,9 @@ class LogprobSpeller:
         """Return the next token's spelling and offset."""
         token, offset = self._spell(token_id), self._characters
         if isinstance(token, bytes):
-            self._characters += len(self._decoder.decode(token))
+            added = self._decoder.decode(token)
+            self._begins_with_space |= not self._characters and added.startswith(" ")
+            self._characters += len(added)
         return token, offset
 
 
@@ -181,6 +198,9 @@ class DeltaBuilder:
                 self._parsers[index] = ToolCallParser(self.tool_calls)
             new = _with_calls(new, self._parsers[index])
         delta = ChoiceDelta.join([held, new])
+        if delta.logprobs is not None:
+            scored = chunk.text if self.unscored is not None else chunk.reasoning + chunk.text
+            delta = replace(delta, logprobs=self._spellers[index].fit(delta.logprobs, held.text + scored))
         if not new.text and not new.reasoning and not new.tool_calls and chunk.finish_reason is None:
             self._held[index] = delta
             return None

@@ -31,6 +31,18 @@ def test_a_name_in_the_middle_moves_no_offset():
     assert [one.offset for one in piece.logprobs] == [0, 1, 1]
 
 
+@pytest.mark.parametrize(("texts", "offsets"), [
+    (["b", "ab", ""], [0, 1, 2]),
+    ([" b", "ab", ""], [0, 2, 3]),
+    (["", "bab", ""], [0, 1, 2]),
+    (["", "", " bab"], [0, 2, 3]),
+])  # fmt: skip
+def test_a_first_space_that_decoding_drops_moves_the_offsets(texts: list[str], offsets: list[int]):
+    ids = ([4], [1, 4], [])
+    pieces = taken(*map(chunk, texts, ids, [None, None, "stop"]), spell=SPELLED.__getitem__)
+    assert [one.offset for piece in pieces if piece is not None for one in piece.logprobs] == offsets
+
+
 OPENING, CLOSING = 7, 8
 MARKS = {**SPELLED, 5: b"\n", OPENING: "<think>", CLOSING: "</think>"}
 THINKING = Thinking(OPENING, CLOSING, blanks=(5,))
