@@ -44,8 +44,9 @@ def is_plain_text(schema: Any) -> bool:
     if not isinstance(schema, dict) or schema.keys() - _OF_PLAIN_TEXT:
         return False
     if "enum" in schema:
-        values = schema["enum"]
-        return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+        values, alone = schema["enum"], not schema.keys() & {"minLength", "maxLength"}
+        are_texts = isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+        return are_texts and alone and schema.get("type", "string") == "string"
     lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
     return schema.get("type") == "string" and all(type(length) is int and length >= 0 for length in lengths)
 

@@ -436,8 +436,20 @@ def test_a_keyword_of_another_type_is_refused_and_never_part_of_a_grammar(
 
 
 @pytest.mark.parametrize("form", ONE_BY_ONE)
-def test_a_string_with_another_keyword_stands_there_as_json(vocabulary: Vocabulary, form: str):
-    schema = json.dumps({"type": "object", "properties": {"k": {"type": "string", "const": "x"}}, "required": ["k"]})
+def test_texts_of_another_type_or_length_are_refused(vocabulary: Vocabulary, form: str):
+    for contradiction in ({"type": "integer", "enum": ["x"]}, {"type": "string", "enum": ["abc"], "maxLength": 2}):
+        schema = {"type": "object", "properties": {"k": contradiction}, "required": ["k"]}
+        with pytest.raises(RequestError, match="Unsatisfiable schema"):
+            vocabulary.writer(ToolCalls(form, (("f", json.dumps(schema)),)))
+
+
+@pytest.mark.parametrize("form", ONE_BY_ONE)
+@pytest.mark.parametrize("keywords", [{"const": "x"}, {"enum": ["x", "abc"], "maxLength": 2}])
+def test_a_string_with_another_keyword_stands_there_as_json(
+    vocabulary: Vocabulary, form: str, keywords: dict[str, Any]
+):
+    properties = {"k": {"type": "string"} | keywords}
+    schema = json.dumps({"type": "object", "properties": properties, "required": ["k"]})
     texts = FORMATS[form].write([("f", '{"k": "x"}')]), FORMATS[form].write([("f", '{"k": "\\"x\\""}')])
     found = []
     for text in texts:
