@@ -191,6 +191,16 @@ def test_a_grammar_sees_each_tree_and_ends_a_text_where_it_is_complete() -> None
     assert not constraints.active and not grammars.left
 
 
+@pytest.mark.parametrize("asked", [{"regex": "[a-z ]*"}, {"tool_calls": ToolCalls("hermes", (("say", "{}"),))}])
+def test_a_text_under_a_form_ends_whatever_ignore_eos_says(
+    grammars: Grammars, tokenizer: Tokenizer, asked: dict[str, object]
+) -> None:
+    constraints = Constraints(V, tokenizer, grammars)
+    constrain(constraints, request(ignore_eos=True, **asked))
+    word = tokenizer.encode("the")
+    assert constraints.push("a/0", [*word, EOS, *word]) == len(word) + 1
+
+
 OPENING, CLOSING = 2046, 2047
 TOOL = ("say", '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}')
 AFTER_THINKING: list[dict[str, object]] = [
