@@ -334,14 +334,14 @@ class TargetPoller:
     async def _poll(self, target: RouterTarget) -> None:
         timeouts, was_unreadable, needs_facts = 0, False, True
         while True:
-            was_healthy = target.healthy
             try:
                 async with asyncio.timeout(self._timeout_s):
                     healthy, detail = await self._health(target)
                 timeouts = 0
             except TimeoutError:
                 timeouts += 1
-                healthy, detail = was_healthy and timeouts < MAX_TIMEOUTS, f"no answer within {self._timeout_s:g} s"
+                healthy = target.healthy and timeouts < MAX_TIMEOUTS  # it may have been ejected meanwhile
+                detail = f"no answer within {self._timeout_s:g} s"
             except TargetLost as lost:
                 timeouts = timeouts + 1 if lost.reason == "connect_timeout" else 0
                 healthy, detail = False, lost.reason

@@ -106,6 +106,35 @@ def test_what_comes_to_a_target_that_hangs_already_is_given_up_after_two_checks_
         asyncio.run(go(server.url))
 
 
+def test_a_health_check_that_times_out_does_not_bring_back_a_target_that_was_ejected_meanwhile(
+    caplog: pytest.LogCaptureFixture,
+):
+    checks: list[str] = []
+
+    def script(asked: Asked) -> list[Act]:
+        checks.extend([asked.route] * (asked.route == "/health"))
+        return answer("200 OK", b'{"status": "ok"}') if checks == ["/health"] else ["silence"]
+
+    async def go(url: str) -> None:
+        targets = TargetSet([url])
+        (target,) = targets.all
+        poller = TargetPoller(targets, Balancer("round-robin", None), every_s=0.01, timeout_s=1.0, key=None)
+        polling = asyncio.ensure_future(poller.run())
+        while len(checks) < 2:
+            await asyncio.sleep(0.01)
+        targets.report(target, False, "disconnected")
+        silent = SilentExchange(10.0)
+        target.exchanges.add(silent)
+        await silent.given_up.wait()  # two checks have timed out
+        polling.cancel()
+        await targets.close()
+
+    with FakeServer(script) as server:
+        asyncio.run(asyncio.wait_for(go(server.url), 20))
+    states = [record.getMessage().partition(" is ")[2] for record in caplog.records]
+    assert states == ["up: ok", "down: disconnected"]
+
+
 def test_what_hides_a_target_from_its_router_is_told_once(caplog: pytest.LogCaptureFixture):
     """A target that was never there, and one that refuses the router's key."""
 
