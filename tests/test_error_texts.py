@@ -166,7 +166,7 @@ def test_a_target_that_the_router_does_not_use_again_ends_the_replacement():
     async def replaced() -> None: ...
 
     async def all_of_them() -> list[str]:
-        return [each async for each in replace_target(NOWHERE, replaced, cast(Any, StillRouter()), 0.0)]
+        return [each async for each in replace_target(NOWHERE, replaced, cast(Any, StillRouter()), 0.0, 0.0)]
 
     expected = re.escape(f"the router does not use {NOWHERE} again after 0 s; see 'adaserve cluster status'")
     with pytest.raises(AdaServeError, match=expected):

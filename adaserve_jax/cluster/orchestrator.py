@@ -96,28 +96,32 @@ class Cluster(ABC):
                     await replace()
                     yield f"{name}: is used again"
             if scope != "drafts":
+                look_s = self.plan.router.poll_every + self.plan.router.poll_timeout
                 for url, replace in (await self.replaceable("target")).items():
-                    async for line in replace_target(url, replace, self.router_client, self.plan.target_grace_s):
+                    progress = replace_target(url, replace, self.router_client, self.plan.target_grace_s, look_s)
+                    async for line in progress:
                         yield line
 
 
-async def replace_target(url: str, replace: ReplaceMember, router: RouterClient, limit_s: float) -> AsyncIterator[str]:
+async def replace_target(
+    url: str, replace: ReplaceMember, router: RouterClient, limit_s: float, look_s: float
+) -> AsyncIterator[str]:
     """Drain, replace and resume a target, and yield progress lines.
 
     It gets at most `limit_s` seconds for its requests in flight; while it stops it finishes the rest within its own
-    limit. It is resumed even if the replacement raises.
+    limit. It is resumed even if the draining or the replacement raises. look_s: seconds in which the router looks at a
+    target once at least.
     """
     yield f"{url}: takes nothing new"
-    await router.drain(url)
     try:
+        await router.drain(url)  # which may raise although it was done
         async for left in _draining(url, router, limit_s):
             yield f"{url}: {left} requests left"
         yield f"{url}: is replaced"
         await replace()
     finally:
-        with contextlib.suppress(NoAnswer):  # a router that was restarted meanwhile has forgotten the drain anyway
-            await router.resume(url)
-    await _wait_until_up(url, router, limit_s)  # so that the next one is not drained before
+        await _resume(url, router, limit_s)
+    await _wait_until_up(url, router, limit_s + look_s)  # so that the next one is not drained before
     yield f"{url}: is used again"
 
 
@@ -132,6 +136,19 @@ async def _draining(url: str, router: RouterClient, limit_s: float) -> AsyncIter
         if left != before:
             yield left
         before = left
+        await asyncio.sleep(POLL_S)
+
+
+async def _resume(url: str, router: RouterClient, limit_s: float) -> None:
+    """Resume a target; while the router does not answer, try again until the time is up, or the order is cancelled."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    end = loop.time() + limit_s
+    while True:
+        with contextlib.suppress(NoAnswer):
+            await router.resume(url)
+            return
+        if loop.time() >= end or (task is not None and task.cancelling()):  # cancelled: the cluster ends
+            return
         await asyncio.sleep(POLL_S)
 
 
