@@ -163,12 +163,13 @@ def status(run_folder: Folder = None) -> None:
 
     folder = _folder(run_folder)
     state = folder.read()
-    typer.echo(f"{state['url']}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
-    try:
-        _, routed = request_json(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
-    except NoAnswer as error:
-        routed = {}
-        typer.echo(str(error))
+    typer.echo(f"{state['url'] or 'no address yet'}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
+    routed: dict[str, Any] = {}
+    if state["url"]:
+        try:
+            _, routed = request_json(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
+        except NoAnswer as error:
+            typer.echo(str(error))
     by_url = {each["url"]: each for each in routed.get("targets", [])}
     for member in state["members"]:
         seen = by_url.get(member["address"])

@@ -421,6 +421,7 @@ async def _run(cluster: RayCluster) -> None:
     cluster.announce_start()
     starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
     stopping = asyncio.ensure_future(stop.wait())
+    writing = asyncio.ensure_future(_write_until_started(cluster, starting))
     try:
         async with OrderServer(cluster.folder.socket, cluster.restart, stop):
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -432,11 +433,19 @@ async def _run(cluster: RayCluster) -> None:
                 await asyncio.wait({stopping}, timeout=POLL_S)
     finally:
         stopping.cancel()
+        writing.cancel()
         announce_end()
         cluster.stopping.set()
         await asyncio.wait({starting}, timeout=START_ABORT_S)
         await asyncio.to_thread(cluster.stop)
-        await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.gather(starting, writing, return_exceptions=True)
+
+
+async def _write_until_started(cluster: RayCluster, starting: asyncio.Future[None]) -> None:
+    """Write the state while the cluster starts; apart from `_run`, as actors that are being placed answer late."""
+    while not starting.done():
+        await asyncio.to_thread(cluster.write)
+        await asyncio.wait({starting}, timeout=POLL_S)
 
 
 def down_on_ray(address: str) -> int:

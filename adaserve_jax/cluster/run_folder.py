@@ -108,13 +108,16 @@ class ClusterFolder:
             self._write_failed = False
 
     def read(self) -> dict[str, Any]:
-        """Return the last written state. Raises ConfigError if no cluster runs here."""
+        """Return the last written state. Raises ConfigError if no cluster runs here, or has written none yet."""
         if not self.is_held:
             raise _no_cluster(self.path)
         try:
             return json.loads(self.state_file.read_text())
         except (OSError, ValueError) as error:
-            raise _no_cluster(self.path) from error
+            raise ConfigError(
+                f"the cluster in {self.path} has no readable state: it is starting or ending, or its folder was "
+                "changed; ask again in a moment"
+            ) from error
 
     @property
     def is_held(self) -> bool:

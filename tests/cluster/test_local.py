@@ -219,6 +219,21 @@ def test_the_state_of_a_cluster_that_was_killed_is_not_shown(tmp_path):
         killed.read()
 
 
+def test_a_cluster_that_begins_to_start_is_not_taken_for_none(tmp_path, capsys):
+    folder = ClusterFolder(tmp_path)
+    folder.open()
+    with pytest.raises(ConfigError, match="it is starting or ending, or its folder was changed; ask again"):
+        folder.read()
+    folder.write({
+        "orchestrator": "ray", "pid": 7, "phase": "starting", "url": "", "tls_cert": None,
+        "members": [{"name": "draft-0", "phase": "starting", "detail": "", "pid": None, "address": "", "restarts": 0}],
+    })  # fmt: skip
+    assert run_program("cluster", "status", "--run-folder", str(tmp_path)) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "no address yet  starting, ray, pid 7" and second.startswith("  draft-0    starting, pid None")
+    folder.close()
+
+
 def test_the_usual_folder_outlives_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -14,6 +14,7 @@ from adaserve_jax.cluster.run_folder import ClusterFolder, give_order
 from adaserve_jax.errors import ConfigError
 from tests.cluster.test_local import UP, Up
 from tests.conftest import ROOT
+from tests.program import run_program
 from tests.waiting import is_alive, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
@@ -58,21 +59,26 @@ def test_down_leaves_no_process(cluster):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_one_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
+def test_one_that_starts_is_shown_and_leaves_no_process_when_it_is_stopped(tmp_path, capsys):
     folder = ClusterFolder(tmp_path)
+    (tmp_path / "said").write_text("starting")  # its targets never get further
     command = [sys.executable, UP, tmp_path, "2", "1", "ray"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) as up:
-        wait_until(lambda: up.poll() is not None or len(members(folder)) > 1)
-        pids = [pid for each in members(folder) for pid in (each["pid"], each["actor_pid"]) if pid]
+        wait_until(lambda: up.poll() is not None or all(map(members(folder).get, ("draft-0", "router", "target-0"))))
+        assert folder.read()["phase"] == "starting" and "target-1" not in members(folder)
+        assert run_program("cluster", "status", "--run-folder", str(tmp_path)) == 0
+        assert "  starting, ray, pid " in capsys.readouterr().out
+        pids = [pid for each in members(folder).values() for pid in (each["pid"], each["actor_pid"]) if pid]
         up.send_signal(signal.SIGTERM)
         _, said = up.communicate()
     assert up.returncode == 0, said.decode()
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def members(folder: ClusterFolder) -> list[dict]:
+def members(folder: ClusterFolder) -> dict[str, dict]:
+    """By name, of processes that run."""
     try:
-        return folder.read()["members"]
+        return {each["name"]: each for each in folder.read()["members"] if each["pid"]}
     except ConfigError:
-        return []
+        return {}

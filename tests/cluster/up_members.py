@@ -1,4 +1,7 @@
-"""`adaserve cluster up` with stand-ins for its servers: `python up_members.py RUN_FOLDER TARGETS DRAFTS [ray]`."""
+"""`adaserve cluster up` with stand-ins for its servers: `python up_members.py RUN_FOLDER TARGETS DRAFTS [ray]`.
+
+The targets say of their health what the file `said` in the run folder has, while there is one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MEMBER = str(Path(__file__).parent / "member.py")
 
 plan = ClusterPlan(
     int(sys.argv[2]), int(sys.argv[3]), RouterSettings(port=0, poll_every=0.05),
-    target_command=("{python}", "-S", MEMBER, "{port}", "{drafter}"),
+    target_command=("{python}", "-S", MEMBER, "{port}", f"--state={sys.argv[1]}/said", "{drafter}"),
     draft_command=("{python}", "-S", MEMBER, "{http_port}", "--listen={host}:{port}"),
     timing=SupervisorTiming(probe_interval_s=0.05, first_backoff_s=0.05),
 )  # fmt: skip
