@@ -51,9 +51,11 @@ MAX_LOST = 3
 """Attempts of one request that targets may have started and lost, so that a request that crashes its target does not
 crash all targets."""
 RETRY_WAIT_S = 0.5
-EVENT_END = b"\n\n"
+EVENT_ENDS = (b"\n\n", b"\n\r\n")
+"""An empty line, after a line that ends in LF or CR LF."""
 DONE = b"data: [DONE]\n\n"
-ERROR_EVENT = re.compile(rb'^(?:data: \{"error": ?\{|event: response\.failed$)', re.MULTILINE)
+DONE_EVENTS = (DONE, b"data: [DONE]\r\n\r\n")
+ERROR_EVENT = re.compile(rb'^(?:data: \{"error": ?\{|event: response\.failed\r?$)', re.MULTILINE)
 """How a target ends a stream that fails: an event of completions or chat, or of the Responses API."""
 MAX_EVENT_BYTES = 2**22
 """A longer event is sent on in pieces."""
@@ -78,13 +80,13 @@ class EventBuffer:
     def feed(self, part: bytes) -> bytes:
         """Add bytes and return those that may be sent on now."""
         part = self._rest + part if self._rest else part
-        end = part.rfind(EVENT_END) + len(EVENT_END)
-        if end < len(EVENT_END):
-            end = 0 if len(part) <= MAX_EVENT_BYTES else len(part)
+        end = max((at + len(last) for last in EVENT_ENDS if (at := part.rfind(last)) >= 0), default=0)
+        if not end and len(part) > MAX_EVENT_BYTES:
+            end = len(part)
         complete, self._rest = part[:end], part[end:]
         if complete:
-            self.events += complete.count(EVENT_END)
-            self.done = complete.endswith(DONE)
+            self.events += sum(map(complete.count, EVENT_ENDS))
+            self.done = complete.endswith(DONE_EVENTS)
             self.failed = self.failed or ERROR_EVENT.search(complete) is not None
             self.tail = (self.tail + complete)[-TAIL_BYTES:]
         return complete
@@ -417,7 +419,7 @@ class Forwarder:
             last = b""
             if not buffer.done:
                 self._count_cut(target, lost.reason)
-                last = b"data: " + json.dumps(target_lost().body()).encode() + EVENT_END + DONE
+                last = b"data: " + json.dumps(target_lost().body()).encode() + b"\n\n" + DONE
         if not started:
             await send(_head(exchange))
         self._learn_length(target, in_flight, buffer.tail)

@@ -554,8 +554,36 @@ def test_a_body_above_the_limit_is_refused_before_it_is_passed_on():
         assert not [asked for asked in server.asked if asked.route == GENERATION]
 
 
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from([b"data: a\n\n", b"data: [DONE]\n\n", b"data: ", b"\n", b"x", b"\n\n"])), st.data())
+def test_a_stream_whose_lines_end_in_cr_lf_passes_event_by_event_and_is_cut_as_any():
+    first, done = (text.replace(b"\n", b"\r\n") for text in (token("a"), b"data: [DONE]\n\n"))
+    failing = b"event: response.failed\r\ndata: {}\r\n\r\n"
+    scripts = iter([[*stream(first, end=False), "silence"], [STREAM, chunk(first), "close"], stream(failing, done)])
+    with FakeServer(target(lambda _: next(scripts))) as server, routed(server.url) as router:
+        with router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered:
+            assert next(answered.iter_bytes()) == first  # while the target says nothing more
+        wait_until(lambda: router.router.status()["in_flight"] == 0)
+        text = router.post(stream=True).text
+        assert text.startswith(first.decode()) and '"target_lost"' in text
+        router.up(1)
+        assert router.post(stream=True).content == failing + done
+        (shown,) = router.router.status()["targets"]
+        assert (shown["cuts"], shown["failures"]) == (1, 1)
+
+
+def test_a_stream_of_cr_lf_that_lost_only_its_end_is_whole():
+    full = stream(b"data: {}\r\n\r\n", b"data: [DONE]\r\n\r\n", end=False)
+    with FakeServer(target(lambda _: [*full, "close"])) as server, routed(server.url) as router:
+        assert router.post(stream=True).content == b"data: {}\r\n\r\ndata: [DONE]\r\n\r\n"
+        assert router.router.status()["targets"][0]["cuts"] == 0
+
+
+ENDS = (b"\n\n", b"\n\r\n")
+DONE_ENDS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+PIECES = (*DONE_ENDS, b"data: a\n\n", b"data: a\r\n\r\n", b"data: ", b"\n", b"\r", b"x", b"\n\n", b"\r\n\r\n")
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(PIECES)), st.data())
 def test_only_whole_events_pass_however_they_come(pieces, data):
     text = b"".join(pieces)
     gate, passed, at = EventBuffer(), b"", 0
@@ -563,9 +591,9 @@ def test_only_whole_events_pass_however_they_come(pieces, data):
         size = data.draw(st.integers(1, len(text) - at))
         passed += gate.feed(text[at : at + size])
         at += size
-        assert passed == b"" or passed.endswith(b"\n\n")
+        assert passed == b"" or passed.endswith(ENDS)
     done, rest = gate.done, gate.rest()
-    assert passed + rest == text and b"\n\n" not in rest and done == passed.endswith(b"data: [DONE]\n\n")
+    assert passed + rest == text and not any(end in rest for end in ENDS) and done == passed.endswith(DONE_ENDS)
 
 
 def test_every_metric_and_code_is_documented():
