@@ -62,6 +62,7 @@ class LocalEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # waiting for a grammar, with arrival time
         self._queued = 0  # choices of these and of the inbox, which the scheduler does not count yet
+        self._counting = threading.Lock()  # guards this count, and that each choice is in one of the two; taken last
         self._stopping = False
         self._calls: set[Future[None]] = set()  # of callers that wait for something to be done between two steps
         self._error: EngineDeadError | None = None
@@ -148,20 +149,26 @@ class LocalEngine:
         choices = request.sampling.n
         with self._lock:
             self._require_alive()
-            check_room(choices, self._core.scheduler.num_new + self._queued, self._config.max_waiting)
+            with self._counting:
+                waiting = self._core.scheduler.num_new + self._queued
+            check_room(choices, waiting, self._config.max_waiting)
             self._sinks.open(request, sink)
             if not self._is_busy:
                 self._last_step_s = arrival_s
-            self._queued += choices
+            self._count_queued(choices)
             self._preparing[request.request_id] = (request, arrival_s)
         try:
             self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
         except BaseException:
             with self._lock:
                 if self._preparing.pop(request.request_id, None) is not None:
-                    self._queued -= choices
+                    self._count_queued(-choices)
                     self._sinks.discard(request.request_id)
             raise
+
+    def _count_queued(self, change: int) -> None:
+        with self._counting:
+            self._queued += change
 
     def _check(self, request: GenerateRequest) -> RequestConstraints | None:
         """Refuse at once what can never be served; return the constraints that the request's choices share."""
@@ -183,7 +190,7 @@ class LocalEngine:
             if waiting is None:
                 self._inbox.append(lambda: self._deliver(self._core.abort(request_id)))
             else:
-                self._queued -= waiting[0].sampling.n
+                self._count_queued(-waiting[0].sampling.n)
                 self._inbox.append(lambda: self._deliver(self._core.abort_unqueued(*waiting)))
             self._lock.notify()
 
@@ -230,7 +237,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        assembly, queued, steps = self._assembly, self._queued, self._core.scheduler.stats
+        assembly = self._assembly
+        with self._counting:
+            queued, steps = self._queued, self._core.scheduler.stats
         return EngineStats(
             scheduler=replace(
                 steps, waiting=steps.waiting + queued, waiting_new=steps.waiting_new + queued, preparing=queued
@@ -304,17 +313,18 @@ class LocalEngine:
 
     def _add(self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None) -> None:
         try:
-            with contained("parameters"):
-                self._core.add(request, arrival_s, shared, self._draft_of(request))
+            with self._counting:  # so that `max_waiting` counts the request at every moment, and once
+                try:
+                    with contained("parameters"):
+                        self._core.add(request, arrival_s, shared, self._draft_of(request))
+                finally:
+                    self._queued -= request.sampling.n
         except AdaServeError as error:
             self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:
             router = self._assembly.router
             if router is not None and request.draft_tag and request.learn:
                 router.learn(request.draft_tag, request.prompt_ids, request.tenant)  # from accepted requests only
-        finally:
-            with self._lock:  # last, so that `max_waiting` counts the request at every moment
-                self._queued -= request.sampling.n
 
     def _draft_of(self, request: GenerateRequest) -> int:
         """Return the index of the draft that speculates for the request; the router learns nothing from it yet."""

@@ -99,6 +99,36 @@ def test_a_schema_that_is_being_prepared_holds_nobody_up(grammars: Grammars, eng
     assert len([chunk for chunk in left.chunks if chunk.finish_reason]) == 6
 
 
+def test_a_request_that_is_being_added_counts_once(
+    grammars: Grammars, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the scheduler has its choices already, but is not done with it, others ask for room."""
+    counts: list[int] = []
+    asked = Reader()
+
+    def ask() -> None:
+        counts.append(engine.stats().scheduler.waiting_new)
+        engine.submit(request_of("late", replace(PLAIN, n=2)), asked)
+        counts.append(2)
+
+    asking = threading.Thread(target=ask)
+
+    def add(request_id: str, start: str) -> None:
+        grammars.ids[request_id] = start
+        if len(grammars.ids) == 4:
+            asking.start()
+            asking.join(0.5)  # it may have to wait for the end of this
+
+    monkeypatch.setattr(grammars, "add", add)
+    grammars.is_ready("a")
+    adding = Reader()
+    engine.submit(request_of("adding", replace(ASKING, n=4)), adding)
+    assert {adding.end().finish_reason for _ in range(4)} == {"length"}
+    asking.join()
+    assert len(counts) == 2 and counts[0] <= 4
+    assert {asked.end().finish_reason for _ in range(2)} == {"length"}
+
+
 def test_a_refused_schema_is_told_as_the_answer(grammars: Grammars, engine: LocalEngine) -> None:
     reader = Reader()
     engine.submit(request_of("q", ASKING), reader)
