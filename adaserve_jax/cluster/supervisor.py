@@ -298,11 +298,12 @@ class Supervisor:
         while True:
             healthy, state = await self._probe()
             now = self._clock()
+            is_ending = self._end_requested.is_set()  # then the next process is the one that is waited for, if any
             if healthy:
                 unhealthy_since = None
                 if self._ready_since is None:
                     self._ever_ready, self._ready_since, self._failed_starts = True, now, 0
-                if not self._end_requested.is_set():  # otherwise the next process is the one that is waited for
+                if not is_ending:
                     self._set_phase("ready")
                     self._ready.set()
                     if self._replacement is not None and not self._replacement.done():
@@ -311,13 +312,13 @@ class Supervisor:
                 if now - began > timing.start_timeout_s:
                     self._start_timed_out = True
                     return f"was not ready within {timing.start_timeout_s:g} s ({state})"
-            elif state == RECOVERING:
-                unhealthy_since = None
-                self._set_phase("failing", state)
             else:
+                if not is_ending:
+                    self._set_phase("failing", state)
                 unhealthy_since = now if unhealthy_since is None else unhealthy_since
-                self._set_phase("failing", state)
-                if state == "dead" or now - unhealthy_since > timing.unhealthy_timeout_s:
+                if state == RECOVERING:
+                    unhealthy_since = None
+                elif state == "dead" or now - unhealthy_since > timing.unhealthy_timeout_s:
                     return f"was unwell for {now - unhealthy_since:.0f} s ({state})"
             await asyncio.sleep(timing.probe_interval_s)
 

@@ -182,6 +182,26 @@ def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("said", ["draining", "restarting"])
+def test_what_a_process_says_while_it_is_stopped_is_no_failure(tmp_path, said):
+    state = tmp_path / "state"
+    timing = SupervisorTiming(probe_interval_s=0.02, termination_grace_s=0.5)
+    stubborn = member(tmp_path, "--stubborn", f"--state={state}", timing=timing)
+    phases: list[str] = []
+
+    async def go() -> None:
+        supervisor = Supervisor(stubborn, lambda: phases.append(supervisor.phase))
+        supervisor.start()
+        await supervisor.ready()
+        stopping = asyncio.ensure_future(supervisor.stop())
+        await until(lambda: supervisor.phase == "stopping")
+        state.write_text(said)
+        await stopping
+
+    asyncio.run(go())
+    assert phases[-2:] == ["stopping", "stopped"] and "failing" not in phases
+
+
 def test_the_child_of_one_that_was_killed_is_not_left(tmp_path):
     async def go() -> None:
         async with supervised(member(tmp_path, f"--child={tmp_path / 'child'}")) as supervisor:
