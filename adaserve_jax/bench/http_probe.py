@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeGuard
 
 from adaserve_jax.bench.engine import Ask, AtPoint, Probe
 from adaserve_jax.errors import SLO_INFEASIBLE, ConfigError
-from adaserve_jax.http_client.connection import STALE_S, HttpConnection
+from adaserve_jax.http_client.connection import STALE_S, Headers, HttpConnection
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.request_metrics import RequestMetrics
 from adaserve_jax.results.records import RequestRecord, Status
@@ -390,9 +390,10 @@ class UrlProbe(Probe):
         self.heard_at_s = time.monotonic()
         connection.send(self.prepared.message, self)
 
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        encoded = headers.get("content-encoding", "identity") != "identity"
+    def on_head(self, status: int, headers: Headers) -> None:
+        by_name = dict(headers)
+        kind = by_name.get("content-type", "").partition(";")[0].strip().lower()
+        encoded = by_name.get("content-encoding", "identity") != "identity"
         if status != 200 or encoded or kind != "text/event-stream":
             self._refusal = (status, bytearray())
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -30,6 +30,7 @@ from adaserve_jax.cluster.requests import (
 )
 from adaserve_jax.cluster.router_client import json_object
 from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, TargetSet
+from adaserve_jax.http_client.connection import Headers
 from adaserve_jax.server.connection import cut_off, direct_body
 from adaserve_jax.server.errors import RETRY_AFTER_S, ApiError
 from adaserve_jax.server.streaming import CLIENT_CLOSED_REQUEST, finish_first
@@ -115,8 +116,8 @@ class ForwardedRequest:
         return request_bytes("GET" if method == "HEAD" else method, path, (*own, *kept), self._body)
 
 
-def _answer_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items() if k not in ANSWER_HEADERS_DROPPED]
+def _answer_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers if k not in ANSWER_HEADERS_DROPPED]
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class BufferedAnswer:
     """An answer that was read to its end before any of it was sent on."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Headers
     body: bytes
 
     @property
@@ -342,7 +343,7 @@ class Forwarder:
         target.exchanges.add(exchange)
         try:
             await exchange.head()
-            if exchange.headers.get("content-type", "").startswith("text/event-stream"):
+            if dict(exchange.headers).get("content-type", "").startswith("text/event-stream"):
                 await self._forward_stream(target, in_flight, exchange, scope, send)
                 return None
             return await self._forward_body(target, in_flight, exchange, scope, send)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adaserve_jax.cluster.router_client import json_object
-from adaserve_jax.http_client.connection import STALE_S, HttpConnection
+from adaserve_jax.http_client.connection import STALE_S, Headers, HttpConnection
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.routing.fleet import Assigned
 from adaserve_jax.server.json_size import excess
@@ -163,8 +163,8 @@ class TargetExchange:
 
     def __init__(self, pool: ConnectionPool, message: bytes):
         self.status = 0
-        self.headers: dict[str, str] = {}
-        """Headers by lower-case name, without hop-by-hop headers."""
+        self.headers: Headers = ()
+        """Without hop-by-hop headers."""
         self._pool = pool
         self._message = message
         self._parts: deque[bytes] = deque()
@@ -237,9 +237,9 @@ class TargetExchange:
 
     # ---- called by the connection (http_client.connection.ResponseHandler) ----
 
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
+    def on_head(self, status: int, headers: Headers) -> None:
         self.status, self._heard_s = status, time.monotonic()
-        self.headers = {name: value for name, value in headers.items() if name not in HOP_BY_HOP_HEADERS}
+        self.headers = [(name, value) for name, value in headers if name not in HOP_BY_HOP_HEADERS]
         self._changed.set()
 
     def on_body(self, at_s: float, part: bytes) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from adaserve_jax.errors import ConfigError
 
+Headers = Sequence[tuple[str, str]]
+"""Lower-case names and values, in order; a name may come several times."""
 MAX_HEAD_BYTES = 2**16
 STALE_S = 1.0
 """A connection that the server had closed while it was idle is lost within so long of the next send, or sooner. Lost
@@ -23,8 +25,8 @@ later, the server may have worked on the request."""
 class ResponseHandler(Protocol):
     """Receiver of the response to one request. After `on_end` or `on_lost` nothing else is called."""
 
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """Take status and headers, by lower-case name."""
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Take status and headers."""
 
     def on_body(self, at_s: float, part: bytes) -> None:
         """Take a part of the body. at_s: time.monotonic when its bytes were read."""
@@ -75,7 +77,7 @@ class HttpConnection(asyncio.Protocol):
         assert self._transport is not None and self._handler is None
         self._handler = handler
         self._parser = self._library.HttpResponseParser(self)
-        self._headers: dict[str, str] = {}
+        self._headers: list[tuple[str, str]] = []
         self._head_bytes = 0
         self._heard = self._in_body = self._complete = self._reusable = False
         self._transport.write(message)
@@ -133,7 +135,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_open = False
         handler, self._handler = self._handler, None
         if handler is not None:
-            until_closed = self._in_body and not {"content-length", "transfer-encoding"} & self._headers.keys()
+            until_closed = self._in_body and not {"content-length", "transfer-encoding"} & dict(self._headers).keys()
             if until_closed and exc is None:
                 handler.on_end(self._now)
             else:
@@ -148,7 +150,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._complete:
-            self._headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
+            self._headers.append((name.decode("latin-1").lower(), value.decode("latin-1").strip()))
 
     def on_headers_complete(self) -> None:
         if self._complete:
@@ -158,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
             self._in_body = True
             self._handler.on_head(status, self._headers)
         else:
-            self._headers = {}
+            self._headers = []
 
     def on_body(self, body: bytes) -> None:
         if self._handler is not None and not self._complete:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.http_client.connection import HttpConnection
+from adaserve_jax.http_client.connection import Headers, HttpConnection
 
 BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
@@ -34,7 +34,7 @@ class Heard:
     def __init__(self) -> None:
         self.all: list[object] = []
 
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
+    def on_head(self, status: int, headers: Headers) -> None:
         self.all.append(status)
 
     def on_body(self, at_s: float, part: bytes) -> None:

@@ -54,7 +54,7 @@ def sent(connection: Connection) -> Callable[[UrlProbe], None]:
 
 
 def head(status: int = 200, headers: dict[str, str] = STREAM) -> Callable[[UrlProbe], None]:
-    return lambda probe: probe.on_head(status, headers)
+    return lambda probe: probe.on_head(status, list(headers.items()))
 
 
 def body(part: bytes, at_s: float = 1.0) -> Callable[[UrlProbe], None]:

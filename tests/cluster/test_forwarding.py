@@ -104,6 +104,15 @@ def test_keys_are_the_servers_to_check_and_the_request_id_is_one():
     assert sent.headers["host"] == server.url.removeprefix("http://") and "te" not in sent.headers
 
 
+@pytest.mark.parametrize("kind, body", [("application/json", b"{}"), ("text/event-stream", b"data: [DONE]\n\n")])
+def test_headers_of_an_answer_that_come_several_times_pass_each(kind, body):
+    script = target(lambda _: answer("200 OK", body, kind, "set-cookie: a=1", "x-of-a-server: 7", "Set-Cookie: b=2, c"))
+    with FakeServer(script) as server, routed(server.url) as router:
+        answered = router.post()
+    assert answered.content == body and answered.headers["x-of-a-server"] == "7"
+    assert answered.headers.get_list("set-cookie") == ["a=1", "b=2, c"]
+
+
 @pytest.mark.parametrize("first", [
     ["close"],
     ["reset"],
