@@ -270,7 +270,7 @@ class SupervisedEngine:
         with self._changed:
             if self._fault is fault:  # else the new one died already
                 self._fault = None
-        _log.warning("the engine is back after %.1f s", self._start_s)
+                _log.warning("the engine is back after %.1f s", self._start_s)
 
     def _start_in_time(self, engine: EngineClient) -> None:
         """Start an engine, or close it and raise EngineDeadError when that takes too long."""

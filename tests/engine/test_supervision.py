@@ -402,6 +402,23 @@ def test_counts_stay_when_no_new_engine_could_be_started():
         assert (after.scheduler.steps, after.scheduler.finished, after.compiles_after_ready) == (7, {"stop": 2}, 7)
 
 
+def test_an_engine_that_dies_as_it_has_started_is_not_called_back(caplog: pytest.LogCaptureFixture):
+    class Frail(World):
+        def build(self, on_death: OnDeath) -> Fake:
+            fake = super().build(on_death)
+            if fake.number == 1:
+                start = fake.start
+                fake.start = lambda: (start(), fake.die())  # type: ignore[method-assign]
+            return fake
+
+    with Frail() as world:
+        world.fakes[0].die()
+        wait_until(world.engine.is_alive)
+        assert len(world.fakes) == 3
+    told = [message.partition(";")[0] for message in caplog.messages]
+    assert told == ["engine 0 died", "engine 1 died", "the engine is back after 0.0 s"]
+
+
 def test_a_start_that_hangs_is_given_up():
     with World(max_restarts=1, least_start_limit_s=0.05) as world:
         world.gate.clear()
