@@ -106,8 +106,7 @@ class SupervisedEngine:
         if not self._suspects:
             engine.submit(request, sink)
             return
-        with self._changed:
-            watched = self._suspects.watch(request, sink)
+        watched = self._suspects.watch(request, sink)
         try:
             engine.submit(request, watched)
         except BaseException:
@@ -307,12 +306,13 @@ class Suspects:
     so that the next crash tells them apart: only the one that was there stays a suspect. One that is left alone after
     two crashes or more is set aside: it is refused, whatever else crashes the engine meanwhile. A suspect that finishes
     is cleared. Each is forgotten `window_s` seconds after its last crash. Nothing is computed as long as no engine has
-    died.
+    died. Any thread may call: requests come in one, and end in another.
     """
 
     def __init__(self, window_s: float, clock: Callable[[], float]):
         self._window_s = window_s
         self._clock = clock
+        self._lock = threading.Lock()  # guards everything below
         self._contents: frozenset[bytes] = frozenset()
         self._aside: dict[bytes, tuple[int, float]] = {}
         """Crashes of each request that is set aside, and the time of the last one."""
@@ -326,10 +326,11 @@ class Suspects:
     def engine_died(self, requests: Sequence[GenerateRequest]) -> None:
         """Keep the suspects that were in flight, or begin anew with all that were."""
         now, there = self._clock(), frozenset(map(_content, requests))
-        stay = self._contents & there if now - self._crashed_at < self._window_s else frozenset[bytes]()
-        self._crashes = self._crashes + 1 if stay else 1
-        self._contents, self._crashed_at, self._on_trial = stay or there, now, None
-        self._set_last_aside()
+        with self._lock:
+            stay = self._contents & there if now - self._crashed_at < self._window_s else frozenset[bytes]()
+            self._crashes = self._crashes + 1 if stay else 1
+            self._contents, self._crashed_at, self._on_trial = stay or there, now, None
+            self._set_last_aside()
 
     def watch(self, request: GenerateRequest, sink: Sink) -> Sink:
         """Return the sink to submit a request with; it notes that a suspect ended.
@@ -338,34 +339,32 @@ class Suspects:
             RequestError: the request is set aside.
             EngineRestartingError: another suspect is tried first.
         """
-        now = self._clock()
-        self._aside = {each: (crashes, at) for each, (crashes, at) in self._aside.items() if now - at < self._window_s}
-        if now - self._crashed_at >= self._window_s:
-            self._contents = frozenset()
         content = _content(request)
-        if content in self._aside:
-            raise RequestError(
-                f"the engine crashed {self._aside[content][0]} times in a row while this request was running, which is "
-                f"set aside for {self._window_s:g} s; change its prompt or parameters, and tell the operator",
-                code="crashes_engine",
-            )
-        if content not in self._contents:
-            return sink
-        if self._crashes > 1:
-            if self._on_trial is not None:
-                raise EngineRestartingError(
-                    "the engine crashed several times with this request and others; they are tried one at a time: "
-                    "retry in a few seconds"
+        with self._lock:
+            self._forget_old()
+            if content in self._aside:
+                raise RequestError(
+                    f"the engine crashed {self._aside[content][0]} times in a row while this request was running, "
+                    f"which is set aside for {self._window_s:g} s; change its prompt or parameters, and tell the "
+                    "operator",
+                    code="crashes_engine",
                 )
-            self._on_trial = request
+            if content not in self._contents:
+                return sink
+            if self._crashes > 1:
+                if self._on_trial is not None:
+                    raise EngineRestartingError(
+                        "the engine crashed several times with this request and others; they are tried one at a time: "
+                        "retry in a few seconds"
+                    )
+                self._on_trial = request
         left = set(range(request.sampling.n))
 
         def watched(chunk: OutputChunk) -> None:
             if chunk.finish_reason is not None:
                 left.discard(chunk.choice)
                 if chunk.finish_reason in ("stop", "length"):
-                    self._contents -= {content}
-                    self._set_last_aside()
+                    self._clear(content)
                 if not left:
                     self.end_trial(request)
             try:
@@ -378,8 +377,21 @@ class Suspects:
 
     def end_trial(self, request: GenerateRequest) -> None:
         """Let the next suspect be tried if this request, which ended or was not taken, is the one on trial."""
-        if self._on_trial is request:
-            self._on_trial = None
+        with self._lock:
+            if self._on_trial is request:
+                self._on_trial = None
+
+    def _clear(self, content: bytes) -> None:
+        with self._lock:
+            self._contents -= {content}
+            self._set_last_aside()
+
+    def _forget_old(self) -> None:
+        """Forget what crashed longer ago than the window. Needs the lock, as does the method below."""
+        now = self._clock()
+        self._aside = {each: (crashes, at) for each, (crashes, at) in self._aside.items() if now - at < self._window_s}
+        if now - self._crashed_at >= self._window_s:
+            self._contents = frozenset()
 
     def _set_last_aside(self) -> None:
         if self._crashes > 1 and len(self._contents) == 1:

@@ -346,6 +346,32 @@ def test_a_suspect_whose_client_fails_lets_the_next_one_be_tried():
         world.engine.submit(asked("2", "b"), lambda chunk: None)
 
 
+def test_a_suspect_that_ends_while_another_request_comes_in_is_noted():
+    """The engine's chunks come in another thread than the requests do."""
+    with World(max_restarts=9) as world:
+        crash(world, "x", "y")
+        crash(world, "x", "z")  # x is set aside
+        crash(world, "a", "b")
+        crash(world, "a", "b")
+        world.engine.submit(asked("1", "a"), lambda chunk: None)
+        finishing = threading.Thread(target=world.fakes[-1].finish)
+
+        class Interrupted(float):
+            """A time at which the suspect ends as soon as somebody reckons with it."""
+
+            def __sub__(self, other: float) -> float:
+                if finishing.ident is None:
+                    finishing.start()
+                    finishing.join(0.5)  # it may have to wait for the end of this
+                return float(self) - other
+
+        world.now = Interrupted(world.now)
+        world.engine.submit(asked("2", "c"), lambda chunk: None)
+        finishing.join()
+        with pytest.raises(RequestError, match="crashed 2 times in a row while this request was running"):
+            world.engine.submit(asked("3", "b"), lambda chunk: None)
+
+
 def test_suspects_are_tried_one_after_the_other_and_cleared():
     with World(max_restarts=9) as world:
         crash(world, "a", "b", "c")
