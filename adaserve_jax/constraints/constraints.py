@@ -237,8 +237,8 @@ class Constraints:
         thinking = sequence.sampling.thinking
         assert self._grammars is not None and thinking is not None
         states, why = np.asarray(sequence.states(tokens, parents)), None
+        # For each node, the one at which the grammar of its answer begins; -1: it thinks.
         begins = np.where(states == BEFORE_THINKING, 0, -1)
-        """For each node, the one at which the grammar of its answer begins; -1: it thinks."""
         for node, parent in enumerate(parents.tolist()):
             if states[node] == ANSWERING:
                 begins[node] = node if states[parent] >= 0 else begins[parent]
