@@ -394,3 +394,20 @@ def test_pages_smaller_than_a_draft_are_taken_several_at_a_time():
     run.serve(load)
     assert run.text == {request.sequence_id: expected_text(request, 64)[0] for request in load}
     assert run.steps < 30, "drafts were of use"
+
+
+def test_rows_speculate_only_with_pages_for_what_they_may_accept():
+    run, whole = Run.of(limits_of(num_pages=8, max_context=64), policy="spec:4"), 58
+    speculate, without = run.executor.speculate, []
+
+    def watched(plan):
+        rows = np.flatnonzero(plan.draft.speculates)
+        room = run.scheduler.batch.table.num_pages[plan.slots[rows]] * 8
+        assert (room >= np.minimum(plan.ctx_len[rows] + 1 + plan.draft.depth, whole - 1)).all()
+        without.append(plan.num_decode - len(rows))
+        return speculate(plan)
+
+    run.executor.speculate = watched
+    prompts = {"a": 8, "b": 12, "c": 14}
+    run.serve([request_of(name, prompt=size, tokens=whole - size) for name, size in prompts.items()])
+    assert any(without), "pages were short"
