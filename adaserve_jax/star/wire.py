@@ -140,7 +140,7 @@ def _read(
 
 def write_draft(draft: pb.Draft, m: Draft) -> None:
     draft.session, draft.epoch, draft.round = m.session, m.epoch, m.round
-    draft.base, draft.depth, draft.width, draft.calibrated = m.base, m.depth, m.width, m.calibrated
+    draft.base, draft.depth, draft.width, draft.calibrated = m.base, m.depth, m.width, bool(m.calibrated)
     draft.due_s, draft.give_up_s = m.due_s, m.give_up_s
     draft.tokens.extend(m.tokens.tolist())
 
