@@ -61,6 +61,8 @@ CLOSED, OPEN = (1, 4, 16), (0.5, 1.0, 1.5)
 TEXTS = {1: 6, 4: 8, 16: 16}
 """By requests at once: those that end while a closed loop is measured."""
 NEW_TOKENS = (48, 144)
+LEAST_MS = 0.1
+"""No server decodes a token in less."""
 ANSWER_LIMIT_S = 600.0
 """Seconds after which a request without a limit of its own is cut off."""
 
@@ -472,7 +474,8 @@ def driven(
 
 
 def alone(one: Running, requests: Requests) -> float:
-    """Return the median ms per token of greedy requests, each alone."""
+    """Return the median ms per token of greedy requests, each alone. Exits if tokens come all at once, as from a server
+    that leaves no core to the thread that sends them: targets made of that would mean nothing."""
 
     async def run() -> list[Heard]:
         return [await ask(one.server, one.port, each, 0.0, {}) for each in requests.cut(3, (7, 7))]
@@ -481,7 +484,13 @@ def alone(one: Running, requests: Requests) -> float:
         heard = asyncio.run(run())
     for each in heard:
         _check(one, each)
-    return median(1e3 * each.tpot_s for each in heard)
+    found = median(1e3 * each.tpot_s for each in heard)
+    if found < LEAST_MS:
+        raise common.stop(
+            f"{one.server.name} sends the tokens of a text all at once, so that its speed alone cannot be measured; "
+            "leave it a core for sending, and run without a real-time priority"
+        )
+    return found
 
 
 def greedy_text(one: Running, requests: Requests) -> str:

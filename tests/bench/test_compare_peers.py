@@ -7,9 +7,11 @@ import asyncio
 import importlib.util
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -134,6 +136,19 @@ def test_an_aim_against_a_peer_that_had_no_goodput_in_some_rounds_is_of_medians(
     assert "| 1.09 of the medians; the peer has none in 1 of 3 rounds | **missed** |" in aim(0.0, 11.0, 12.0)
     assert "| the peer has none in 2 of 3 rounds | met |" in aim(0.0, 0.0, 12.0)
     assert "| 3 of 24 |" in tables(10.0, 10.0, 10.0)
+
+
+def test_a_server_whose_tokens_come_all_at_once_sets_no_targets(scripts, monkeypatch, capsys):
+    compare = scripts["compare"]
+
+    async def at_once(server, port, asked, *_):
+        return compare.Heard(asked, 0.0, [1.0] * asked.new_tokens)
+
+    monkeypatch.setattr(compare, "ask", at_once)
+    one = SimpleNamespace(server=SimpleNamespace(name="one"), port=0, awake=nullcontext)
+    with pytest.raises(SystemExit):
+        compare.alone(one, compare.Requests("demo"))
+    assert "one sends the tokens of a text all at once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
