@@ -243,12 +243,12 @@ class Constraints:
             if states[node] == ANSWERING:
                 begins[node] = node if states[parent] >= 0 else begins[parent]
         masks[states >= 0] = self._everything if sequence.thought is None else sequence.thought
+        above = np.where(states[parents] == BEFORE_THINKING, 0, parents)  # as if white space before were not there
         for root in sorted({*begins.tolist()} - {-1}):
             part = np.flatnonzero((begins == root) & ((states == ANSWERING) | (np.arange(len(states)) == root)))
-            above = np.searchsorted(part, np.where(states[parents] == BEFORE_THINKING, 0, parents)[part])
-            above[part == root] = -1
+            within = np.where(part == root, -1, np.searchsorted(part, above[part]))
             answer = np.empty((len(part), masks.shape[1]), np.uint32)
-            why = self._grammars.fill(sequence_id, tokens[part], above, answer) or why
+            why = self._grammars.fill(sequence_id, tokens[part], within, answer) or why
             masks[part] = answer
         for node in np.flatnonzero(states == BEFORE_THINKING):
             masks[node] = masks[0]

@@ -36,7 +36,7 @@ MAX_RULES = 256
 3000 nested terminals takes minutes, and nothing can interrupt either."""
 MAX_JOINED = 12
 """Most patterns that one text may have to fit, and most `&` and `~` of a Lark grammar. A step of n joined patterns can
-take time and memory of 2^n, which no limit of llguidance's bounds: 24 take all memory."""
+take time and memory of 2^n, which no limit of llguidance's bounds: dozens take all memory."""
 MAX_MESSAGE_CHARS = 500
 OPTIONS = {
     "whitespace_flexible": False,
@@ -77,8 +77,8 @@ _NEGATION = re.compile(r"(\\.)|\[\^(-+|\]?)", re.DOTALL)
 _CONTROLS_BY_NAME = re.compile(r"\\p(?:C|\{(?i:C|Cc|Other|Control|Cntrl)\})|\\P(?:P|\{(?i:P|Po|Punct(?:uation)?)\})")
 """Unicode classes of all control characters without quote and backslash."""
 _IS_LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|[?!]?start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
-"""What only Lark has. llguidance's `is_lark_syntax` looks through all empty lines from each of them, and knows neither
-`?start` nor an EBNF rule of that name."""
+"""Tells Lark from EBNF. llguidance's `is_lark_syntax` looks through all empty lines from each of them, misses `?start`
+and takes an EBNF rule `start` for Lark."""
 _TERMINAL = re.compile(r"[A-Z][A-Z0-9_-]*\s*(:?)")
 """Name of a terminal, and what begins its definition. That need not stand at the beginning of a line. A name matches
 without it too: one that failed would be tried at each letter."""
@@ -259,8 +259,10 @@ def _joins(part: dict[str, Any]) -> bool:
 
 
 def _joined_patterns(schema: dict[str, Any], references: set[str]) -> int:
-    """Return how many different patterns one text may have to fit, or more than that: those of all properties of its
-    name, and those that no name holds."""
+    """Return an upper bound of the different patterns that one text must fit.
+
+    They are those of the properties of one name, wherever these stand, and those outside of named properties.
+    """
     of_names: dict[str | None, set[str]] = {}
     may_rename = any(not re.fullmatch(rf"#/({'|'.join(DEFINITIONS)})/[^/]*", reference) for reference in references)
     for name, pattern in _patterns(schema, None):

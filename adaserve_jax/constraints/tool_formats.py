@@ -251,19 +251,18 @@ def _free_text(form: ToolFormat, mark_id: int | None, after_mark: str, others: s
     tokens that free text may have.
     """
     other, mark = f"<[{others}]>" if others else "", _literal(form.mark)
-    begins = ["free"]
     lines = [_free(others), f"head[lazy]: ANY {mark}\nANY: /(.|\\n)*/"]
-    heads = ["head"]
+    text, heads = "free", ["head"]
     if other:
         lines.append(f"before: (TEXT? {other})*")
         heads = ["before head"]
     if form.bare:  # no other text may begin with a brace
         lines.append(f"begun: (BEGUN{f' | {other}' if other else ''}) free\nBEGUN: /[^{{](.|\\n)*/")
         lines.append(f"first[lazy]: FIRST {mark}\nFIRST: /([^{{](.|\\n)*)?/")
-        begins, heads = ["begun?"], ["first", *([f"BEGUN? {other} before head"] if other else [])]
+        text, heads = "begun?", ["first", *([f"BEGUN? {other} before head"] if other else [])]
     if mark_id is not None:
-        heads.append(f"{begins[0]} <[{mark_id}]>")
-    return [*begins, *([after_mark] if form.bare else []), *(f"{head} {after_mark}" for head in heads)], lines
+        heads.append(f"{text} <[{mark_id}]>")
+    return [text, *([after_mark] if form.bare else []), *(f"{head} {after_mark}" for head in heads)], lines
 
 
 class _FixedTexts:

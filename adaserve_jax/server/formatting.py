@@ -103,17 +103,16 @@ class LogprobSpeller:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
         self._begins_with_space = False
-        self._has_text = False
+        self.has_text = False
+        """True once `fit` was told how the text begins."""
 
     def fit(self, logprobs: tuple[SpelledLogprob, ...], text: str) -> tuple[SpelledLogprob, ...]:
         """Return these, all that were added so far, with the offsets that they have in a text that begins with `text`.
 
         Decoding may drop the space with which the first token begins, as SentencePiece's does.
         """
-        if self._has_text or not text:
-            return logprobs
-        self._has_text = True
-        if not self._begins_with_space or text.startswith(" "):
+        self.has_text = bool(text)
+        if not text or text.startswith(" ") or not self._begins_with_space:
             return logprobs
         self._characters -= 1
         return tuple(replace(one, offset=max(one.offset - 1, 0)) for one in logprobs)
@@ -198,9 +197,9 @@ class DeltaBuilder:
                 self._parsers[index] = ToolCallParser(self.tool_calls)
             new = _with_calls(new, self._parsers[index])
         delta = ChoiceDelta.join([held, new])
-        if delta.logprobs is not None:
+        if delta.logprobs is not None and not (speller := self._spellers[index]).has_text:
             scored = chunk.text if self.unscored is not None else chunk.reasoning + chunk.text
-            delta = replace(delta, logprobs=self._spellers[index].fit(delta.logprobs, held.text + scored))
+            delta = replace(delta, logprobs=speller.fit(delta.logprobs, held.text + scored))
         if not new.text and not new.reasoning and not new.tool_calls and chunk.finish_reason is None:
             self._held[index] = delta
             return None
