@@ -195,6 +195,11 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path):
         left.bind(str(tmp_path / "left"))
     with pytest.raises(errors.ConfigError, match=r"no orders \(Connection refused\): it is stopping, or was killed"):
         list(give_order(tmp_path / "left", "stop"))
+    starting = ClusterFolder(tmp_path / "run")
+    starting.open()
+    with pytest.raises(errors.ConfigError, match="takes no orders yet: it is starting or ending; ask again"):
+        list(give_order(starting.socket, "down"))
+    starting.close()
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.ConfigError, match=r"run_folder .*file/x cannot be used: Not a directory"):
         ClusterFolder(tmp_path / "file" / "x").make()

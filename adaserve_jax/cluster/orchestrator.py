@@ -128,14 +128,15 @@ async def replace_target(
 async def _draining(url: str, router: RouterClient, limit_s: float) -> AsyncIterator[int]:
     """Yield the number of requests left at a target whenever it changes, until it is 0 or the time is up."""
     loop = asyncio.get_running_loop()
-    end, before = loop.time() + limit_s, -1
+    end, left = loop.time() + limit_s, -1
     while loop.time() < end:
-        left = (await router.target_status(url)).get("in_flight", 0)
+        before = left
+        with contextlib.suppress(NoAnswer):
+            left = (await router.target_status(url)).get("in_flight", 0)
         if not left:
             return
         if left != before:
             yield left
-        before = left
         await asyncio.sleep(POLL_S)
 
 

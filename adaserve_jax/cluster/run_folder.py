@@ -217,7 +217,11 @@ def give_order(path: Path, order: str) -> Iterator[str]:
         try:
             connection.connect(str(path))
         except FileNotFoundError as error:
-            raise _no_cluster(path.parent) from error
+            if not ClusterFolder(path.parent).is_held:
+                raise _no_cluster(path.parent) from error
+            raise ConfigError(
+                f"the cluster in {path.parent} takes no orders yet: it is starting or ending; ask again in a moment"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"the cluster in {path.parent} takes no orders ({error.strerror}): it is stopping, or was killed"

@@ -170,3 +170,23 @@ def test_a_router_that_looks_at_its_targets_seldom_has_the_time_to_see_a_new_one
     cluster = StandIns(tmp_path, plan, Seldom([]))
     order_targets(cluster)
     assert cluster.router.looks == 3
+
+
+def test_a_router_that_misses_a_question_while_a_target_drains_is_asked_again(tmp_path):
+    class Forgetful(AtOnce):
+        answers = iter([2, None, 1, 0])
+
+        async def target_status(self, url: str) -> dict:
+            left = next(self.answers, 0)
+            if left is None:
+                raise NoAnswer("the router is busy")
+            return {"in_flight": left, "state": "up"}
+
+    cluster = StandIns(tmp_path)
+    cluster.router = Forgetful(cluster.done)
+
+    async def go() -> list[str]:
+        return [line async for line in cluster.restart("targets") if line.endswith("left")]
+
+    assert asyncio.run(go()) == ["http://t: 2 requests left", "http://t: 1 requests left"]
+    assert cluster.done == TARGETS
