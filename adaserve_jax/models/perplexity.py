@@ -55,8 +55,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Windows:
-    """tokens: i32[N, W + 1], each window with the token before it. lengths: i32[N], how many of its W are scored.
-    text_bytes: bytes of all scored tokens' text."""
+    """tokens: i32[N, W + 1], each window with the token before it, or BOS. lengths: i32[N], how many of its W are
+    scored. text_bytes: bytes of all scored tokens' text."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -105,11 +105,13 @@ def measure_perplexity(
 def cut(tokenizer: Tokenizer, texts: Sequence[str], window: int, max_tokens: int) -> Windows:
     """Cut texts into consecutive windows that overlap by one token, so that all tokens but a text's first are scored.
 
-    If they exceed max_tokens, windows are chosen evenly over all the text. Raises ConfigError: no text has two tokens.
+    Where the tokenizer begins texts with a BOS token, every window begins with it: a model may predict nothing well
+    without. If the windows exceed max_tokens, some are chosen evenly over all the text. Raises ConfigError: no text has
+    two tokens.
     """
     window = min(window, max_tokens)
     tokens = [tokenizer.encode(text) for text in texts]
-    pieces = [ids[start : start + window + 1] for ids in tokens for start in range(0, len(ids) - 1, window)]
+    pieces = [(ids[0], ids[start : start + window + 1]) for ids in tokens for start in range(0, len(ids) - 1, window)]
     if not pieces:
         longest = max(map(len, tokens), default=0)
         raise ConfigError(
@@ -118,10 +120,12 @@ def cut(tokenizer: Tokenizer, texts: Sequence[str], window: int, max_tokens: int
     chosen = np.linspace(0, len(pieces) - 1, min(len(pieces), max_tokens // window)).round().astype(int)
     pieces = [pieces[index] for index in chosen]
     padded = np.zeros((len(pieces), window + 1), np.int32)
-    for row, ids in zip(padded, pieces, strict=True):
+    for row, (begin, ids) in zip(padded, pieces, strict=True):
         row[: len(ids)] = ids
-    sizes = [_bytes(tokenizer, ids) - _bytes(tokenizer, ids[:1]) for ids in pieces]
-    return Windows(padded, np.array([len(ids) - 1 for ids in pieces], np.int32), sum(sizes))
+        if begin == tokenizer.bos_token_id:
+            row[0] = begin
+    sizes = [_bytes(tokenizer, ids) - _bytes(tokenizer, ids[:1]) for _, ids in pieces]
+    return Windows(padded, np.array([len(ids) - 1 for _, ids in pieces], np.int32), sum(sizes))
 
 
 def _bytes(tokenizer: Tokenizer, ids: list[int]) -> int:

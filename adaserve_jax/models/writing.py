@@ -22,7 +22,10 @@ SHARD_BYTES = 1 << 30
 TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 TORCH_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 """Names of the types in config.json."""
-_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf", MODELOPT_FILE)
+_OF_WEIGHTS = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack",
+    MODELOPT_FILE,
+)  # fmt: skip
 """Ends of the names of files of weights, and of their format."""
 TEMPLATES = "additional_chat_templates"
 """Folder of the named chat templates that transformers 5 writes."""

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers.processors import TemplateProcessing
 
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.perplexity import cut, measure_perplexity
 from adaserve_jax.models.tokenizer import Tokenizer
-from tests.models.checkpoints import write_checkpoint, write_tensors
+from tests.models.checkpoints import EOS, byte_tokenizer, write_checkpoint, write_tensors, write_tokenizer
 from tests.oracles.llama import oracle_logits
 from tests.oracles.quantized import dequantized_checkpoint
 
@@ -81,6 +82,21 @@ def test_windows_score_each_token_once_or_are_taken_evenly(folder: Path) -> None
     few = cut(tokenizer, [text], 8, 25)
     np.testing.assert_array_equal(few.tokens, windows.tokens[[0, 3, 6]])
     assert cut(tokenizer, [text], 8, 3).tokens.shape == (1, 4)
+
+
+def test_every_window_begins_with_the_token_that_begins_texts(tmp_path: Path) -> None:
+    beginning = byte_tokenizer()
+    bos = beginning.token_to_id(EOS)
+    beginning.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, bos)])
+    write_tokenizer(tmp_path, beginning)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    windows = cut(tokenizer, ["bcdfgjklmp"], 4, 1000)
+    letters = tokenizer.encode("bcdfgjklmp", add_special_tokens=False)
+    assert windows.tokens.tolist() == [
+        [bos, *letters[:4]], [bos, *letters[4:8]], [bos, *letters[8:], 0, 0],
+    ]  # fmt: skip
+    assert windows.lengths.tolist() == [4, 4, 2]
+    assert windows.text_bytes == 10
 
 
 @pytest.mark.parametrize(
