@@ -60,6 +60,7 @@ class OutputChunk:
 
     Attributes:
         text: never ends inside a character and never shows part of a stop string.
+        stop_reason: the stop string or the id of `stop_token_ids` that ended the text; None: an EOS token or none did.
         reasoning: like text, of what was thought; reasoning_tokens: new tokens of it, without its marks. Only with
             `SamplingParams.thinking`.
         error: message for the user; set with finish_reason "error".
@@ -82,6 +83,7 @@ class OutputChunk:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     reasoning: str = ""
     reasoning_tokens: int = 0
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)

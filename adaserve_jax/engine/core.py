@@ -389,9 +389,17 @@ class _ChoiceText:
     index: int
     detokenizer: IncrementalDetokenizer | ThinkingDetokenizer
     ends_at_strings: bool
+    stop_token_ids: tuple[int, ...]
     text: str = ""
     is_behind: bool = False
     """True while the tokens of the next update are not decoded."""
+
+    def stop_reason(self, update: SequenceUpdate) -> int | str | None:
+        """Return `OutputChunk.stop_reason` of an update."""
+        if update.finish_reason != "stop":
+            return None
+        last = update.token_ids[-1] if update.token_ids else None
+        return self.detokenizer.stopped_by or (last if last in self.stop_token_ids else None)
 
 
 class OutputTracker:
@@ -414,7 +422,9 @@ class OutputTracker:
         else:
             detokenizer = ThinkingDetokenizer(self._tokenizer, tokenizer, prompt, sampling.stop, thinking)
         ends_at_strings = bool(sampling.stop) or thinking is not None
-        self._choices[sequence.sequence_id] = _ChoiceText(request_id, sequence.choice, detokenizer, ends_at_strings)
+        self._choices[sequence.sequence_id] = _ChoiceText(
+            request_id, sequence.choice, detokenizer, ends_at_strings, sampling.stop_token_ids
+        )
 
     def discard(self, sequence_id: str) -> None:
         self._choices.pop(sequence_id, None)
@@ -449,6 +459,7 @@ class OutputTracker:
         return OutputChunk(
             choice.request_id, choice.index, text, list(update.token_ids), update.finish_reason, update.metrics,
             logprobs=list(update.logprobs), reasoning=reasoning, reasoning_tokens=reasoning_tokens,
+            stop_reason=choice.stop_reason(update),
         )  # fmt: skip
 
     def prompt_chunks(self, plan: StepPlan, outcome: StepOutcome, sequence_ids: list[str]) -> list[OutputChunk]:

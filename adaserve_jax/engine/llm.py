@@ -32,6 +32,7 @@ class Completion:
 
     Attributes:
         finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: the stop string or the id of `stop_token_ids` that ended the text; None: an EOS token or none did.
         logprobs: one per token if the sampling parameters ask for them, else empty.
         prompt_logprobs: one per token of the prompt but the first, if they ask for them, else empty.
         error: message; set with finish_reason "error".
@@ -48,6 +49,7 @@ class Completion:
     error: str | None = None
     error_code: str | None = None
     reasoning: str = ""
+    stop_reason: int | str | None = None
 
 
 @dataclass
@@ -313,6 +315,7 @@ class _Collector:
             return
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
         completion.error, completion.error_code = chunk.error, chunk.error_code
+        completion.stop_reason = chunk.stop_reason
         with self._changed:
             self._open -= 1
             if _is_refusal(chunk) and self._failed is None:

@@ -44,6 +44,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Decodes, prompt_ids: Sequence[int], stop: tuple[str, ...] = ()):
         """Start after a prompt. stop: strings that end the text."""
+        self.stopped_by: str | None = None
+        """The stop string that ended the text."""
         self._tokenizer = tokenizer
         self._window = self._after(prompt_ids)
         self._stop = stop
@@ -130,7 +132,7 @@ class IncrementalDetokenizer:
         before, whole = len(self._held), self._held + text
         found = _first_stop(whole, self._stop)
         if found is not None:
-            end, start = found
+            end, start, self.stopped_by = found
             self._ended, self._held = True, ""
             return whole[:start], end - before
         split = len(whole) - _begun_stop(whole, self._stop)
@@ -145,9 +147,10 @@ class IncrementalDetokenizer:
         return len(token_ids)
 
 
-def _first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, int] | None:
-    """Return end and start of the stop string that completes first; of several that complete together, the longest."""
-    return min(((start + len(one), start) for one in stop if (start := text.find(one)) >= 0), default=None)
+def _first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, int, str] | None:
+    """Return end, start and text of the stop string that completes first; of several that complete together, the
+    longest."""
+    return min(((start + len(one), start, one) for one in stop if (start := text.find(one)) >= 0), default=None)
 
 
 def _begun_stop(text: str, stop: tuple[str, ...]) -> int:

@@ -49,6 +49,11 @@ class ThinkingDetokenizer:
             place += count
         return shown, None
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended thought or answer."""
+        return (self._answer if self._state == ANSWERING else self._thought).stopped_by
+
     def take(self) -> tuple[str, int]:
         """Return `reasoning` and `reasoning_tokens`, and forget them."""
         taken = self.reasoning, self.reasoning_tokens

@@ -66,7 +66,7 @@ class ChoiceDelta:
 
     logprobs: one per token; None when the request did not ask for them. tool_calls: beginnings and arguments of calls,
     which the text does not have. prompt_logprobs: like logprobs, of the prompt. reasoning: what was thought, which the
-    text does not have either.
+    text does not have either. stop_reason: as of `OutputChunk`.
     """
 
     index: int
@@ -76,6 +76,7 @@ class ChoiceDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     prompt_logprobs: tuple[dict[str, PromptLogprob] | None, ...] | None = None
     reasoning: str = ""
+    stop_reason: int | str | None = None
 
     @property
     def is_text_only(self) -> bool:
@@ -92,7 +93,9 @@ class ChoiceDelta:
             of_prompt = tuple(one for delta in deltas for one in delta.prompt_logprobs or ())
         calls = ToolCallDelta.join(one for delta in deltas for one in delta.tool_calls)
         text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
-        return ChoiceDelta(first.index, text, last.finish_reason, logprobs, calls, of_prompt, reasoning)
+        return ChoiceDelta(
+            first.index, text, last.finish_reason, logprobs, calls, of_prompt, reasoning, last.stop_reason
+        )
 
 
 class LogprobSpeller:
@@ -182,13 +185,16 @@ class DeltaBuilder:
         reason = cast("FinishedBy | None", chunk.finish_reason)  # `Generation.chunks` raises for every other
         if self.prompt_only:
             reason = reason and "length"
-            chunk = replace(chunk, text="", logprobs=[])
+            chunk = replace(chunk, text="", logprobs=[], stop_reason=None)
         if self.hides_thinking:
             chunk = replace(chunk, reasoning="")
         if self.unscored is not None and (chunk.logprobs or reason is not None):
             chunk = replace(chunk, logprobs=self._scored(index, chunk, self.unscored))
         held = self._held.get(index) or self._opening(index)
-        new = ChoiceDelta(index, chunk.text, reason, self._logprobs(index, chunk), reasoning=chunk.reasoning)
+        new = ChoiceDelta(
+            index, chunk.text, reason, self._logprobs(index, chunk), reasoning=chunk.reasoning,
+            stop_reason=chunk.stop_reason,
+        )  # fmt: skip
         if chunk.prompt_logprobs and self.spell_prompt is not None:
             entries = (self.report.entry(item, self.spell_prompt) for item in chunk.prompt_logprobs)
             new = replace(new, prompt_logprobs=tuple(entries))
@@ -273,6 +279,7 @@ class CompletionFormatter:
                 text=d.text,
                 logprobs=_completion_logprobs(d),
                 finish_reason=cast("FinishedBy | None", d.finish_reason),
+                stop_reason=d.stop_reason,
                 prompt_logprobs=_prompt_logprobs(d),
             )
             for d in deltas
@@ -307,7 +314,7 @@ class ChatFormatter:
                     content=d.text or None, reasoning_content=d.reasoning or None, reasoning=d.reasoning or None,
                     tool_calls=_pieces(d),
                 ),
-                logprobs=_chat_logprobs(d), finish_reason=d.finish_reason,
+                logprobs=_chat_logprobs(d), finish_reason=d.finish_reason, stop_reason=d.stop_reason,
             )
             for d in deltas
         ], **extras)  # fmt: skip
@@ -325,6 +332,7 @@ class ChatFormatter:
                 message=_message(d),
                 logprobs=_chat_logprobs(d),
                 finish_reason=d.finish_reason or "stop",
+                stop_reason=d.stop_reason,
             )
             for d in choices
         ]

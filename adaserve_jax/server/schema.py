@@ -533,6 +533,14 @@ class PromptLogprob(ResponseModel):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
+StopReason = Annotated[
+    int | str | None,
+    Field(
+        description="The string of stop, or the id of stop_token_ids, that ended the text, as vLLM reports it. Absent "
+        "where none did.",
+        exclude_if=_none,
+    ),
+]
 
 
 class CompletionChoice(ResponseModel):
@@ -542,6 +550,7 @@ class CompletionChoice(ResponseModel):
     finish_reason: FinishedBy | None = Field(
         description="stop: an end of the text; length: max_tokens; null in a stream until the last piece."
     )
+    stop_reason: StopReason = None
     prompt_logprobs: PromptLogprobs | None = Field(
         default=None,
         description="By token id, of each token of the prompt and the likeliest in its place; null for the first one. "
@@ -625,6 +634,7 @@ class ChatChoice(ResponseModel):
     finish_reason: ChatFinishedBy = Field(
         description="stop: an end of the text; tool_calls: an end after calls; length: max_tokens."
     )
+    stop_reason: StopReason = None
 
 
 class ChatCompletion(ResponseModel):
@@ -665,6 +675,7 @@ class ChatChunkChoice(ResponseModel):
         default=None, description="Of the tokens that are new, where they were asked for."
     )
     finish_reason: ChatFinishedBy | None = Field(description="With the last piece of a choice; null before.")
+    stop_reason: StopReason = None
 
 
 class ChatChunk(ResponseModel):

@@ -209,7 +209,7 @@ STOPPED = ["ar", "spec:4", pytest.param("adaserve", marks=pytest.mark.slow)]
 def test_stop_strings(llm: LLM, plain: dict[str, Plain], policy: str) -> None:
     """Strings that occur: inside a token, over a boundary, at the beginning and the end; one alone and several."""
     cases: list[Case] = []
-    wanted: list[str] = []
+    wanted: list[tuple[str, str]] = []
     for name in ("hot", "all filters", "prompt of one token"):
         case, (choice,) = plain[name].case, plain[name].choices
         text = choice.text.rstrip("\N{REPLACEMENT CHARACTER}")
@@ -224,16 +224,16 @@ def test_stop_strings(llm: LLM, plain: dict[str, Plain], policy: str) -> None:
             cases.append(replace(case, sampling=replace(case.sampling, stop=stop)))
             # the one that completes first, and of those that complete together the longest
             end, length = min((text.index(s) + len(s), -len(s)) for s in stop)
-            wanted.append(text[: end + length])
-    for case, (choice,), text in zip(cases, run(llm, policy, cases), wanted, strict=True):
-        assert (choice.text, choice.finish_reason) == (text, "stop"), case.sampling.stop
+            wanted.append((text[: end + length], text[end + length : end]))
+    for case, (choice,), (text, reason) in zip(cases, run(llm, policy, cases), wanted, strict=True):
+        assert (choice.text, choice.finish_reason, choice.stop_reason) == (text, "stop", reason), case.sampling.stop
         assert not any(stop in choice.text for stop in case.sampling.stop)
         assert llm.tokenizer.decode(choice.token_ids).startswith(text)
     shown = ""
     for chunk in llm.stream(cases[2].prompt, cases[2].sampling, slo=HARD):
         shown += chunk.text
-        assert wanted[2].startswith(shown), "a part of a stop string was shown"
-    assert shown == wanted[2]
+        assert wanted[2][0].startswith(shown), "a part of a stop string was shown"
+    assert shown == wanted[2][0]
 
 
 @pytest.mark.parametrize("policy", STOPPED)
@@ -246,7 +246,7 @@ def test_stop_tokens(llm: LLM, plain: dict[str, Plain], policy: str) -> None:
             cases.append(replace(case, sampling=replace(case.sampling, stop_token_ids=(token,))))
             wanted.append(choice.token_ids[: choice.token_ids.index(token) + 1])
     for (choice,), token_ids in zip(run(llm, policy, cases), wanted, strict=True):
-        assert (choice.token_ids, choice.finish_reason) == (token_ids, "stop")
+        assert (choice.token_ids, choice.finish_reason, choice.stop_reason) == (token_ids, "stop", token_ids[-1])
 
 
 def test_end_of_text(llm: LLM) -> None:
@@ -267,6 +267,7 @@ def test_end_of_text(llm: LLM) -> None:
         assert [texts(choices) for choices in run(llm, policy, cases)] == [texts(choices) for choices in plain]
         for (choice,), (through,), end in zip(run(llm, policy, listening), plain, ends, strict=True):
             assert (choice.token_ids, choice.finish_reason) == (through.token_ids[:end], "stop")
+            assert choice.stop_reason is None
             assert choice.text == llm.tokenizer.decode(through.token_ids[: end - 1])
             assert choice.metrics is not None
             assert policy != "spec:4" or choice.metrics.accepted_tokens > 0

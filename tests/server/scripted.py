@@ -244,6 +244,7 @@ class ScriptedEngine:
         choice.sink(OutputChunk(
             choice.request.request_id, choice.index, text, ids, reason, metrics, error,
             logprobs=choice.logprobs(ids), reasoning=thought, reasoning_tokens=count,
+            stop_reason=None if choice.texts is None else choice.texts.stopped_by,
         ))  # fmt: skip
 
     def refuse(self, choice: Choice, error: AdaServeError) -> None:

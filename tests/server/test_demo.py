@@ -10,6 +10,7 @@ import pytest
 
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
+from tests.server.sse import sse
 from tests.waiting import wait_until
 
 PROMPT = "def add(a, b):"
@@ -63,6 +64,35 @@ def test_a_stream_and_a_body_are_the_same_text_and_tell_of_the_target(demo):
     several = demo.post(**body, n=2).json()["metrics"]
     assert "speculative_decoding" not in several and several["speculative"]["verify_steps"] >= 2
     wait_idle(demo)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+    ],
+)
+def test_an_answer_says_which_stop_string_or_token_ended_it(demo, path, asked):
+    fields = asked | {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+    def ended(**stops) -> tuple[str, object]:
+        """The text, and what a body and a stream say has ended it."""
+        (choice,) = demo.post(path, **fields, **stops).json()["choices"]
+        said = [c for event in sse(demo, path, **fields, **stops) for c in event["choices"] if "stop_reason" in c]
+        if "stop_reason" not in choice:
+            assert not said and choice["finish_reason"] == "length"
+        else:
+            assert [(c["stop_reason"], c["finish_reason"]) for c in said] == [(choice["stop_reason"], "stop")]
+        return choice["text"] if "text" in choice else choice["message"]["content"], choice.get("stop_reason")
+
+    text, reason = ended()
+    assert reason is None
+    middle = text[10:14]
+    assert ended(stop=["no such text", middle]) == (text[: text.index(middle)], middle)
+    ids = demo.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    stopped, reason = ended(stop_token_ids=ids)
+    assert reason in ids and text.startswith(stopped) and len(stopped) < len(text)
 
 
 def test_a_relative_target_is_a_multiple_of_the_baseline(demo):

@@ -81,6 +81,8 @@ def ask(server: Running, text: str, **fields: Any) -> tuple[str | None, str | No
             parts[name] += delta.get(name) or ""
     assert parts["reasoning"] == parts["reasoning_content"] == (message.get("reasoning") or "")
     assert parts["content"] == (message["content"] or "")
+    assert sent[-2]["choices"][0].get("stop_reason") == choice.get("stop_reason")
+    assert choice.get("stop_reason") == ("\n\n" if "stop" in fields and "\n\n" in text else None)
     thought = usage["completion_tokens_details"]["reasoning_tokens"]
     assert sent[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought
     return message.get("reasoning"), message["content"], choice["finish_reason"], thought
