@@ -54,53 +54,35 @@ def _simulated(sweep: str, minutes: float, claims: tuple[Claim, ...], workload: 
 
 
 GROWN = Step("grown-110m", ("adaserve", "grow", "{here}/model", "--params", TARGET), 1, anew=True)
-ENGINE_BENCH = Step(
-    "bench-110m",
-    (
-        "adaserve", "bench", "--target", "{grown-110m}/model", "--draft", "demo", "--policies", BENCH[0], "--rates",
-        BENCH[1], "--duration", "30", "--resume", "--out", "{here}",
-    ),
-    9,
-)  # fmt: skip
 GROWN_8B = Step(
     "grown-8b", ("adaserve", "grow", "{here}/model", "--params", "8B", "--dtype", "bf16"), 5, gpu=True, anew=True
 )
-GPU_RUN = Step(
-    "bench-8b",
-    (
-        "adaserve", "bench", "--target", "{grown-8b}/model", "--draft", "demo", "--policies", GPU_BENCH[0], "--rates",
-        GPU_BENCH[1], "--duration", "60", "--resume", "--out", "{here}",
-    ),
-    45, gpu=True,
-)  # fmt: skip
 ON_CPU = "The demo pair, its target grown to 110M in f32, on a CPU"
 IN_MINIATURE = f"{ON_CPU}; the packaged workload."
 ON_ONE_GPU = "The demo pair, its target grown to 8B in bf16, on one GPU"
 ON_GPU = f"{ON_ONE_GPU}; the packaged workload."
+REAL = {"engine": ("110m", GROWN, BENCH, IN_MINIATURE), "gpu": ("8b", GROWN_8B, GPU_BENCH, ON_GPU)}
+"""Of the real engine at both sizes: name and making of its target, policies and rates, what differs."""
+
+
+def _bench(
+    size: str, kind: str, minutes: float, *, name: str = "", rates: str = "", by: str = "rate_rps",
+    duration_s: int = 60, options: tuple[str, ...] = (),
+) -> Form:  # fmt: skip
+    """A run of `adaserve bench` at a size of REAL, at its rates or others. by: the column that is varied; name: of the
+    run, beside the one that serves every figure over rates."""
+    target, grown, (policies, usual), differs = REAL[size]
+    argv = (
+        "adaserve", "bench", "--target", f"{{{grown.name}}}/model", "--draft", "demo", "--policies", policies,
+        "--rates", rates or usual, "--duration", str(duration_s), *options, "--resume", "--out", "{here}",
+    )  # fmt: skip
+    run = Step(f"bench-{target}{name and f'-{name}'}", argv, minutes, gpu=size == "gpu")
+    return Form((grown, run), bench_rows(run.name, by), bench_claims(kind), "packaged", "results.jsonl", differs)
 
 
 def _real(kind: str) -> dict[str, Form]:
     """The real engine over rates, in miniature and on a GPU; one run serves every figure over rates."""
-    forms = (("engine", GROWN, ENGINE_BENCH, IN_MINIATURE), ("gpu", GROWN_8B, GPU_RUN, ON_GPU))
-    return {
-        size: Form(
-            (grown, run), bench_rows(run.name, "rate_rps"), bench_claims(kind), "packaged", "results.jsonl", differs
-        )
-        for size, grown, run, differs in forms
-    }
-
-
-def _varied(
-    name: str, options: tuple[str, ...], by: str, kind: str, *, duration_s: int = 60, minutes: float = 30
-) -> dict[str, Form]:  # fmt: skip
-    """The real engine at one rate, on a GPU, with something else varied."""
-    argv = (
-        "adaserve", "bench", "--target", "{grown-8b}/model", "--draft", "demo", "--policies", GPU_BENCH[0], "--rates",
-        "24", "--duration", str(duration_s), *options, "--resume", "--out", "{here}",
-    )  # fmt: skip
-    run = Step(f"bench-8b-{name}", argv, minutes, gpu=True)
-    form = Form((GROWN_8B, run), bench_rows(run.name, by), bench_claims(kind), "packaged", "results.jsonl", ON_GPU)
-    return {"gpu": form}
+    return {"engine": _bench("engine", kind, 9, duration_s=30), "gpu": _bench("gpu", kind, 45)}
 
 
 RATE_CLAIMS = (
@@ -135,6 +117,7 @@ ACCEPTED_CLAIMS = (
     *(Claim(f"{at}: {FALLS}", f"{at}: accepted falls", "at least", 1.0) for at in MACHINES),
     *(Claim(f"{at}: {VARIES}", f"{at}: accepted of chains varies", "at most", 0.05, None, "share") for at in MACHINES),
 )
+IN_TURN = ("--arrivals", "peaks:chat=75,code=195,summary=285")
 FLUCTUATING_CLAIMS = (
     ("smallest lead in attainment over the best baseline, all mean rates", "least lead", None, None, 0.0),
 )
@@ -241,7 +224,10 @@ ENTRIES = (
         "The same figure at three shares.",
         {
             "cpu": _simulated("urgent", 2, _both(URGENT_CLAIMS), "urgent shares 0.3, 0.6 and 0.9"),
-            **_varied("urgent", ("--urgent-shares", "0.3,0.5,0.7,0.9"), "urgent_share", "attainment"),
+            "gpu": _bench(
+                "gpu", "attainment", 30, name="urgent", rates="24", by="urgent_share",
+                options=("--urgent-shares", "0.3,0.5,0.7,0.9"),
+            ),
         },
     ),
     Entry(
@@ -250,7 +236,10 @@ ENTRIES = (
         "The same figure at six scales.",
         {
             "cpu": _simulated("scale", 3, (*_both(SCALE_CLAIMS), *STRICT_CLAIMS), MIX),
-            **_varied("scale", ("--slo-scales", "0.6,0.8,1,1.2,1.4,1.6"), "slo_scale", "attainment"),
+            "gpu": _bench(
+                "gpu", "attainment", 30, name="scale", rates="24", by="slo_scale",
+                options=("--slo-scales", "0.6,0.8,1,1.2,1.4,1.6"),
+            ),
         },
     ),
     Entry(
@@ -278,13 +267,13 @@ ENTRIES = (
     Entry(
         "adaserve-14", PAPER, "figure 14",
         "Attainment under the trace of figure 13: AdaServe is above every baseline.",
-        "The same figure at three mean rates.",
+        "The same figure at three mean rates; on the real engine at one.",
         {
             "cpu": _simulated("fluctuating", 2, _both(FLUCTUATING_CLAIMS), "classes that peak in turn"),
-            **_varied(
-                "peaks", ("--arrivals", "peaks:chat=75,code=195,summary=285"), "rate_rps", "attainment",
-                duration_s=360, minutes=40,
+            "engine": _bench(
+                "engine", "attainment", 32, name="peaks", rates="4", duration_s=360, options=IN_TURN
             ),
+            "gpu": _bench("gpu", "attainment", 40, name="peaks", rates="24", duration_s=360, options=IN_TURN),
         },
     ),
     Entry(
