@@ -1,4 +1,5 @@
-"""Checks PEM files of a server before its port opens, so that a wrong file is one clear error."""
+"""Checks the PEM files of a server before its port opens, and those of a client before it calls, so that a wrong file
+is one clear error."""
 
 from __future__ import annotations
 
@@ -14,20 +15,38 @@ def check_certificates(tls_cert: str, tls_key: str, tls_client_ca: str | None) -
         if path is not None:
             read_file(name, path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_own(context, "tls_cert and tls_key", tls_cert, tls_key)
+    if tls_client_ca is not None:
+        _load_authority(context, "tls_client_ca", tls_client_ca)
+
+
+def check_client_certificates(drafter_ca: str, drafter_cert: str | None, drafter_key: str | None) -> None:
+    """Load the CA of a draft service once, and the target's certificate and key if it has them. Raises ConfigError as
+    `check_certificates` does."""
+    for name, path in (("drafter_ca", drafter_ca), ("drafter_cert", drafter_cert), ("drafter_key", drafter_key)):
+        if path is not None:
+            read_file(name, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load_authority(context, "drafter_ca", drafter_ca)
+    if drafter_cert is not None and drafter_key is not None:
+        _load_own(context, "drafter_cert and drafter_key", drafter_cert, drafter_key)
+
+
+def _load_own(context: ssl.SSLContext, names: str, certificate: str, key: str) -> None:
     try:
-        context.load_cert_chain(tls_cert, tls_key, password=_no_passphrase)
+        context.load_cert_chain(certificate, key, password=_no_passphrase)
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
-            "tls_cert and tls_key must be PEM files of a certificate and its own private key, without a passphrase, "
-            f"got {tls_cert} and {tls_key}: {_reason(error)}"
+            f"{names} must be PEM files of a certificate and its own private key, without a passphrase, "
+            f"got {certificate} and {key}: {_reason(error)}"
         ) from error
-    if tls_client_ca is not None:
-        try:
-            context.load_verify_locations(tls_client_ca)
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"tls_client_ca must be a PEM file of certificates, got {tls_client_ca}: {_reason(error)}"
-            ) from error
+
+
+def _load_authority(context: ssl.SSLContext, name: str, path: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{name} must be a PEM file of certificates, got {path}: {_reason(error)}") from error
 
 
 def read_file(name: str, path: str) -> bytes:

@@ -95,7 +95,7 @@ def distill(
     if head != "none" and "draft" in given:
         raise ConfigError(f"--head {head} begins with a new head, and --draft with that of a folder; give one of them")
     _check_mode(given, writes=from_checkpoint is not None)
-    check_new(out)
+    _check_out(out)
     if json_out is not None and json_out.parent != out:  # that folder is made later
         check_writable(json_out, "--json")
     draft_folder = resolve_folder(draft, "draft")
@@ -200,6 +200,13 @@ def _interrupts() -> Iterator[_Interrupts]:
         raise typer.Exit(INTERRUPTED_STATUS) from None
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError unless `out` is a folder that the finished draft can take the place of."""
+    check_new(out)
+    if not out.name or out.is_mount():
+        raise ConfigError(f"--out must be a folder that can be replaced, got {out}; give one within it")
 
 
 def _check_state(state: Path, *, resume: bool) -> None:

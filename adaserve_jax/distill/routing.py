@@ -184,18 +184,22 @@ class TopicClassifier:
                 return best if first - last >= MARGIN else 0
             return best if self._topics[best].has(direction) else 0
 
-    def to_state(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the topics as plain values for JSON. names: names of the drafts."""
+    def to_state(self, examples: Mapping[str, str]) -> dict[str, Any]:
+        """Return the topics as plain values for JSON. examples: hash of each draft's examples, by its name in order."""
         with self._lock:
             topics = {
                 name: asdict(topic) | {"mean": topic.mean.tolist()}
-                for name, topic in zip(names, self._topics, strict=True)
+                for name, topic in zip(examples, self._topics, strict=True)
             }
-        return {"version": VERSION, "embedding": self._fingerprint, "topics": topics}
+        return {
+            "version": VERSION, "embedding": self._fingerprint, "examples": dict(examples), "topics": topics
+        }  # fmt: skip
 
-    def from_state(self, names: Sequence[str], state: dict[str, Any]) -> None:
-        """Restore what `to_state` returned; drafts that are not in it begin anew. Raises CheckpointError, having
-        changed nothing, if it is malformed or of another embedding."""
+    def from_state(self, examples: Mapping[str, str], state: dict[str, Any]) -> None:
+        """Restore what `to_state` returned, but for drafts that are not in it or now have other examples.
+
+        Raises CheckpointError, having changed nothing, if it is malformed or of another embedding.
+        """
         try:
             version, embedding, plain = state["version"], state["embedding"], state["topics"]
             if version != VERSION or embedding != self._fingerprint:
@@ -203,12 +207,15 @@ class TopicClassifier:
                     f"kept topics must be of version {VERSION} and of this draft's embedding; got version {version!r} "
                     f"of embedding {embedding!r}; topics are learned anew"
                 )
-            topics = {index: self._from_plain(plain[name]) for index, name in enumerate(names) if name in plain}
+            of = state.get("examples", {})
+            changed = [name for name in plain if name in examples and of.get(name, examples[name]) != examples[name]]
+            kept = {name: self._from_plain(plain[name]) for name in plain if name in examples and name not in changed}
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise CheckpointError(f"kept topics cannot be read ({error!r}); topics are learned anew") from error
+        if changed:
+            _log.info("topics of drafts that have other examples now are learned anew: %s", ", ".join(changed))
         with self._lock:
-            for index, topic in topics.items():
-                self._topics[index] = topic
+            self._topics = [kept.get(name, topic) for name, topic in zip(examples, self._topics, strict=True)]
 
     def _from_plain(self, plain: dict[str, Any]) -> Topic:
         shares = {str(name): float(part) for name, part in plain.get("shares", {}).items()}
@@ -220,6 +227,10 @@ class TopicClassifier:
         if not all(0 < part <= 1 for part in shares.values()):
             raise ValueError(f"shares are above 0 and at most 1, got {shares}")
         return Topic(mean, near, near_square, plain["count"], shares)
+
+
+def _hash_of(prompts: Sequence[Sequence[int]]) -> str:
+    return blake2b(repr([list(map(int, token_ids)) for token_ids in prompts]).encode(), digest_size=16).hexdigest()
 
 
 def fingerprint_of(embedding: np.ndarray) -> str:
@@ -273,7 +284,9 @@ class DraftRouter:
             if embedding is None:
                 raise ConfigError("route topic needs the embedding of the default draft; none was given")
             self._topic = TopicClassifier(len(names), embedding)
-        for name, prompts in (examples or {}).items():
+        given = examples or {}
+        self._examples = {name: _hash_of(given.get(name, ())) for name in names}
+        for name, prompts in given.items():
             for token_ids in prompts:
                 self.learn(name, token_ids)
 
@@ -303,12 +316,12 @@ class DraftRouter:
 
     def to_state(self) -> dict[str, Any]:
         """Return the learned topics as plain values for JSON; empty without any."""
-        return {} if self._topic is None else self._topic.to_state(self.names)
+        return {} if self._topic is None else self._topic.to_state(self._examples)
 
     def from_state(self, state: dict[str, Any]) -> None:
         """Restore what `to_state` returned. Raises CheckpointError, having changed nothing, if it does not fit."""
         if self._topic is not None and state:
-            self._topic.from_state(self.names, state)
+            self._topic.from_state(self._examples, state)
 
 
 def make_router(

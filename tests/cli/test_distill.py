@@ -137,6 +137,7 @@ def test_what_a_server_learned_is_written(place: Path, capsys: pytest.CaptureFix
     [
         (["--out", "x"], "give --prompts to train, or --from-checkpoint"),
         (["--out", "target", "--prompts", "prompts.txt"], "target must be an empty or a new folder"),
+        (["--out", ".", "--prompts", "prompts.txt"], ". must be an empty or a new folder"),
         (["--out", "x", "--prompts", "prompts.txt", "--resume"], "--resume: expected the state of a run"),
         (["--out", "x", "--prompts", "prompts.txt", "--loss", "mse"], "loss must be one of kl, reverse_kl, jsd"),
         (

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,27 @@ def test_topics_are_learned_from_tags():
     again = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())
     assert again.route([0]) == 1 and again.route([2]) == 0
+
+
+def test_a_draft_with_other_examples_begins_its_topic_anew(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+
+    def started(code: int | None, state: dict) -> DraftRouter:
+        examples = {} if code is None else {"code": [[code]] * MIN_PROMPTS}
+        router = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING, examples=examples)
+        router.from_state(state)
+        return router
+
+    without = started(None, {})
+    assert without.route([0]) == 0
+    first = started(0, json.loads(json.dumps(without.to_state())))
+    assert first.route([0]) == 1 and "learned anew: code" in caplog.text
+    first.learn("code", [0], "")
+    caplog.clear()
+    again = started(0, first.to_state())
+    assert again.to_state() == first.to_state() and not caplog.text
+    corrected = started(2, first.to_state())
+    assert corrected.route([2]) == 1 and corrected.route([0]) == 0
 
 
 def test_one_client_has_half_of_a_topic_and_no_more_while_others_have_any():

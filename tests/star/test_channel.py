@@ -145,6 +145,20 @@ def test_files_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
         GrpcTransport("a:1", DrafterConfig(("grpc://a:1",), drafter_token_file=str(empty)))
 
 
+def test_certificates_that_are_none_are_told_at_once(files: Path) -> None:  # noqa: F811
+    def transport(**names: str) -> GrpcTransport:
+        paths = {name: str(files / file) for name, file in names.items()}
+        return GrpcTransport("a:1", DrafterConfig(("grpc://a:1",), **paths))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=r"^drafter_ca must be a PEM file of certificates, got .*one\.key: "):
+        transport(drafter_ca="one.key")
+    with pytest.raises(
+        ConfigError, match=r"^drafter_cert and drafter_key must be PEM files of a certificate and its own private key"
+    ):
+        transport(drafter_ca="ca.pem", drafter_cert="one.pem", drafter_key="server.key")
+    transport(drafter_ca="ca.pem", drafter_cert="one.pem", drafter_key="one.key")
+
+
 class _Says(grpc.GenericRpcHandler):
     """CandidateBuilder every stream with the same bytes, and ends it."""
 

@@ -56,6 +56,16 @@ def test_a_refused_target_comes_back_when_the_service_said() -> None:
     assert scene.drafter.connect(3.5) == WELCOME
 
 
+def test_a_full_service_that_tells_of_its_load_each_time_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene.of(connected=False)
+    for tokens_per_s in (3.1, 3.2, 3.3):
+        scene.service.welcome = Refused("full", f"8 targets get {tokens_per_s} tokens/s", retry_after_s=1.0)
+        assert scene.drafter.connect(1.5) is None
+    assert scene.drafter.stats().refused >= 3
+    assert scene.drafter.stats().services[scene.service.address].reason == "full: 8 targets get 3.3 tokens/s"
+    assert [each.getMessage().count("refused: full") for each in caplog.records] == [1]
+
+
 def test_a_target_that_is_refused_later_goes_without_and_comes_back() -> None:
     scene = Scene.of()
     typist = Typist(scene)

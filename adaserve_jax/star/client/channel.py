@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from adaserve_jax.certificates import read_file
+from adaserve_jax.certificates import check_client_certificates, read_file
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.client.link import OnFrame, OnLost
@@ -44,14 +44,15 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 class GrpcTransport:
     """Implements `link.Transport` with TLS, a client certificate and a token as far as the configuration names them.
 
-    Raises ConfigError when a file cannot be read.
+    Raises ConfigError when a file cannot be read, or is no certificate or key.
     """
 
     def __init__(self, address: str, config: DrafterConfig) -> None:
         self.address = address
         self._config = config
         self.metadata()
-        self.channel().close()
+        if config.drafter_ca is not None:
+            check_client_certificates(config.drafter_ca, config.drafter_cert, config.drafter_key)
 
     def open(self, on_frame: OnFrame, on_lost: OnLost) -> GrpcStream:
         return GrpcStream(self, on_frame, on_lost)

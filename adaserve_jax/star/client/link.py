@@ -297,7 +297,7 @@ class Link:
     def _refuse(self, refused: Refused) -> Stream | None:
         self.refused += 1
         reason = printable(f"{refused.code}: {refused.message}")
-        if self._reason != reason:
+        if not self._reason.startswith(f"{refused.code}: "):  # a full service tells of its load, anew each time
             _log.warning("draft service %s: refused: %s", self.address, reason)
         if refused.code in MISMATCHES:
             wait_s = max(refused.retry_after_s, MISMATCH_RETRY_S)
